@@ -120,17 +120,40 @@ def test_slots(isa, D, G, dtype, scored):
         store.append(k, v, [max(seen) - n for n in seen])
         for b, n in enumerate(store.filled):
             store.k[b, :, n:] = store.v[b, :, n:] = torch.nan
-        q, new = torch.randn(2, 2, G, D).to(type_), torch.randn(2, 2, 2, D).to(type_)
-        twin = exact(store)
-        want, weight = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0)
-        with on(isa):
-            got, w = ops.slots(store, q, *new, D**-0.5, 9.0)
-        close(got, want, store, q, D**-0.5)
-        assert (w is None) == (not scored)
+        q, new, recent = torch.randn(2, 2, G, D).to(type_), torch.randn(2, 2, 2, D).to(type_), [3, 0]
         if scored:
-            torch.testing.assert_close(w.double(), weight, atol=1e-6, rtol=1e-4)
+            store.score.uniform_()
             for b, n in enumerate(store.filled):
-                torch.testing.assert_close(store.score[b, :, :n].double(), twin.score[b, :, :n], atol=1e-6, rtol=1e-4)
+                store.pos[b, :, :n] = torch.stack([torch.randperm(seen[b])[:n] for _ in range(2)])
+        twin = exact(store)
+        want = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0, recent)
+        with on(isa):
+            got = ops.slots(store, q, *new, D**-0.5, 9.0, recent)
+        close(got, want, store, q, D**-0.5)
+        assert (store.filled, store.lengths) == (twin.filled, twin.lengths)
+        for b, n in enumerate(store.filled):
+            for name in ("k", "v", "score", "pos") if scored else ("k", "v"):
+                a, e = (getattr(s, name)[b, :, :n].double() for s in (store, twin))
+                torch.testing.assert_close(a, e, atol=1e-6, rtol=1e-4)
+
+
+STEPS = {"dense": (), "sparq": (8, 24, 6, "coverage", True), "topk": (24, False)}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("op", "channels"), [("dense", "none"), ("topk", "none"), *(("sparq", c) for c in CHANNELS)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, threads):
+    D, lengths = 24, [2302, 1790, 3]  # several parts, groups that fill, a part that is empty
+    q, one = filled(D, lengths, torch.bfloat16, 2, channels)
+    two = one.fork()
+    with on(isa, threads):
+        for _ in range(3):
+            k, v = torch.randn(2, 3, 2, D).to(torch.bfloat16)
+            ops.append(one, k, v)
+            want = getattr(ops, op)(one, q, D**-0.5, None, *STEPS[op])
+            assert torch.equal(getattr(ops, op)(two, q, D**-0.5, None, *STEPS[op], (k, v)), want)
+    held(one, two)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -43,6 +43,24 @@ template <class T> static void transpose(const T *const *x, int64_t n, int R, T 
     }
 }
 
+// Asks for the memory that the new row of an operation will be written to.
+template <class T> static void ask_append(const skimkv_op *op, int64_t b, int64_t h) {
+    const skimkv_cache *c = op->cache;
+    const int64_t p = c->lengths[b];
+    const skimkv_chunk *chunk = c->chunks;
+    while (p >= chunk->start + chunk->cap) chunk++;
+    if (c->channels != SKIMKV_NONE) {
+        const bool copy = c->channels == SKIMKV_COPY;
+        const T *index = copy ? (const T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start
+                              : (const T *)c->tail + b * c->t_b + h * c->t_h + p % GROUP;
+        for (int i = 0; i < c->R; i++) __builtin_prefetch(index + i * (copy ? chunk->x_r : c->t_r), 1);
+    }
+    for (int64_t i = 0; i < c->D * (int64_t)sizeof(T); i += 64) {
+        __builtin_prefetch((const char *)key_row<T>(chunk, b, h, p) + i, 1);
+        __builtin_prefetch((const char *)value_row<T>(chunk, b, h, p) + i, 1);
+    }
+}
+
 template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, int64_t h) {
     const skimkv_cache *c = a->cache;
     const int D = c->D, R = c->R, bits = c->channels == SKIMKV_INT8 ? 8 : 4;

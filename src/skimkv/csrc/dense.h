@@ -19,11 +19,11 @@ template <class T>
 static void block_rows(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const T **k, const T **v) {
     const skimkv_cache *c = op->cache;
     int j = 0;
-    each_run(c, from, min(to, c->lengths[b]), [&](const skimkv_chunk *chunk, int64_t first, int64_t last) {
+    each_run(c, from, min(to, held(op, b)), [&](const skimkv_chunk *chunk, int64_t first, int64_t last) {
         const T *kr = key_row<T>(chunk, b, h, first), *vr = value_row<T>(chunk, b, h, first);
         for (int64_t p = first; p < last; p++, kr += chunk->k_n, vr += chunk->v_n) k[j] = kr, v[j] = vr, j++;
     });
-    if (to > c->lengths[b]) {
+    if (to > held(op, b)) {
         k[j] = (const T *)op->k_new + b * op->n_b + h * op->n_h;
         v[j] = (const T *)op->v_new + b * op->n_b + h * op->n_h;
         j++;
@@ -55,6 +55,34 @@ static void finish_dense(const skimkv_op *op, int64_t b, int64_t h, const Online
     for (int g = 0; g < op->cache->G; g++)
         for (int i = 0; i < P; i++) o.acc[g * P + i] /= o.l[g];
     store_result(op, b, h, o.acc, P);
+}
+
+// The slot of the new row of (b, h): the one it was given, or that of the lowest score outside the recent window.
+static int64_t victim(const skimkv_op *op, int64_t b, int64_t h, float own) {
+    if (op->slot[b] >= 0) return op->slot[b];
+    const float *score = op->score + b * op->c_b + h * op->c_h;
+    const int32_t *pos = op->pos + b * op->c_b + h * op->c_h;
+    const int64_t n = op->cache->lengths[b], edge = op->now[b] - op->recent[b];
+    int64_t at = -1;
+    for (int64_t p = 0; p < n; p++) {
+        if (pos[p] > edge || pos[p] < 0) continue;
+        if (at < 0 || score[p] < score[at] || (score[p] != score[p] && score[at] == score[at])) at = p;
+    }
+    if (at < 0) at = 0;  // all are recent
+    return op->recent[b] == 0 && own < score[at] ? -1 : at;
+}
+
+// The new row of (b, h) goes into its slot, or is dropped; `own` is its weight.
+template <class T> static void keep_row(const skimkv_op *op, int64_t b, int64_t h, float own) {
+    const int64_t at = victim(op, b, h, own), n = op->cache->D * (int64_t)sizeof(T);
+    const skimkv_chunk *chunk = op->cache->chunks;
+    if (at < 0) return;
+    while (at >= chunk->start + chunk->cap) chunk++;
+    __builtin_memcpy((T *)key_row<T>(chunk, b, h, at), (const T *)op->k_new + b * op->n_b + h * op->n_h, n);
+    __builtin_memcpy((T *)value_row<T>(chunk, b, h, at), (const T *)op->v_new + b * op->n_b + h * op->n_h, n);
+    if (!op->score) return;
+    op->score[b * op->c_b + h * op->c_h + at] = own;
+    op->pos[b * op->c_b + h * op->c_h + at] = (int32_t)op->now[b];
 }
 
 // All positions with their softmax weights kept and, averaged over the group, added to op->score.
@@ -95,13 +123,15 @@ template <class T, int D_> static void dense_scored(const skimkv_op *op, int64_t
         add<T, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m);
     }
     float *score = op->score + b * op->c_b + h * op->c_h;
+    float w = 0;
     for (int64_t p = 0; p < n; p++) {
-        float w = 0;
+        w = 0;
         for (int g = 0; g < G; g++) w += x.s[g * ld + p];
-        if (p + 1 < n) score[p] += w / (float)G;
-        else op->score_new[b * c->H + h] = w / (float)G;
+        w /= (float)G;
+        if (p + 1 < n) score[p] += w;
     }
     finish_dense(op, b, h, o);
+    keep_row<T>(op, b, h, w);
 }
 
 }  // namespace skimkv::SKIMKV_NS

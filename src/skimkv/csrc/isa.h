@@ -10,8 +10,8 @@
 #include "score.h"
 #include "sparse.h"
 #include "dense.h"
-#include "share.h"
 #include "append.h"
+#include "share.h"
 #include "clusters.h"
 #include "linear.h"
 

@@ -82,11 +82,19 @@ static inline bool last_part(const Plan &p, int64_t unit) {
     return true;
 }
 
+// The part whose positions from .. to-1 end with the new row's puts it there first: nobody else reads it before.
+template <class T> static void append_in(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to) {
+    if (!appends(op) || from >= to || to != held(op, b)) return;
+    const skimkv_tokens one = tokens(op);
+    append_unit<T>(&one, b, h);
+}
+
 template <class T, int D_> static void dense_task(const skimkv_op *op, const Plan &p, const DenseScratch &x, int64_t task) {
     const skimkv_cache *c = op->cache;
     const int64_t unit = task / p.parts, i = task % p.parts, b = unit / c->H, h = unit % c->H;
     const int64_t n = c->lengths[b] + (op->k_new ? 1 : 0);
     if (op->score) return dense_scored<T, D_>(op, b, h, x);
+    append_in<T>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1));
     float *own = p.parts > 1 ? p.partial + task * p.partial_ld : x.online;
     const Online o = online_at(own, c->G);
     dense_part<T, D_>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1), x, o);
@@ -95,11 +103,13 @@ template <class T, int D_> static void dense_task(const skimkv_op *op, const Pla
     for (int64_t j = 1; j < p.parts; j++)
         merge(sum, online_at(p.partial + (unit * p.parts + j) * p.partial_ld, c->G), c->G, p.P);
     finish_dense(op, b, h, sum);
+    if (op->keep == SKIMKV_SLOT) keep_row<T>(op, b, h, 0);
 }
 
 // The query of a task's unit and what step 1 needs of it.
-static void prepare(const skimkv_op *op, const Plan &p, Unit &u, int64_t task) {
+template <class T> static void prepare(const skimkv_op *op, const Plan &p, Unit &u, int64_t task) {
     const int64_t unit = task / p.parts;
+    if (appends(op) && task % p.parts == p.parts - 1) ask_append<T>(op, unit / op->cache->H, unit % op->cache->H);
     load_query(op, u, unit / op->cache->H, unit % op->cache->H);
     if (op->method == SKIMKV_SPARQ) choose_channels(op, u);
     if (op->method == SKIMKV_LOWRANK) project(op, u);
@@ -111,6 +121,7 @@ static void score(const skimkv_op *op, const Plan &p, const Unit &u, const Score
     const int64_t from = part_start(u.n, p.parts, i), to = part_start(u.n, p.parts, i + 1);
     const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
     if (from >= to) return;
+    append_in<T>(op, u.b, u.h, from, to);
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
     if (rows) score_rows<T, D_>(op, u, exact ? u.q : u.full, z, sums, t0, t1);
@@ -137,7 +148,7 @@ static void complete(const skimkv_op *op, Unit &u, const Scores &z, const Choice
 template <class T, int D_>
 static void run_units(const skimkv_op *op, const Plan &p, Unit &u, const Scores &z, const Choice &x, const Narrow &w, const Sums &sums) {
     for (int64_t task; (task = take_task(p)) >= 0;) {
-        prepare(op, p, u, task);
+        prepare<T>(op, p, u, task);
         score<T, D_>(op, p, u, z, w, sums, 0);
         complete<T, D_>(op, u, z, x);
     }
@@ -150,7 +161,7 @@ static void run_parts(const skimkv_op *op, const Plan &p, Unit &u, const Choice 
         const int64_t unit = task / p.parts;
         Arena a{p.scores.at + unit * p.scores_ld};
         const Scores z = take_scores(a, p.longest, op->cache->G);
-        prepare(op, p, u, task);
+        prepare<T>(op, p, u, task);
         score<T, D_>(op, p, u, z, w, sums, task % p.parts);
         if (!last_part(p, unit)) continue;
         complete<T, D_>(op, u, z, x);

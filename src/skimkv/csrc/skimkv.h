@@ -21,13 +21,14 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 1
+#define SKIMKV_VERSION 2
 #define SKIMKV_GROUP 256 /* tokens that share a scale in a quantised index */
 
 enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };                               /* element types */
 enum { SKIMKV_NONE, SKIMKV_COPY, SKIMKV_INT8, SKIMKV_INT4 };                /* channel-major index of K */
 enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE }; /* methods */
 enum { SKIMKV_COVERAGE, SKIMKV_SQRT_D, SKIMKV_SQRT_R };                     /* SparQ temperatures */
+enum { SKIMKV_OUTSIDE, SKIMKV_APPEND, SKIMKV_SLOT }; /* a new row: only attended, appended first, put into a slot after */
 
 /* Positions start .. start+cap-1 of every row. Memory that belongs to other positions is never read. */
 typedef struct skimkv_chunk {
@@ -64,11 +65,16 @@ typedef struct skimkv_op {
     int64_t r, k, local;        /* SparQ: channels, positions, of which the last `local`; else only k */
     int32_t temperature;        /* SparQ */
     int32_t use_mean;           /* SparQ: give the mass left out to the mean of V */
-    const void *k_new, *v_new;  /* dense: one row [b,h,d] more, not in the cache yet, in its dtype; or NULL */
+    const void *k_new, *v_new;  /* the current token [b,h,d] in the cache's dtype, if not in the cache yet; or NULL */
     int64_t n_b, n_h;
-    float *score;               /* dense with k_new: weights, mean over the group, are added to [b,h,position] */
-    int64_t c_b, c_h;
-    float *score_new;           /* [b,h]: the new row's own weight */
+    int32_t keep;               /* what becomes of k_new; lengths are those before. OUTSIDE and SLOT: dense only */
+    const int64_t *slot;        /* SLOT: [b] the position it overwrites; -1: the victim of each head, by score */
+    /* Heavy hitters, SLOT only: weights, mean over the group, are added to score; the victim is the lowest of those
+     * not among the recent[b] before now[b], the new token's position, kept in pos. recent 0: perhaps the new one. */
+    float *score;               /* [b,h,slot], or NULL */
+    int32_t *pos;
+    int64_t c_b, c_h;           /* of score and pos */
+    const int64_t *now, *recent;
 } skimkv_op;
 
 /* n new tokens per row for the cache, whose memory is written through its (const) pointers: rows of K and V, the index

@@ -32,6 +32,11 @@ extern const Kernels scalar_kernels, avx2_kernels, avx512_kernels, vnni_kernels,
 
 const Kernels *kernels();  // of the instruction set in use, or nullptr
 
+// The new row of an operation as an append.
+static inline skimkv_tokens tokens(const skimkv_op *op) {
+    return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
+}
+
 // Bytes of one token's activations as integers: [in] int16, then [in/32] float scales.
 static inline int64_t narrow_bytes(int64_t in) { return (in * 2 + in / 32 * 4 + 63) / 64 * 64; }
 

@@ -33,6 +33,9 @@ struct Unit {
 };
 
 static inline int padded(int D) { return (int)roundup(D, 16); }
+static inline bool appends(const skimkv_op *op) { return op->k_new && op->keep == SKIMKV_APPEND; }
+// Tokens in row b of the cache during the step.
+static inline int64_t held(const skimkv_op *op, int64_t b) { return op->cache->lengths[b] + appends(op); }
 static inline int64_t longest(const skimkv_cache *c) {
     int64_t n = 0;
     for (int b = 0; b < c->B; b++) n = max(n, c->lengths[b]);
@@ -95,7 +98,7 @@ static inline float op_cap(const skimkv_op *op) { return op->softcap * LOG2E; }
 // The query of a unit as floats, scaled, zero beyond D.
 static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
     const int D = op->cache->D, P = padded(D);
-    u.b = b, u.h = h, u.n = op->cache->lengths[b], u.np = roundup(u.n, 256), u.nt = u.np / 256;
+    u.b = b, u.h = h, u.n = held(op, b), u.np = roundup(u.n, 256), u.nt = u.np / 256;
     for (int g = 0; g < op->cache->G; g++) {
         float *q = u.q + g * P;
         to_float(op->dtype, op->q, b * op->q_b + h * op->q_h + g * op->q_g, q, D);

@@ -23,8 +23,7 @@ class Dense(Method):
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        ops.append(store, k, v)
-        return ops.dense(store, q, scale, softcap)
+        return ops.dense(store, q, scale, softcap, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         total = 2 * n * shape.D + 2 * shape.D

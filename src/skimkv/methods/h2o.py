@@ -107,28 +107,7 @@ class H2O(Method):
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
         assert isinstance(store, Slots)
-        store.reserve(store.capacity)
-        assert store.score is not None and store.pos is not None
-        y, weight = ops.slots(store, q, k, v, scale, softcap)
-        assert weight is not None
-        slot = torch.empty(k.shape[:2], dtype=torch.int64, device=k.device)
-        lost: Tensor | None = None
-        for b, now in enumerate(store.lengths):
-            if store.filled[b] < store.budget[b]:
-                slot[b] = store.filled[b]
-                store.filled[b] += 1
-            else:
-                local = self.recent(store.budget[b])
-                safe = (store.pos[b] > now - local) | (store.pos[b] < 0)
-                lowest, slot[b] = store.score[b].masked_fill(safe, torch.inf).min(-1)
-                if local == 0:  # algorithm 1 drops one of S and i, here perhaps the current token i itself
-                    lost = torch.zeros_like(slot, dtype=torch.bool) if lost is None else lost
-                    lost[b] = weight[b] < lowest
-                store.count(store.budget[b] * store.shape.H, 4)
-        position = torch.tensor(store.lengths, dtype=torch.int32, device=k.device)[:, None].expand_as(slot)
-        store.write(slot, lost, k, v, weight.float(), position)
-        store.lengths = [n + 1 for n in store.lengths]
-        return y
+        return ops.slots(store, q, k, v, scale, softcap, [self.recent(budget) for budget in store.budget])
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """For a fractional budget n is also taken as the prompt."""

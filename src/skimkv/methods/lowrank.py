@@ -39,8 +39,7 @@ class LowRank(Method):
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        ops.append(store, k, v)
-        return ops.lowrank(store, q, scale, softcap, self.k)
+        return ops.lowrank(store, q, scale, softcap, self.k, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         B, H, _, D = shape

@@ -61,9 +61,8 @@ class SparQ(Method):
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
         local = self.k // 4 if self.local is None else self.local
-        ops.append(store, k, v)
         mean = self._mean(store.shape)
-        return ops.sparq(store, q, scale, softcap, self.r, self.k, local, self.temperature, mean)
+        return ops.sparq(store, q, scale, softcap, self.r, self.k, local, self.temperature, mean, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """The paper's 4D becomes 2D + 2D float32 with v_mean and 2D without; the channel copy's own write is D more,

@@ -89,9 +89,7 @@ class SubGen(Method):
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        y, _ = ops.slots(store, q, k, v, scale, softcap)
-        ops.append(store, k, v)
-        return y
+        return ops.slots(store, q, k, v, scale, softcap)
 
     def _ordered(self, store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What row b holds, oldest first, then the block: the centres, the ring in order of time, the new."""
@@ -157,8 +155,7 @@ class SubGenStream(Method):
     ) -> Tensor:
         if softcap is not None:
             raise ValueError(f"SubGenStream estimates exp(<q,k>) and cannot cap logits at {softcap}")
-        ops.append(store, k, v)
-        return ops.stream(store, q, scale)
+        return ops.stream(store, q, scale, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype, clusters: int | None = None) -> Traffic:
         """`clusters`: how many there are after the step, over all heads and rows; None: the worst case, n + 1 each."""

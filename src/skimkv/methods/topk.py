@@ -31,8 +31,7 @@ class TopK(Dense):
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        ops.append(store, k, v)
-        return ops.topk(store, q, scale, softcap, self.k, self.oracle)
+        return ops.topk(store, q, scale, softcap, self.k, self.oracle, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         D, k = shape.D, min(self.k, n)

@@ -29,9 +29,7 @@ class LMInfinite(Method):
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        y, _ = ops.slots(store, q, k, v, scale, softcap)
-        ops.append(store, k, v)
-        return y
+        return ops.slots(store, q, k, v, scale, softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         total = 2 * min(self.k, n) * shape.D + 2 * shape.D

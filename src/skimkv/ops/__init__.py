@@ -90,7 +90,7 @@ dense: Callable[..., Tensor] = _dispatch("dense")
 sparq: Callable[..., Tensor] = _dispatch("sparq")
 topk: Callable[..., Tensor] = _dispatch("topk")
 lowrank: Callable[..., Tensor] = _dispatch("lowrank")
-slots: Callable[..., tuple[Tensor, Tensor | None]] = _dispatch("slots")
+slots: Callable[..., Tensor] = _dispatch("slots")
 stream: Callable[..., Tensor] = _dispatch("stream")
 
 

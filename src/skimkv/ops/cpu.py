@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from ..full import Full
 from ..store import Slots, Store
 from . import native, views
 from .views import code, expect
+
+Token = tuple[Tensor, Tensor]  # the current k and v, (B,H,D)
 
 
 def unavailable() -> str | None:
@@ -70,31 +73,51 @@ def _tokens(store: Full | Slots) -> native.CTokens:
     return view.tokens
 
 
-def _attend(
-    store: Full | Slots, lengths: list[int], q: Tensor, method: int, scale: float, softcap: float | None, **rest: int
+def _step(
+    view: views.Cache, store: Full | Slots, q: Tensor, token: Token | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """One step of any method: q (B,H,G,D) -> y (B,H,G,D) in q's dtype."""
+    """Run the view's operation, whose method and parameters are set: q (B,H,G,D) -> y (B,H,G,D) in q's dtype."""
     if q.stride(-1) != 1:
         q = q.contiguous()
     dtype = code("a query", q.dtype)
     expect("q", q, tuple(store.shape), q.dtype)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap = {softcap} must be positive")
-    op = views.cache(store, lengths).op
-    y = torch.empty(tuple(store.shape), dtype=q.dtype)
-    op.q, op.y, op.dtype, op.method = q.data_ptr(), y.data_ptr(), dtype, method
+    op, y = view.op, torch.empty(tuple(store.shape), dtype=q.dtype)
+    if token is None:
+        op.k_new = op.v_new = None
+    else:
+        op.k_new, op.v_new = token[0].data_ptr(), token[1].data_ptr()
+        op.n_b, op.n_h, _ = token[0].stride()
+    op.q, op.y, op.dtype = q.data_ptr(), y.data_ptr(), dtype
     op.q_b, op.q_h, op.q_g, _ = q.stride()
     op.y_b, op.y_h, op.y_g, _ = y.stride()
-    op.scale, op.softcap, op.use_mean = scale, softcap or 0, 0
-    for name, value in rest.items():
-        setattr(op, name, value)
+    op.scale, op.softcap = scale, softcap or 0
     native.run("skimkv_run", "skimkv_check", op)
     return y
 
 
-def dense(store: Full, q: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _full(
+    store: Full, q: Tensor, token: Token | None, method: int, scale: float, softcap: float | None, **rest: int
+) -> Tensor:
+    """One step of a method that keeps every token; the current one is appended first, in the same call."""
+    if token is not None:
+        token = _token(store, *token)
+        store._reserve(max(store.lengths) + 1)
+    view = views.cache(store, store.lengths)
+    op = view.op
+    op.method, op.keep, op.use_mean = method, native.OUTSIDE if token is None else native.APPEND, 0
+    for name, value in rest.items():
+        setattr(op, name, value)
+    y = _step(view, store, q, token, scale, softcap)
+    if token is not None:
+        store.lengths = [n + 1 for n in store.lengths]
+    return y
+
+
+def dense(store: Full, q: Tensor, scale: float, softcap: float | None, token: Token | None = None) -> Tensor:
     """See ref.dense."""
-    return _attend(store, store.lengths, q, native.DENSE, scale, softcap)
+    return _full(store, q, token, native.DENSE, scale, softcap)
 
 
 def sparq(
@@ -107,40 +130,59 @@ def sparq(
     local: int,
     temperature: str,
     mean: bool,
+    token: Token | None = None,
 ) -> Tensor:
     """See ref.sparq."""
     kind = native.TEMPERATURES.get(temperature)
     if kind is None:
         raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(native.TEMPERATURES)}")
     rest = {"r": r, "k": k, "local": local, "temperature": kind, "use_mean": int(mean)}
-    return _attend(store, store.lengths, q, native.SPARQ, scale, softcap, **rest)
+    return _full(store, q, token, native.SPARQ, scale, softcap, **rest)
 
 
-def topk(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, oracle: bool) -> Tensor:
+def topk(
+    store: Full, q: Tensor, scale: float, softcap: float | None, k: int, oracle: bool, token: Token | None = None
+) -> Tensor:
     """See ref.topk."""
-    return _attend(store, store.lengths, q, native.ORACLE if oracle else native.TOPK, scale, softcap, k=k)
+    return _full(store, q, token, native.ORACLE if oracle else native.TOPK, scale, softcap, k=k)
 
 
-def lowrank(store: Full, q: Tensor, scale: float, softcap: float | None, k: int) -> Tensor:
+def lowrank(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, token: Token | None = None) -> Tensor:
     """See ref.lowrank."""
-    return _attend(store, store.lengths, q, native.LOWRANK, scale, softcap, k=k)
+    return _full(store, q, token, native.LOWRANK, scale, softcap, k=k)
 
 
 def slots(
-    store: Slots, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
+    store: Slots,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    recent: Sequence[int] | None = None,
+) -> Tensor:
     """See ref.slots."""
-    k, v = _token(store, k, v)
-    weight = None if store.score is None else torch.empty(k.shape[:2])
-    op = views.cache(store, store.filled).op
-    op.k_new, op.v_new = k.data_ptr(), v.data_ptr()
-    op.n_b, op.n_h, _ = k.stride()
-    op.score_new = None if weight is None else weight.data_ptr()
-    return _attend(store, store.filled, q, native.DENSE, scale, softcap), weight
+    token = _token(store, k, v)
+    store.reserve(store.capacity)
+    view, lengths, filled = views.cache(store, store.filled), store.lengths, store.filled
+    if store.score is None:
+        view.at[:] = [store.ring_slot(n) for n in lengths]
+    else:
+        if recent is None or len(recent) != len(lengths):
+            raise ValueError(f"recent = {recent} must be {len(lengths)} numbers where slots are scored")
+        view.at[:] = [c if c < budget else -1 for c, budget in zip(filled, store.budget, strict=True)]
+        view.now[:], view.recent[:] = [*lengths], [*recent]
+    view.op.method, view.op.keep, view.op.use_mean = native.DENSE, native.SLOT, 0
+    y = _step(view, store, q, token, scale, softcap)
+    store.filled = [min(c + 1, budget) for c, budget in zip(filled, store.budget, strict=True)]
+    store.lengths = [n + 1 for n in lengths]
+    return y
 
 
-def stream(store: Clusters, q: Tensor, scale: float) -> Tensor:
+def stream(store: Clusters, q: Tensor, scale: float, token: Token | None = None) -> Tensor:
     """See ref.stream."""
+    if token is not None:
+        append(store, *token)
     q = q.contiguous()
     dtype = code("a query", q.dtype)
     expect("q", q, tuple(store.shape), q.dtype)

@@ -13,10 +13,11 @@ import torch
 
 from .. import __path__ as _package
 
-VERSION = 1
+VERSION = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNELS = {"none": 0, "copy": 1, "int8": 2, "int4": 3}
 DENSE, SPARQ, LOWRANK, TOPK, ORACLE = range(5)
+OUTSIDE, APPEND, SLOT = range(3)
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
 
 
@@ -50,9 +51,10 @@ class COp(Structure):
         f=("temperature use_mean", c_int32),
         g=("k_new v_new", c_void_p),
         h=("n_b n_h", c_int64),
-        i=("score", c_void_p),
-        j=("c_b c_h", c_int64),
-        k=("score_new", c_void_p),
+        i=("keep", c_int32),
+        j=("slot score pos", c_void_p),
+        k=("c_b c_h", c_int64),
+        l=("now recent", c_void_p),
     )
 
 

@@ -1,10 +1,13 @@
 """The oracle: every decode step in readable PyTorch, float32 (float64 in, float64 out), any device.
 
-The current token has been appended already: position lengths[b]-1 of row b, always attended, never counted as
-fetched. `k` counts positions besides it. A NaN logit makes its head's output NaN, as it does in dense attention.
+`token`, the current k and v (B,H,D), is appended first; None: it has been already. It is position lengths[b]-1 of row
+b, always attended, never counted as fetched. `k` counts positions besides it. A NaN logit makes its head's output NaN,
+as it does in dense attention.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from ..clusters import Clusters
 from ..full import Full
 from ..store import Slots, Store, compute_dtype
 from .causal import softcapped
+
+Token = tuple[Tensor, Tensor]
 
 
 def unavailable() -> str | None:
@@ -23,6 +28,11 @@ def unavailable() -> str | None:
 def append(store: Store, k: Tensor, v: Tensor) -> None:
     """One token per row: k, v (B,H,D)."""
     store.append(k[:, :, None], v[:, :, None])
+
+
+def _first(store: Store, token: Token | None) -> None:
+    if token is not None:
+        append(store, *token)
 
 
 def top_channels(q: Tensor, r: int) -> Tensor:
@@ -65,8 +75,9 @@ def attend_rows(
     return weights @ v, weights
 
 
-def dense(store: Full, q: Tensor, scale: float, softcap: float | None) -> Tensor:
+def dense(store: Full, q: Tensor, scale: float, softcap: float | None, token: Token | None = None) -> Tensor:
     """SparQ eq. 2 over all positions. Reads 2ND elements per KV head."""
+    _first(store, token)
     x = q.to(compute_dtype(store.dtype))
     return attend_rows(x, store.rows("k"), store.rows("v"), store.mask(), scale, softcap)[0].to(q.dtype)
 
@@ -81,8 +92,10 @@ def sparq(
     local: int,
     temperature: str,
     mean: bool,
+    token: Token | None = None,
 ) -> Tensor:
     """SparQ alg. 1, grouped as in sec. 4. Reads Nr + 2kD elements per KV head, and v_mean."""
+    _first(store, token)
     x = q.to(compute_dtype(store.dtype))
     i1 = top_channels(x, r)
     queries = x.gather(-1, i1[:, :, None].expand(-1, -1, x.shape[2], -1))
@@ -91,8 +104,9 @@ def sparq(
     return _chosen(store, x, s_hat, scale, softcap, k, local, mean).to(q.dtype)
 
 
-def lowrank(store: Full, q: Tensor, scale: float, softcap: float | None, k: int) -> Tensor:
+def lowrank(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, token: Token | None = None) -> Tensor:
     """Scores from a fixed random projection of K (SparQ fig. 7a), then the k best rows. Reads Nr + 2kD."""
+    _first(store, token)
     x = q.to(compute_dtype(store.dtype))
     assert store.projection is not None
     P = store.projection.to(x.dtype)  # (H,D,r)
@@ -116,11 +130,14 @@ def _chosen(
     return y.masked_fill(alpha.isnan(), torch.nan)
 
 
-def topk(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, oracle: bool) -> Tensor:
+def topk(
+    store: Full, q: Tensor, scale: float, softcap: float | None, k: int, oracle: bool, token: Token | None = None
+) -> Tensor:
     """FlexGen: exact scores over all N, then the k best values, not renormalised. Reads ND + kD.
 
     oracle: the selection is free and the softmax is over the chosen (SparQ fig. 7a). Reads 2kD.
     """
+    _first(store, token)
     x = q.to(compute_dtype(store.dtype))
     keys = store.whole("k") if oracle else store.rows("k")
     _, weights = attend_rows(x, keys, keys, store.mask(), scale, softcap)
@@ -133,14 +150,21 @@ def topk(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, or
 
 
 def slots(
-    store: Slots, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Attend to the slots in use and the current token k, v (B,H,D), which is not stored yet. Reads 2CD.
+    store: Slots,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    recent: Sequence[int] | None = None,
+) -> Tensor:
+    """Attend to the slots in use and the current token k, v (B,H,D), then put it into its slot. Reads 2CD.
 
-    Scored stores: the weights, averaged over the group, are added to store.score; the current token's are
-    returned (B,H). Reads and writes C scores.
+    Scored stores: the weights, averaged over the group, are added to store.score, C read and written; where row b's
+    budget is full, the token takes the slot of the lowest score outside the recent[b] latest positions (H2O alg. 1).
     """
     store.check(k[:, :, None], v[:, :, None])
+    store.reserve(store.capacity)
     x = q.to(compute_dtype(store.dtype))
     keys, values = store.rows()
     keys, values = (
@@ -150,18 +174,44 @@ def slots(
     held = torch.cat([store.mask(), store.mask().new_ones(len(store.filled), 1, 1)], 2)
     y, weights = attend_rows(x, keys, values, held, scale, softcap)
     if store.score is None:
-        return y.to(q.dtype), None
+        append(store, k, v)
+        return y.to(q.dtype)
+    if recent is None or len(recent) != len(store.lengths):
+        raise ValueError(f"recent = {recent} must be {len(store.lengths)} numbers where slots are scored")
     w = weights.mean(2)
     store.score[:, :, : w.shape[-1] - 1] += w[..., :-1]
     store.count(2 * sum(store.filled) * store.shape.H, 4)
-    return y.to(q.dtype), w[..., -1]
+    _evict(store, k, v, w[..., -1], recent)
+    return y.to(q.dtype)
 
 
-def stream(store: Clusters, q: Tensor, scale: float) -> Tensor:
+def _evict(store: Slots, k: Tensor, v: Tensor, weight: Tensor, recent: Sequence[int]) -> None:
+    """The current token, which received `weight` (B,H), into a free slot or that of the heads' victims."""
+    assert store.score is not None and store.pos is not None
+    slot = torch.empty(k.shape[:2], dtype=torch.int64, device=k.device)
+    lost: Tensor | None = None
+    for b, now in enumerate(store.lengths):
+        if store.filled[b] < store.budget[b]:
+            slot[b] = store.filled[b]
+            store.filled[b] += 1
+        else:
+            safe = (store.pos[b] > now - recent[b]) | (store.pos[b] < 0)
+            lowest, slot[b] = store.score[b].masked_fill(safe, torch.inf).min(-1)
+            if recent[b] == 0:  # algorithm 1 drops one of S and i, here perhaps the current token i itself
+                lost = torch.zeros_like(slot, dtype=torch.bool) if lost is None else lost
+                lost[b] = weight[b] < lowest
+            store.count(store.budget[b] * store.shape.H, 4)
+    position = torch.tensor(store.lengths, dtype=torch.int32, device=k.device)[:, None].expand_as(slot)
+    store.write(slot, lost, k, v, weight.to(store.score.dtype), position)
+    store.lengths = [n + 1 for n in store.lengths]
+
+
+def stream(store: Clusters, q: Tensor, scale: float, token: Token | None = None) -> Tensor:
     """SubGen alg. 1, QueryStreamAttn: y = z / tau, exp() kept in range by the common maximum. Reads O(D(mt + s)).
 
     z = sum over M of mu / (s |v|^2) exp(<q,k>) v ; tau = sum over clusters of n_i / t sum over S_i of exp(<q,k>).
     """
+    _first(store, token)
     samples, size, k, v = store.read()
     x = q.to(k.dtype) * scale
     B, H, G, _ = x.shape

@@ -55,7 +55,8 @@ class Cache(View):
         B, H, G, D = store.shape
         if D > 256:
             raise ValueError(f"no CPU kernel for D = {D}; it must be at most 256")
-        self.cache, self.op, self.tokens, self.at = CCache(), COp(), CTokens(), (ctypes.c_int64 * B)()
+        self.cache, self.op, self.tokens = CCache(), COp(), CTokens()
+        self.at, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
         c = self.cache
         c.B, c.H, c.G, c.D, c.dtype = B, H, G, D, code("a cache", store.dtype)
         self.chunks = self._slots(store) if isinstance(store, Slots) else self._full(store)
@@ -83,9 +84,15 @@ class Cache(View):
         if C:
             self._rows(store, chunks[0], 0, store.k, store.v)
         if store.score is not None:
+            assert store.pos is not None
             expect("score", store.score, (*store.shape[:2], C), torch.float32)
-            self.op.score = store.score.data_ptr()
+            expect("pos", store.pos, (*store.shape[:2], C), torch.int32)
+            if store.pos.stride() != store.score.stride():
+                raise ValueError(f"pos has strides {store.pos.stride()}, score {store.score.stride()}; must be equal")
+            self.op.score, self.op.pos = store.score.data_ptr(), store.pos.data_ptr()
             self.op.c_b, self.op.c_h, _ = store.score.stride()
+            self.op.now, self.op.recent = ctypes.addressof(self.now), ctypes.addressof(self.recent)
+        self.op.slot = ctypes.addressof(self.at)
         return chunks
 
     def _full(self, store: Full) -> ctypes.Array[CChunk]:
@@ -154,7 +161,7 @@ def tensors(store: Store) -> list[Tensor]:
     """The tensors a view points into."""
     own: list[Tensor | None]
     if isinstance(store, Slots):
-        own = [store.k, store.v, store.score]
+        own = [store.k, store.v, store.score, store.pos]
     elif isinstance(store, Clusters):
         own = [store.k, store.v, store.m, store.mu]
         for block in store.blocks:

@@ -1,0 +1,126 @@
+// Checks of every operation, before a pointer is followed.
+#include <cstddef>
+
+#include "types.h"
+
+namespace {
+
+bool bad_dtype(int dtype) { return dtype < SKIMKV_F32 || dtype > SKIMKV_F16; }
+
+int64_t capacity(const skimkv_cache *c) {
+    return c->n_chunks ? c->chunks[c->n_chunks - 1].start + c->chunks[c->n_chunks - 1].cap : 0;
+}
+
+const char *check_cache(const skimkv_cache *c) {
+    if (!c) return "cache is NULL";
+    if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
+    if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
+    if (bad_dtype(c->dtype)) return "cache dtype is unknown";
+    if (c->channels < SKIMKV_NONE || c->channels > SKIMKV_INT4) return "channels is unknown";
+    if (!c->chunks || c->n_chunks < 0 || !c->lengths) return "chunks or lengths are missing";
+    const bool coded = c->channels >= SKIMKV_INT8;
+    if (coded && !c->tail) return "a quantised index needs its tail";
+    int64_t end = 0;
+    for (int i = 0; i < c->n_chunks; i++) {
+        const skimkv_chunk *chunk = c->chunks + i;
+        if (chunk->start != end || chunk->start % SKIMKV_GROUP || chunk->cap < 1)
+            return "chunks must follow each other from 0, each starting at a multiple of 256";
+        if (coded && chunk->cap % SKIMKV_GROUP) return "chunks of a quantised index must be multiples of 256";
+        if (!chunk->k || !chunk->v) return "a chunk's k or v is NULL";
+        if (c->channels != SKIMKV_NONE && !chunk->index) return "a chunk has no index";
+        if (coded && !chunk->scale) return "a chunk of a quantised index has no scale";
+        end += chunk->cap;
+    }
+    for (int b = 0; b < c->B; b++)
+        if (c->lengths[b] < 0 || c->lengths[b] > end || c->lengths[b] > INT32_MAX - SKIMKV_GROUP)
+            return "a length is negative or beyond the chunks' capacity";
+    return nullptr;
+}
+
+// What becomes of the current token.
+const char *check_new(const skimkv_op *op) {
+    const skimkv_cache *c = op->cache;
+    if (op->keep < SKIMKV_OUTSIDE || op->keep > SKIMKV_SLOT) return "keep is unknown";
+    if (op->score && op->keep != SKIMKV_SLOT) return "scores are for rows that go into slots";
+    if (!op->k_new) return op->keep == SKIMKV_OUTSIDE ? nullptr : "there is no new row to keep";
+    if (op->keep == SKIMKV_APPEND) {
+        const skimkv_tokens one = skimkv::tokens(op);
+        return skimkv_check_append(&one);
+    }
+    if (op->method != SKIMKV_DENSE) return "a row outside the cache, or for a slot, is for dense attention only";
+    if (op->keep == SKIMKV_OUTSIDE) return nullptr;
+    if (!op->slot) return "slots are missing";
+    if (c->channels != SKIMKV_NONE || c->mean) return "a cache with an index or a mean has no slots";
+    if (op->score && (!op->pos || !op->now || !op->recent)) return "score needs pos, now and recent";
+    for (int b = 0; b < c->B; b++) {
+        if (op->slot[b] < (op->score ? -1 : 0) || op->slot[b] >= capacity(c)) return "a slot is beyond the capacity";
+        if (op->slot[b] < 0 && c->lengths[b] < 1) return "a row without tokens has no victim";
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char *skimkv_check(const skimkv_op *op) {
+    if (!op) return "operation is NULL";
+    if (const char *error = check_cache(op->cache)) return error;
+    const skimkv_cache *c = op->cache;
+    if (!op->q || !op->y) return "q or y is NULL";
+    if (bad_dtype(op->dtype)) return "dtype of q is unknown";
+    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_ORACLE) return "method is unknown";
+    const bool dense = op->method == SKIMKV_DENSE;
+    if (!dense && op->k < 1) return "k must be at least 1";
+    if (!op->k_new != !op->v_new) return "k_new and v_new must be given together";
+    for (int b = 0; b < c->B; b++)
+        if (c->lengths[b] < 1 && !op->k_new) return "a row has no token";
+    if (const char *error = check_new(op)) return error;
+    if (op->method == SKIMKV_SPARQ) {
+        if (op->r < 1 || op->r > c->D) return "r must be from 1 to D";
+        if (op->local < 0 || op->local > op->k) return "local must be from 0 to k";
+        if (op->temperature < SKIMKV_COVERAGE || op->temperature > SKIMKV_SQRT_R) return "temperature is unknown";
+        if (op->use_mean && !c->mean) return "use_mean needs the mean of V";
+        if (c->channels != SKIMKV_NONE && c->R != c->D) return "SparQ needs an index of R = D channels";
+    } else if (op->use_mean) {
+        return "use_mean is for SparQ only";
+    }
+    if (op->method == SKIMKV_LOWRANK && (!c->projection || c->channels == SKIMKV_NONE || c->R < 1 || c->R > c->D))
+        return "low rank needs a projection and an index of R <= D channels";
+    return nullptr;
+}
+
+const char *skimkv_check_append(const skimkv_tokens *a) {
+    if (!a) return "tokens is NULL";
+    if (const char *error = check_cache(a->cache)) return error;
+    const skimkv_cache *c = a->cache;
+    if (a->n < 0 || (a->n > 0 && (!a->k || !a->v))) return "n is negative, or k or v is NULL";
+    if (c->channels != SKIMKV_NONE && (c->R < 1 || c->R > c->D || (!c->projection && c->R != c->D)))
+        return "an index has D channels, or fewer with a projection";
+    for (int b = 0; b < c->B; b++) {
+        int64_t skip = a->skip ? a->skip[b] : 0, at = a->at ? a->at[b] : c->lengths[b];
+        if (skip < 0 || skip > a->n) return "skip must be from 0 to n";
+        if (at < 0 || at + a->n - skip > capacity(c)) return "the tokens do not fit into the chunks";
+    }
+    return nullptr;
+}
+
+const char *skimkv_check_clusters(const skimkv_clusters *c) {
+    if (!c) return "clusters is NULL";
+    if (c->B < 1 || c->H < 1 || c->G < 1 || c->t < 1 || c->s < 1) return "B, H, G, t and s must be at least 1";
+    if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
+    if (bad_dtype(c->dtype) || (c->q && bad_dtype(c->q_dtype))) return "dtype is unknown";
+    if (!c->m || !c->k || !c->v || !c->mu || (c->n_blocks && !c->blocks)) return "a pointer is NULL";
+    if (c->q ? !c->y : !c->k_new || !c->v_new || !c->lengths) return "q without y, or a token without its parts";
+    int64_t end = 0;
+    for (int i = 0; i < c->n_blocks; i++) {
+        if (c->blocks[i].start != end || c->blocks[i].cap < 1) return "blocks must follow each other from 0";
+        if (!c->blocks[i].rep || !c->blocks[i].samples || !c->blocks[i].size) return "a block's pointer is NULL";
+        end += c->blocks[i].cap;
+    }
+    for (int64_t i = 0; i < (int64_t)c->B * c->H; i++)
+        if (c->m[i] < (c->q ? 1 : 0) || c->m[i] + (c->q ? 0 : 1) > end) return "m is negative, or beyond the blocks";
+    return nullptr;
+}
+
+}  // extern "C"
