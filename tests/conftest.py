@@ -7,6 +7,8 @@ import torch
 
 import skimkv
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # the GPU kernels run in Triton's interpreter; read when they are defined
 if "SKIMKV_LIBRARY" in os.environ:  # a folder with another build of the kernels: make sanitize
     skimkv.__path__.insert(0, os.environ["SKIMKV_LIBRARY"])
 
