@@ -89,10 +89,10 @@ class Full(Store):
 
     def _reserve(self, n: int) -> None:
         """Room for n tokens in all: one more chunk, of an eighth of what is held or what is asked."""
-        B, H, _, D = self.shape
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0
         if n <= start:
             return
+        B, H, _, D = self.shape
         cap = roundup(max(n - start, start // 8))
         k, v = (empty((B, H, cap, D), self.dtype, self.device) for _ in "kv")
         index = scale = None
@@ -229,7 +229,8 @@ class Full(Store):
                 # the group is open again: its full-precision keys are still in k
                 k = torch.cat([c.k[row, :, there] for c, there, _ in self._spans(open_, now)], 2)
                 self.tail[row, ..., : now - open_] = k.transpose(-1, -2)
-        self.chunks = [c for c in self.chunks if c.start < max(self.lengths)]
+        while self.chunks and self.chunks[-1].start >= max(self.lengths):
+            del self.chunks[-1]
 
     @property
     def nbytes(self) -> int:

@@ -39,7 +39,7 @@ def _map(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return [_map(item, fn) for item in value]
     if isinstance(value, Part):
         clone = copy.copy(value)
-        for name, item in vars(value).items():
+        for name, item in vars(clone).items():
             setattr(clone, name, item if name in value.batchless else _map(item, fn))
         return clone
     return value
@@ -71,6 +71,10 @@ class Store(Part):
         self.lengths = [0] * shape.B
         self.elements = 0
         self.bytes = 0
+        self.view: Any = None  # a backend's own, of addresses: never copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "view": None}
 
     def count(self, elements: int, itemsize: int) -> None:
         """Add scalars that were read or written to the counted traffic."""

@@ -125,6 +125,11 @@ SKIMKV_API const char *skimkv_check(const skimkv_op *op);
 /* One step on `threads` threads of `parallel` (NULL: on the calling thread alone). 0, or -1 if out of memory. */
 SKIMKV_API int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel);
 
+/* Sets op's q, y, k_new and v_new (NULL: no new row), checks it, the alignment included, and runs it. NULL, or one
+ * line that says what is wrong. */
+SKIMKV_API const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
+                                   int threads, skimkv_parallel parallel);
+
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);
 SKIMKV_API int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel);
 SKIMKV_API const char *skimkv_check_clusters(const skimkv_clusters *clusters);

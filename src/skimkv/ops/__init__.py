@@ -22,6 +22,7 @@ from .linear import fast, reference
 
 BACKENDS = ("ref", "cpu", "gpu")
 _forced: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)
+_process = os.environ.get("SKIMKV_BACKEND")
 
 
 def _load(name: str) -> ModuleType:
@@ -53,7 +54,7 @@ def chosen(device: str = "cpu") -> tuple[str, str]:
     """(name, why) of the backend for stores on this device."""
     for name, why in (
         (_forced.get(), "forced by backend()"),
-        (os.environ.get("SKIMKV_BACKEND"), "SKIMKV_BACKEND"),
+        (_process, "SKIMKV_BACKEND"),
     ):
         if name:
             _load(name)
@@ -66,11 +67,11 @@ def chosen(device: str = "cpu") -> tuple[str, str]:
     return name, f"native for {device} tensors" if name != "ref" else f"no kernels for {device} tensors"
 
 
-_modules: dict[tuple[str | None, str | None, str], ModuleType] = {}
+_modules: dict[tuple[str | None, str], ModuleType] = {}
 
 
 def _module(store: Store | Tensor) -> ModuleType:
-    key = (_forced.get(), os.environ.get("SKIMKV_BACKEND"), store.device.type)
+    key = _forced.get(), store.device.type
     module = _modules.get(key)
     if module is None:
         module = _modules[key] = _load(chosen(store.device.type)[0])
