@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,21 +77,33 @@ def evaluate(
     console.print(f"{len(mine)} records in {out}", soft_wrap=True, markup=False)
 
 
-def _run(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Run:
+def quiet(model: str) -> None:
+    """No progress bars for what is on this disk; a download shows them. Before transformers is imported."""
+    if model == "builtin" or Path(model).exists():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def place(device: str) -> Any:
+    """A torch.device. Raises ValueError if there is none of that name here."""
     import torch
 
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device {device!r} is unknown; for example cpu or cuda") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: PyTorch sees no CUDA device here")
+    return found
+
+
+def _run(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Run:
     from .hf import load
     from .plan import Run
 
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"--device {device!r} is unknown; for example cpu or cuda") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: PyTorch sees no CUDA device here")
+    where = place(device)
     network: Any
     network, tokenizer = load(model, dtype=dtype)
-    return Run(network.to(place), tokenizer, model, seed, batch, count)
+    return Run(network.to(where), tokenizer, model, seed, batch, count)
 
 
 def _jobs(
