@@ -1,4 +1,4 @@
-"""The command line: demo, generate, eval, plot, analyse, bench, info. Errors are one line on stderr and exit status 2.
+"""The command line, its other commands in *_cli.py. Errors are one line on stderr and exit status 2.
 
 With --json the last line on stdout is one JSON object, and nothing else is printed there.
 """
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from . import analyse_cli, bench_cli, eval_cli
+from . import analyse_cli, bench_cli, eval_cli, roofline_cli
 
 app = typer.Typer(
     help="Decode with a small part of the key-value cache, and know exactly how many bytes it took.",
@@ -26,6 +26,7 @@ app.add_typer(bench_cli.app, name="bench")
 app.command("eval")(eval_cli.evaluate)
 app.command("plot")(eval_cli.plot)
 app.command("analyse")(analyse_cli.analyse)
+app.command("roofline")(roofline_cli.roofline)
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 
 
