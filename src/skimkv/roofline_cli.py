@@ -139,12 +139,12 @@ def _show(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], setti
             out.add_section()
             out.add_row(f"[bold]{last}[/]")
         out.add_row(
-            row["method"], f"{row['length']:,}", f"{row['ms']:.2f}", f"{row['share_attention']:.0%}",
+            row["method"], f"{row['length']:,}", f"{row['ms']:.3g}", f"{row['share_attention']:.0%}",
             f"{row['speedup']:.2f} ×", f"{row['speedup_attention']:.2f} ×", row["bound"],
             f"{row['held_bytes'] / 1e9:.1f}" + ("" if row["fits"] in (None, True) else ", too much"),
         )  # fmt: skip
     console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(120, console.width))
+    console = console if console.is_terminal else Console(highlight=False, width=max(132, console.width))
     console.print(out)
     for fact in facts:
         half = f"from {fact['half_at']:,} tokens on" if fact["half_at"] else "at no length up to 2^24"
