@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from . import analyse_cli, bench_cli, eval_cli, roofline_cli, tune_cli
+from . import analyse_cli, bench_cli, eval_cli, plot_cli, roofline_cli, tune_cli
 
 app = typer.Typer(
     help="Decode with a small part of the key-value cache, and know exactly how many bytes it took.",
@@ -24,7 +24,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(bench_cli.app, name="bench")
 app.command("eval")(eval_cli.evaluate)
-app.command("plot")(eval_cli.plot)
+app.command("plot")(plot_cli.plot)
 app.command("tune")(tune_cli.tune)
 app.command("analyse")(analyse_cli.analyse)
 app.command("roofline")(roofline_cli.roofline)
