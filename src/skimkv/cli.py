@@ -32,10 +32,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON inste
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; its exit status: 0, 2 for a mistake, 130 after Ctrl-C."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return carry_out(app, "skimkv", argv)
+
+
+def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -> int:
+    """Run a command; its exit status: 0, 2 for a mistake, 130 after Ctrl-C."""
     try:
-        status = app(argv, prog_name="skimkv", standalone_mode=False)
+        status = commands(argv, prog_name=name, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (ValueError, OSError) as error:
