@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import budgets, ops
 from .attention import Layer
 from .hf import Cache
 from .method import Method
@@ -98,6 +98,60 @@ def fork(cache: Cache, rows: Sequence[int]) -> Cache:
         own: Any = layer
         own.batch_select_indices(index)  # makes new tensors and leaves the old
     return twin
+
+
+class Parts(Store):
+    """Stores side by side: the first rows of the batch are those of the first, and so on."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        rows = sum(store.shape.B for store in stores)
+        super().__init__(stores[0].shape._replace(B=rows), stores[0].dtype, stores[0].device)
+        self.stores = list(stores)
+        self.lengths = [n for store in stores for n in store.lengths]
+
+
+@dataclass(frozen=True, repr=False)
+class Beside(Method):
+    """Several methods that decode in one batch, each its own rows: the model's weights are read once for all."""
+
+    methods: tuple[Method, ...]
+
+    def decode(
+        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        assert isinstance(store, Parts)
+        parts, y = [part.shape.B for part in store.stores], []
+        for method, part, *token in zip(
+            self.methods, store.stores, q.split(parts), k.split(parts), v.split(parts), strict=True
+        ):
+            y.append(method.decode(part, *token, scale=scale, softcap=softcap))
+        store.lengths = [n + 1 for n in store.lengths]
+        return torch.cat(y)
+
+
+def beside(caches: Sequence[Cache]) -> Cache:
+    """One cache of the rows of all, in order, each decoded by its own method; all have read the same prompt."""
+    if len(caches) == 1:
+        return caches[0]
+    joint = copy.copy(caches[0])
+    joint.method, joint.layers = Beside(tuple(cache.method for cache in caches)), []
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        own: Any = copy.copy(layers[0])
+        if isinstance(own, Layer):
+            own.method, own.store = joint.method, Parts([layer.store for layer in layers])
+        else:
+            own.batch_select_indices(torch.arange(own.keys.shape[0]).repeat(len(caches)))
+        joint.layers.append(own)
+    return joint
+
+
+def rows(cache: Cache) -> list[tuple[Method, list[Store], int]]:
+    """Whose each row of the batch is: its method, the stores of its layers, and the row in them."""
+    stores = budgets.stores(cache)
+    parts = [store.stores for store in stores if isinstance(store, Parts)]
+    methods = cache.method.methods if isinstance(cache.method, Beside) else (cache.method,)
+    each: list[list[Store]] = [list(own) for own in zip(*parts, strict=True)] if parts else [stores] * len(methods)
+    return [(method, own, b) for method, own in zip(methods, each, strict=True) for b in range(own[0].shape.B)]
 
 
 def shapes(model: Any) -> set[tuple[Shape, torch.dtype]]:
