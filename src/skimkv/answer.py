@@ -96,14 +96,27 @@ def _closed(method: Method, n: int, shape: Shape, dtype: torch.dtype, data: tupl
     return [own.elements, own.bytes, own.paper, dense.elements, dense.bytes]
 
 
-def _step(method: Method, stores: Sequence[Store], row: int, later: int = 0) -> list[int]:
-    """The closed forms of the last step of that row, or of the `later`-th before, summed over layers."""
+def _step(
+    method: Method, stores: Sequence[Store], row: int, later: int, known: dict[Any, list[int]]
+) -> list[int]:
+    """The closed forms of the last step of that row, or of the `later`-th before, summed over layers.
+
+    `known`: those of the same cache that are no more than functions of their length.
+    """
+    n = stores[0].lengths[row] - 1 - later if stores else 0
+    if (found := known.get((method, n))) is not None:
+        return found
     layers: Counter[Any] = Counter()  # many are alike
+    steady = True
     for store in stores:
         data = (("clusters", int(store.m[row].sum())),) if isinstance(store, Clusters) else ()
-        layers[store.lengths[row] - 1 - later, store.shape._replace(B=1), store.dtype, data] += 1
+        steady &= not data
+        layers[n, store.shape._replace(B=1), store.dtype, data] += 1
     closed = [[times * x for x in _closed(method, *layer)] for layer, times in layers.items()]
-    return [sum(parts) for parts in zip(*closed, strict=True)] or [0] * 5
+    total = [sum(parts) for parts in zip(*closed, strict=True)] or [0] * 5
+    if steady:
+        known[method, n] = total
+    return total
 
 
 def ends(model: Any, tokenizer: Any) -> set[int]:
@@ -133,8 +146,8 @@ def answer(
 
     The rows go in step; one that is done is fed zeros until the last is, which is not counted.
     """
-    rows, owners, stop = [_Row(ask) for ask in asks], prompt.rows(cache), ends(model, tokenizer)
-    logits, step = logits[:, None], 0
+    rows, owners, stop = [_Row(ask) for ask in asks], prompt.owners(cache, len(asks)), ends(model, tokenizer)
+    logits, step, known = logits[:, None], 0, dict[Any, list[int]]()
     while True:
         n = _together(asks, cache, step)
         for row, before in zip(rows, logits, strict=True):
@@ -149,6 +162,6 @@ def answer(
             row.score(step + 1, after[:-1])
             if not row.done:
                 row.steps += n
-                costs = [_step(*owner, later) for later in range(n)]
-                row.cost = [sum(parts) for parts in zip(row.cost, *costs, strict=True)]
+                for later in range(n):
+                    row.cost = [a + b for a, b in zip(row.cost, _step(*owner, later, known), strict=True)]
         step += n

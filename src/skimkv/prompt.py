@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import budgets, ops
 from .attention import Layer
+from .full import Full
 from .hf import Cache
 from .method import Method
 from .store import Shape, Store
@@ -88,14 +89,17 @@ def fill(model: Any, held: Cache, method: Method) -> Cache:
 
 
 def fork(cache: Cache, rows: Sequence[int]) -> Cache:
-    """An independent copy of these rows of the batch, in this order; a row may come more than once."""
+    """These rows of the batch, in this order, independent of the cache; a row may come more than once."""
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
     index = torch.tensor(rows)
     for layer in twin.layers:
+        own: Any = layer
+        if isinstance(layer, Layer) and isinstance(layer.store, Full):
+            layer.store = layer.store.view(rows)
+            continue
         if isinstance(layer, Layer):
             layer.store = copy.copy(layer.store)
-        own: Any = layer
         own.batch_select_indices(index)  # makes new tensors and leaves the old
     return twin
 
@@ -145,13 +149,14 @@ def beside(caches: Sequence[Cache]) -> Cache:
     return joint
 
 
-def rows(cache: Cache) -> list[tuple[Method, list[Store], int]]:
-    """Whose each row of the batch is: its method, the stores of its layers, and the row in them."""
-    stores = budgets.stores(cache)
+def owners(cache: Cache, n: int) -> list[tuple[Method, list[Store], int]]:
+    """Whose each of the n rows of the batch is: its method, the stores of its layers, and the row in them."""
+    method, stores = cache.method, budgets.stores(cache)
+    if not isinstance(method, Beside):
+        return [(method, stores, b) for b in range(n)]
     parts = [store.stores for store in stores if isinstance(store, Parts)]
-    methods = cache.method.methods if isinstance(cache.method, Beside) else (cache.method,)
-    each: list[list[Store]] = [list(own) for own in zip(*parts, strict=True)] if parts else [stores] * len(methods)
-    return [(method, own, b) for method, own in zip(methods, each, strict=True) for b in range(own[0].shape.B)]
+    rows, each = n // len(method.methods), [[own[i] for own in parts] for i in range(len(method.methods))]
+    return [(own, each[i], b) for i, own in enumerate(method.methods) for b in range(rows)]
 
 
 def shapes(model: Any) -> set[tuple[Shape, torch.dtype]]:
