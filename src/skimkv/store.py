@@ -194,13 +194,13 @@ class Slots(Store):
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Ring order: a token goes to its slot; those that a later one would overwrite are skipped."""
         self.reserve(self.capacity)
-        n = k.shape[2]
-        last = {self.ring_slot(p): p - start for p in range(start, start + n)}
-        slots, source = list(last), list(last.values())
+        end, ring = start + k.shape[2], self.capacity - self.fixed
+        stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
+        slots, source = [self.ring_slot(p) for p in stay], [p - start for p in stay]
         self.k[rows, :, slots], self.v[rows, :, slots] = k[:, :, source], v[:, :, source]
         self.count(2 * k[:, :, source].numel(), k.element_size())
         for b in range(rows.start, rows.stop):
-            self.filled[b] = min(start + n, self.capacity)
+            self.filled[b] = min(end, self.capacity)
 
     def keep(self, b: int, index: Tensor, *candidates: Tensor) -> None:
         """Row b holds exactly the candidates (H,m,...) chosen by index (H,c), in that order: k, v[, score, pos]."""

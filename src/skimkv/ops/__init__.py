@@ -14,9 +14,11 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..store import Store
+from . import columns as _columns
 from .causal import causal
 from .linear import fast, reference
 
@@ -101,4 +103,13 @@ def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> 
     return product(x, packed, out, bias)
 
 
-__all__ = ["append", "backend", "causal", "chosen", "dense", "linear8", "lowrank", "slots", "sparq", "stream", "topk"]
+def columns(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """What each key of a prompt received, in C++ where the backend is cpu (columns.py)."""
+    native = _module(q).__name__.endswith(".cpu") and k.dtype != torch.float64
+    return (_columns.fast if native else _columns.reference)(q, k, scale, softcap)
+
+
+__all__ = [
+    "append", "backend", "causal", "chosen", "columns", "dense", "linear8", "lowrank", "slots", "sparq", "stream",
+    "topk",
+]  # fmt: skip

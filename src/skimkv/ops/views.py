@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..clusters import Clusters
-from ..full import GROUP, Full
+from ..codes import GROUP
+from ..full import Full
 from ..store import Slots, Store
 from . import native
 from .native import CBlock, CCache, CChunk, CClusters, COp, CTokens
