@@ -71,10 +71,10 @@ class Store(Part):
         self.lengths = [0] * shape.B
         self.elements = 0
         self.bytes = 0
-        self.view: Any = None  # a backend's own, of addresses: never copied
+        self.pointers: Any = None  # a backend's own, of addresses: never copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "view": None}
+        return {**vars(self), "pointers": None}
 
     def count(self, elements: int, itemsize: int) -> None:
         """Add scalars that were read or written to the counted traffic."""

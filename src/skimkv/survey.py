@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import analysis, prompt
+from . import analysis, ops, prompt
 from .attention import Layer
 from .hf import Cache
 from .methods import Dense
-from .methods.h2o import column_sums
 from .methods.sparq import TEMPERATURES
 from .methods.subgen import k_centres
 
@@ -198,7 +197,7 @@ def _layer(block: prompt.Block, at: Tensor, found: Findings) -> dict[str, Tensor
         "alpha": torch.stack([a.mean(-1).flatten() for a in alpha]),  # (1 + temperatures,heads)
         "agreement": torch.stack([torch.stack([torch.stack(row) for row in rows]) for rows in agreement]),
         "sparsity": analysis.sparsity(q, k, scale, softcap).flatten(),
-        "accumulated": column_sums(q, k, scale, softcap),  # (H,n)
+        "accumulated": ops.columns(q, k, scale, softcap),  # (H,n)
     }
 
 

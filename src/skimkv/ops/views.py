@@ -177,9 +177,9 @@ def tensors(store: Store) -> list[Tensor | None]:
 
 def cache(store: Full | Slots, lengths: list[int]) -> Cache:
     """The view of a Full or Slots store, with the lengths of this step."""
-    found = store.view
+    found = store.pointers
     if not isinstance(found, Cache) or not found.current(store):
-        found = store.view = Cache(store)
+        found = store.pointers = Cache(store)
     if max(lengths) > found.capacity:
         raise ValueError(f"a row of {max(lengths)} tokens exceeds the capacity of {found.capacity}")
     found.lengths[:] = lengths  # type: ignore[assignment]
@@ -188,8 +188,8 @@ def cache(store: Full | Slots, lengths: list[int]) -> Cache:
 
 def clusters(store: Clusters) -> Stream:
     """The view of a Clusters store, with the lengths of this step."""
-    found = store.view
+    found = store.pointers
     if not isinstance(found, Stream) or not found.current(store):
-        found = store.view = Stream(store)
+        found = store.pointers = Stream(store)
     found.lengths[:] = store.lengths  # type: ignore[assignment]
     return found
