@@ -47,12 +47,9 @@ def read(buffer: Tensor, streams: int = 4) -> None:
 
 def machine() -> str:
     """The processor's name, as far as the system tells it, and the threads in use."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        name = next(
-            (s.split(":")[1].strip() for s in info.read_text().splitlines() if s.startswith("model name")), name
-        )
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), name)
     return f"{name}, {torch.get_num_threads()} threads"
 
 

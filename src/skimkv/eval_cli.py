@@ -73,8 +73,9 @@ def evaluate(
     if as_json:
         print(json.dumps({"rows": [row.json() for row in rows], "out": str(out)}))
         return
-    console = console if console.is_terminal else Console(highlight=False, width=max(130, console.width))
-    console.print(table(rows))
+    from .show import wide
+
+    wide(130).print(table(rows))
     console.print(f"{len(mine)} records in {out}", soft_wrap=True, markup=False)
 
 

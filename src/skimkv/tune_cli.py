@@ -139,6 +139,8 @@ def _show(
     chosen: Tried, checked: Tried | None, tried: list[Tried], dense: Loss, target: float, others: int
 ) -> None:
     """What was tried, cheapest first, and the answer."""
+    from .show import wide
+
     nats = sum(dense.nats) / len(dense.nats)
     title = f"{len(dense.nats)} pieces; dense: {nats:.4f} nats a token, {dense.bytes:,} bytes a step"
     out = Table(title=title, title_style="dim", title_justify="left")
@@ -148,8 +150,7 @@ def _show(
     for t in sorted(tried, key=lambda t: t.bytes):
         mark = "chosen" if t.method == chosen.method else "yes" if t.increase <= target else ""
         out.add_row(repr(t.method), f"{t.share:.1%}", f"{t.increase:+.2%}", f"{t.stderr or 0:.2%}", mark)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(110, console.width))
+    console = wide(110)
     console.print(out)
     spread = f" (95%: {chosen.low:+.2%} … {chosen.high:+.2%})" if chosen.low is not None else ""
     console.print(
