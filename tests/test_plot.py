@@ -97,7 +97,7 @@ def test_ablation(tmp_path, capsys, drawn):
     assert plot(path, capsys) == ["f.png", "f-ablation.png"]
     ((title, finding, changes, counts),) = drawn["ablation"]
     assert title == "record, blind"
-    assert {name for name, *_ in finding} == {"Dense", "oracle", "LowRank", "SparQ"}
+    assert {name for name, *_ in finding} == {"Dense", "oracle top-k", "LowRank", "SparQ"}
     assert sum(name == "SparQ" for name, *_ in finding) == 4, "k = 128 only"
     assert {setting for setting, *_ in changes} == {"r = 8, k = 32", "r = 16, k = 128"}
     kinds = {kind for _, kind, *_ in changes}
@@ -133,7 +133,7 @@ def test_benchmarks(tmp_path, capsys, drawn):
 
 @pytest.mark.parametrize(("spec", "name"), [
     ("SparQ(r=8, k=32)", "SparQ"), ("SparQ(r=8, k=32, channels='int4', local=0)", "SparQ, local=0, channels='int4'"),
-    ("TopK(k=4, oracle=True)", "oracle"), ("TopK(k=4)", "TopK"), ("SubGen(k=8, recent=4)", "SubGen"),
+    ("TopK(k=4, oracle=True)", "oracle top-k"), ("TopK(k=4)", "TopK"), ("SubGen(k=8, recent=4)", "SubGen"),
     ("SubGenStream(delta=1.0, t=2, s=8)", "SubGenStream"), ("LMInfinite(k=9, initial=0)", "LMInfinite, initial=0"),
 ])  # fmt: skip
 def test_a_line_is_a_method_without_its_budget(spec, name):

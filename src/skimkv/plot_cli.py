@@ -71,7 +71,7 @@ def label(spec: str) -> str:
         for field in dataclasses.fields(method)
         if field.name not in SWEPT and getattr(method, field.name) != field.default
     ]
-    name = "oracle" if getattr(method, "oracle", False) else type(method).__name__
+    name = "oracle top-k" if getattr(method, "oracle", False) else type(method).__name__
     return ", ".join([name, *changed])
 
 
@@ -197,7 +197,7 @@ def _ablation(key: tuple[str, str], rows: Sequence[Row], names: dict[str, str]) 
     for row in mine:
         name, point = label(row.method), (row.share or 1.0, row.mean, row.stderr)
         published = getattr(parse(row.method), "k", None) == 128
-        if name in ("Dense", "oracle") or (name in ("SparQ", "LowRank") and published):
+        if name in ("Dense", "oracle top-k") or (name in ("SparQ", "LowRank") and published):
             finding.append((name, *point))
         if name in ("Dense", "SparQ"):
             counts.append((names[row.method], *point))

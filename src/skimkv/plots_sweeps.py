@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from .plots import STYLES, curve, styles
+from .plots import STYLES, apart, curve, styles
 
 Line = Sequence[tuple[float, float, float | None]]  # (tokens, mean, standard error)
 
@@ -32,19 +32,20 @@ def _lengths(ax: Axes, lengths: Sequence[float]) -> None:
 def scaling(panels: Sequence[tuple[str, str, Mapping[str, Line]]], path: Path) -> None:
     """Score against the length of the prompt, a line per method (SparQ fig. 6); panels: (title, score, lines).
 
-    Bands are one standard error; grey is dense.
+    Bands are one standard error; dashed is dense.
     """
     names = list(dict.fromkeys(name for _, _, lines in panels for name in lines if name != "Dense"))
-    style = {"Dense": ("0.45", "."), **styles(names)}
+    style = {"Dense": ("black", "."), **styles(names)}
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     size = (4.8 * columns + 0.4, 3.7 * rows + 0.8)
     fig, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained")
     for ax, (title, score, lines) in zip(axes.flat, panels, strict=False):
-        for name in sorted(lines, key=lambda name: name != "Dense"):
+        for i, name in enumerate(sorted(lines, key=lambda name: name != "Dense")):
             line = sorted(lines[name], key=lambda p: p[0])
             (colour, marker), x, y = style[name], [p[0] for p in line], [p[1] for p in line]
-            ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7)
+            ax.plot(x, y, "--" if name == "Dense" else "-", color=colour, marker=marker, markersize=5, linewidth=1.7,
+                    transform=apart(ax, i, len(lines)) if name != "Dense" else ax.transData)  # fmt: skip
             low, high = ([p[1] + sign * (p[2] or 0) for p in line] for sign in (-1, 1))
             ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
         _lengths(ax, sorted({p[0] for line in lines.values() for p in line}))
@@ -52,7 +53,10 @@ def scaling(panels: Sequence[tuple[str, str, Mapping[str, Line]]], path: Path) -
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
     shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines in panels)]
-    handles = [Line2D([], [], color=style[n][0], marker=style[n][1], linewidth=1.7, label=n) for n in shown]
+    handles = [
+        Line2D([], [], color=style[n][0], marker=style[n][1], linestyle="--" if n == "Dense" else "-", label=n)
+        for n in shown
+    ]
     fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 3 * columns), frameon=False,
                fontsize=9)  # fmt: skip
     fig.savefig(path)
@@ -77,6 +81,9 @@ def ablation(rows: Sequence[tuple[str, Points, Changes, Points]], path: Path) ->
             handles = [Line2D([], [], color=s[0], marker=s[1], label=name) for name, s in style.items()]
             if handles:
                 ax.legend(handles=handles, frameon=False, fontsize=8)
+        (low, high), (bottom, top) = a.get_ylim(), c.get_ylim()
+        for ax in (a, c):
+            ax.set_ylim(min(low, bottom), max(high, top))
         settings, kinds = (list(dict.fromkeys(row[i] for row in changes)) for i in (0, 1))
         for i, (setting, (colour, marker)) in enumerate(zip(settings, STYLES, strict=False)):
             mine = [row for row in changes if row[0] == setting]

@@ -142,6 +142,7 @@ def survey(
     tick: Callable[[str], None] = lambda what: None,
 ) -> Findings:  # fmt: skip
     """One piece after another. Raises ValueError if the layers of full attention differ in shape."""
+    served(model)  # refuses
     n = len(pieces[0])
     at = analysis.positions(n, queries)
     each: list[dict[str, list[Tensor]]] = []

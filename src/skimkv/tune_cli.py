@@ -145,7 +145,7 @@ def _show(
     title = f"{len(dense.nats)} pieces; dense: {nats:.4f} nats a token, {dense.bytes:,} bytes a step"
     out = Table(title=title, title_style="dim", title_justify="left")
     out.add_column("method", min_width=40)
-    for name in ("of dense's bytes", "loss", "±", f"within {target:.3g}"):
+    for name in ("of dense's bytes", "loss", "±", f"within {100 * target:g}%"):
         out.add_column(name, justify="right")
     for t in sorted(tried, key=lambda t: t.bytes):
         mark = "chosen" if t.method == chosen.method else "yes" if t.increase <= target else ""
