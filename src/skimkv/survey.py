@@ -15,9 +15,9 @@ from . import analysis, prompt
 from .attention import Layer
 from .hf import Cache
 from .methods import Dense
-from .methods.h2o import column_sums
 from .methods.sparq import TEMPERATURES
 from .methods.subgen import k_centres
+from .ops import columns
 
 TOP = 32  # positions, of SparQ fig. 4a
 CENTRES = 16  # of SubGen fig. 1
@@ -198,7 +198,7 @@ def _layer(block: prompt.Block, at: Tensor, found: Findings) -> dict[str, Tensor
         "alpha": torch.stack([a.mean(-1).flatten() for a in alpha]),  # (1 + temperatures,heads)
         "agreement": torch.stack([torch.stack([torch.stack(row) for row in rows]) for rows in agreement]),
         "sparsity": analysis.sparsity(q, k, scale, softcap).flatten(),
-        "accumulated": column_sums(q, k, scale, softcap),  # (H,n)
+        "accumulated": columns(q, k, scale, softcap),  # (H,n)
     }
 
 
