@@ -214,7 +214,7 @@ def test_a_fork_is_independent(method):
 
 @pytest.mark.parametrize("rows", [[0, 0, 0], [0, 1], [1], [1, 0, 1]])
 @pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
-def test_a_view_is_independent_and_shares_whole_groups(channels, rows, backend):
+def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, backend):
     """Ragged rows of 700 and 300 tokens, in two chunks; the view and the store each go their own way."""
     from skimkv import ops
 
@@ -223,7 +223,7 @@ def test_a_view_is_independent_and_shares_whole_groups(channels, rows, backend):
     k, v = torch.randn(2, 2, 2, 700, 16)
     for a, b in ((0, 420), (420, 700)):
         store.append(k[:, :, a:b], v[:, :, a:b], [0, min(max(400 - a, 0), b - a)])
-    copied, view = store.fork(), store.view(rows)
+    copied, view = store.fork(), store.share(rows)
     copied.select(torch.tensor(rows))
     assert view.lengths == copied.lengths and view.nbytes == copied.nbytes and view.shape == copied.shape
     here = {c.k.untyped_storage().data_ptr() for c in store.chunks}

@@ -178,7 +178,7 @@ class Full(Store):
         k, v = (torch.cat([getattr(c, name)[rows] for c in self.chunks], 2)[:, :, :n] for name in "kv")
         return k, v
 
-    def view(self, rows: Sequence[int]) -> Full:
+    def share(self, rows: Sequence[int]) -> Full:
         """These rows, independent of ours, over the same memory where it is never written again: whole groups.
 
         Other than of one row several times, or of all in order, it is a copy.

@@ -96,7 +96,7 @@ def fork(cache: Cache, rows: Sequence[int]) -> Cache:
     for layer in twin.layers:
         own: Any = layer
         if isinstance(layer, Layer) and isinstance(layer.store, Full):
-            layer.store = layer.store.view(rows)
+            layer.store = layer.store.share(rows)
             continue
         if isinstance(layer, Layer):
             layer.store = copy.copy(layer.store)
