@@ -142,6 +142,11 @@ class Maker:
         if rng.random() < 0.25:  # few words in any order: one word says nothing about the next
             some = context.split(" ")[: rng.randint(10, 150)]
             context = " ".join(rng.choices(some, k=max(20, size // 6)))[:size]
+        elif rng.random() < 0.35:  # lines that come again, as in a play: only what stood before them tells what follows
+            names = [self._phrase(rng, 1, 2).upper() for _ in range(rng.randint(2, 6))]
+            breaks = r"(?<=[.?!;,])\s+"
+            context = re.sub(breaks, lambda _: f"\n\n{rng.choice(names)}:\n" if rng.random() < 0.6 else " ", context)
+            context = context[:size]
         pieces: list[Piece] = [(context, False)]
         while size < length * self.prose * 1.1 and len(context) > 40:
             cue = rng.randint(12, min(140, len(context) // 3))
