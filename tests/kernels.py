@@ -7,7 +7,8 @@ import contextlib
 import torch
 
 from skimkv import ops
-from skimkv.full import GROUP, Full
+from skimkv.codes import GROUP
+from skimkv.full import Full
 from skimkv.ops import native, ref
 from skimkv.store import Shape, Slots, _map
 

@@ -101,6 +101,15 @@ def test_token_keeps_the_contract(weights):
     assert dense["weight_bytes"] == pytest.approx(matrices * size, rel=0.01)
 
 
+def test_token_at_several_lengths():
+    """The library's own attention and ours take turns on one model."""
+    args = ["--shape", "tiny", "--layers", "1", "--length", "300", "--length", "600", "--rounds", "2"]
+    rows = run("token", *args, "--method", "Dense()")["rows"]
+    assert [(row["method"], row["length"]) for row in rows] == [
+        ("transformers", 300), ("Dense()", 300), ("transformers", 600), ("Dense()", 600),
+    ]  # fmt: skip
+
+
 def test_memory_reports_what_is_held():
     out = run("memory", "--length", "1000", "--heads", "2", "--method", "Dense()", "--method", "LMInfinite(k=100)")
     dense, window = out["rows"]

@@ -130,24 +130,3 @@ def test_one_writer_at_a_time(tmp_path):
     with results.Results(tmp_path / "r.jsonl"), pytest.raises(ValueError, match="another run"):
         results.Results(tmp_path / "r.jsonl")
     results.Results(tmp_path / "r.jsonl").__exit__(None, None, None)
-
-
-def test_plot(tmp_path, capsys):
-    """A figure of curves, and one of needles where there are any; what cannot be drawn is one line."""
-    base = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "mode": "blind", "steps": 2, "bytes": 10}
-    rows = [
-        {**base, "task": task, "method": spec, "id": f"{n}-{d}", "score": float(d > 0), "at": [n, d],
-         "prompt_tokens": n, "dense_bytes": 40}
-        for task in ("lines", "needle(depths=2)") for spec in THREE for n in (100, 200) for d in (0.0, 1.0)
-    ]  # fmt: skip
-    path, out = tmp_path / "r.jsonl", tmp_path / "f.png"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["plot", str(path), "--out", str(out)]) == 0
-    figures = [out, tmp_path / "f-needle-blind.png"]
-    assert capsys.readouterr().out.split("\n")[:2] == [f"Figure: {figure}" for figure in figures]
-    assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
-    assert main(["plot", str(path), "--out", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"figures": [str(figure) for figure in figures]}
-    path.write_text("".join(json.dumps({**row, "model": str(i)}) + "\n" for i, row in enumerate(rows)))
-    for wrong, named in ((path, "several models"), (tmp_path / "none", "no such file")):
-        assert main(["plot", str(wrong), "--out", str(out)]) == 2 and named in capsys.readouterr().err

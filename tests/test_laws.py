@@ -22,6 +22,10 @@ SMALL = [
     "LowRank(r=6, k=12)",
     "LMInfinite(k=20)",
     "LMInfinite(k=7, initial=0)",
+    "Strided(k=20)",
+    "Strided(k=9, local=8)",
+    "Fixed(k=20, c=2)",
+    "Fixed(k=9, l=4)",
     "H2O(k=24)",
     "H2O(k=0.2)",
     "SubGen(k=10, recent=8)",
@@ -36,6 +40,8 @@ FULL = [
     "TopK(k=5000, oracle=True)",
     "LowRank(r=4, k=5000)",
     "LMInfinite(k=5000)",
+    "Strided(k=5000)",
+    "Fixed(k=5000)",
     "H2O(k=5000)",
     "SubGen(k=4000, recent=1000)",
 ]
@@ -219,7 +225,8 @@ def test_rows_of_a_batch_are_independent(spec, backend):
 
 
 @pytest.mark.parametrize(
-    "spec", ["Dense()", "LMInfinite(k=20)", "SubGen(k=10, recent=8)", "SubGenStream(delta=0.0, t=1, s=8)"]
+    "spec",
+    ["Dense()", "LMInfinite(k=20)", "Strided(k=20)", "SubGen(k=10, recent=8)", "SubGenStream(delta=0.0, t=1, s=8)"],
 )
 def test_grouped_queries_equal_repeated_heads(spec, backend):
     """Where the group does not choose together, G queries on one KV head equal G heads with copies of it."""

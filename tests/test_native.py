@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
 import shutil
@@ -107,16 +108,36 @@ def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
     lib.skimkv_work.argtypes = [ctypes.c_void_p, ctypes.c_int]
     lib.skimkv_share.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
 
-    def shares(call, check, op):
-        assert getattr(lib, check)(op) is None
-        work = torch.zeros(lib.skimkv_work(ctypes.addressof(op), 3) + 64, dtype=torch.uint8)
+    def shares(address, q, y, k, v):
+        op = native.COp.from_address(address)
+        op.q, op.y, op.k_new, op.v_new = q, y, k, v
+        assert lib.skimkv_check(op) is None
+        work = torch.zeros(lib.skimkv_work(address, 3) + 64, dtype=torch.uint8)
         at = (work.data_ptr() + 63) // 64 * 64
         for _ in range(2):  # the work area is ready again after a step
             for i in range(3):
-                lib.skimkv_share(ctypes.addressof(op), at, i, 3)
+                lib.skimkv_share(address, at, i, 3)
+        calls.append(name)
 
     with on(isa):
         want = getattr(ops, name)(store, q, 0.125, None, *args)
-    monkeypatch.setattr(native, "run", shares)
+    calls = []
+    monkeypatch.setattr(native, "step", shares)
     got = compare(name, isa, q, store, 0.125, None, *args)
+    assert calls == [name]
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@native_only
+def test_the_kernels_run_on_pytorchs_threads():
+    """One pool: a loop of linear layers and attention has no thread that linear layers alone do not have."""
+    q, store = filled(64, [5000], torch.bfloat16, 1, "copy", 8, 32, 8)
+    x, w = torch.randn(8, 2048), torch.randn(2048, 2048)
+    with on(ISAS[0], 3):
+        for _ in range(3):
+            x @ w
+        before = len(os.listdir("/proc/self/task"))
+        for _ in range(3):
+            x @ w
+            ops.sparq(store, q, 0.125, None, 8, 32, 8, "coverage", True)
+        assert len(os.listdir("/proc/self/task")) == before

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skimkv.method import parse
-from skimkv.methods import H2O, METHODS, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
+from skimkv.methods import H2O, METHODS, Dense, Fixed, LMInfinite, LowRank, SparQ, Strided, SubGen, SubGenStream, TopK
 from skimkv.store import Shape
 
 EACH = [
@@ -19,6 +19,8 @@ EACH = [
     TopK(4, oracle=True),
     LowRank(2, 4),
     LMInfinite(6, initial=2),
+    Strided(8, local=3),
+    Fixed(8, l=4, c=2),
     H2O(6),
     H2O(0.5),
     SubGen(3, recent=3),

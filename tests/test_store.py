@@ -210,3 +210,38 @@ def test_a_fork_is_independent(method):
     assert (list(store.lengths), store.nbytes, store.elements) == before
     again = store.fork()
     torch.testing.assert_close(step(method, store, *x, i), step(method, again, *x, i), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [[0, 0, 0], [0, 1], [1], [1, 0, 1]])
+@pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
+def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, backend):
+    """Ragged rows of 700 and 300 tokens, in two chunks; the view and the store each go their own way."""
+    from skimkv import ops
+
+    torch.manual_seed(1)
+    store = Full(Shape(2, 2, 1, 16), torch.float32, "cpu", channels, mean=True)
+    k, v = torch.randn(2, 2, 2, 700, 16)
+    for a, b in ((0, 420), (420, 700)):
+        store.append(k[:, :, a:b], v[:, :, a:b], [0, min(max(400 - a, 0), b - a)])
+    copied, view = store.fork(), store.share(rows)
+    copied.select(torch.tensor(rows))
+    assert view.lengths == copied.lengths and view.nbytes == copied.nbytes and view.shape == copied.shape
+    here = {c.k.untyped_storage().data_ptr() for c in store.chunks}
+    shared = sum(c.cap for c in view.chunks if c.k.untyped_storage().data_ptr() in here)
+    assert shared == (0 if rows == [1, 0, 1] else min(view.lengths) // 256 * 256)
+    q, other = torch.randn(len(rows), 2, 1, 16), torch.randn(2, 2, 1, 16)
+    for step in range(300):
+        token = torch.randn(2, len(rows), 2, 16)
+        for twin in (view, copied):
+            ops.append(twin, *token)
+        ops.append(store, *torch.randn(2, 2, 2, 16))
+        if step == 200:  # below what is shared
+            for twin in (view, copied, store):
+                twin.crop(450)
+            assert view.shared == 0
+        if step % 50 == 0:
+            y, want = (ops.sparq(x, q, 0.25, None, 4, 40, 8, "coverage", True) for x in (view, copied))
+            torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
+            ops.sparq(store, other, 0.25, None, 4, 40, 8, "coverage", True)
+    for x, y in zip((view.whole("k"), view.v_mean), (copied.whole("k"), copied.v_mean), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -96,14 +96,27 @@ def _closed(method: Method, n: int, shape: Shape, dtype: torch.dtype, data: tupl
     return [own.elements, own.bytes, own.paper, dense.elements, dense.bytes]
 
 
-def _step(method: Method, stores: Sequence[Store], row: int, later: int = 0) -> list[int]:
-    """The closed forms of the last step of that row, or of the `later`-th before, summed over layers."""
+def _step(
+    method: Method, stores: Sequence[Store], row: int, later: int, known: dict[Any, list[int]]
+) -> list[int]:
+    """The closed forms of the last step of that row, or of the `later`-th before, summed over layers.
+
+    `known`: those of the same cache that are no more than functions of their length.
+    """
+    n = stores[0].lengths[row] - 1 - later if stores else 0
+    if (found := known.get((method, n))) is not None:
+        return found
     layers: Counter[Any] = Counter()  # many are alike
+    steady = True
     for store in stores:
         data = (("clusters", int(store.m[row].sum())),) if isinstance(store, Clusters) else ()
-        layers[store.lengths[row] - 1 - later, store.shape._replace(B=1), store.dtype, data] += 1
+        steady &= not data
+        layers[n, store.shape._replace(B=1), store.dtype, data] += 1
     closed = [[times * x for x in _closed(method, *layer)] for layer, times in layers.items()]
-    return [sum(parts) for parts in zip(*closed, strict=True)] or [0] * 5
+    total = [sum(parts) for parts in zip(*closed, strict=True)] or [0] * 5
+    if steady:
+        known[method, n] = total
+    return total
 
 
 def ends(model: Any, tokenizer: Any) -> set[int]:
@@ -113,12 +126,17 @@ def ends(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in [*found, tokenizer.eos_token_id] if token is not None}
 
 
-def _together(asks: Sequence[Ask], stores: Sequence[Store], cache: Cache, step: int) -> int:
+def uneven(cache: Cache) -> bool:
+    """Whether a step's traffic depends on more than its length: its tokens are then fed one by one."""
+    return any(isinstance(store, Clusters) for store in budgets.stores(cache))
+
+
+def _together(asks: Sequence[Ask], cache: Cache, step: int) -> int:
     """How many tokens can be fed in one block, which each layer decodes token by token: what all rows still have
     but the last. 1 where traffic depends on what the steps between left, and at the end of the positions."""
     n = min(min(len(ask.feed) for ask in asks) - 1 - step, BLOCK)
     past = cache.positions is not None and cache.get_seq_length() + n > cache.positions
-    return 1 if n < 2 or past or any(isinstance(store, Clusters) for store in stores) else n
+    return 1 if n < 2 or past or uneven(cache) else n
 
 
 def answer(
@@ -128,10 +146,10 @@ def answer(
 
     The rows go in step; one that is done is fed zeros until the last is, which is not counted.
     """
-    rows, stores, stop = [_Row(ask) for ask in asks], budgets.stores(cache), ends(model, tokenizer)
-    logits, step = logits[:, None], 0
+    rows, owners, stop = [_Row(ask) for ask in asks], prompt.owners(cache, len(asks)), ends(model, tokenizer)
+    logits, step, known = logits[:, None], 0, dict[Any, list[int]]()
     while True:
-        n = _together(asks, stores, cache, step)
+        n = _together(asks, cache, step)
         for row, before in zip(rows, logits, strict=True):
             row.score(step, before[-1:])
         tokens = [row.next(step, n, before[-1], tokenizer, stop) for row, before in zip(rows, logits, strict=True)]
@@ -140,10 +158,10 @@ def answer(
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(rows), n)], 1)
         logits = prompt.forward(model, cache, torch.tensor(tokens, device=logits.device), mask).float()
-        for b, row in enumerate(rows):
-            row.score(step + 1, logits[b, :-1])
+        for row, owner, after in zip(rows, owners, logits, strict=True):
+            row.score(step + 1, after[:-1])
             if not row.done:
                 row.steps += n
-                costs = [_step(cache.method, stores, b, later) for later in range(n)]
-                row.cost = [sum(parts) for parts in zip(row.cost, *costs, strict=True)]
+                for later in range(n):
+                    row.cost = [a + b for a, b in zip(row.cost, _step(*owner, later, known), strict=True)]
         step += n

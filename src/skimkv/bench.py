@@ -2,12 +2,13 @@
 
 Every candidate is called in turn, round after round, and ratios are taken within a round: two blocks of runs a
 second apart see different machines. Before each call a buffer larger than the caches is read, because in a model
-the weights pass through them between two attention layers.
+the weights pass through them between two attention layers, and q and k are rotated, as a model does last.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import statistics
 import time
@@ -46,12 +47,9 @@ def read(buffer: Tensor, streams: int = 4) -> None:
 
 def machine() -> str:
     """The processor's name, as far as the system tells it, and the threads in use."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        name = next(
-            (s.split(":")[1].strip() for s in info.read_text().splitlines() if s.startswith("model name")), name
-        )
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), name)
     return f"{name}, {torch.get_num_threads()} threads"
 
 
@@ -139,12 +137,16 @@ class Rounds:
     after: dict[str, Call] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def run(self, rounds: int, flush: Tensor, tick: Callable[[], None] = lambda: None) -> None:
-        """One warm-up, then `rounds` rounds over all candidates, each call behind a read of the flush buffer."""
+    def run(
+        self, rounds: int, flush: Tensor, tick: Callable[[], None] = lambda: None, last: Call = lambda: None
+    ) -> None:
+        """One warm-up, then `rounds` rounds over all candidates, each call behind a read of the flush buffer and
+        `last`, what a model does between its weights and its attention."""
         self.seconds = {name: [] for name in self.calls}
         for i in range(rounds + 1):
             for name, call in self.calls.items():
                 read(flush)
+                last()
                 start = time.perf_counter()
                 call()
                 took = time.perf_counter() - start
@@ -161,6 +163,12 @@ class Rounds:
         """Median over rounds of seconds(slow) / seconds(fast)."""
         pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
         return statistics.median(a / b for a, b in pairs)
+
+
+def rotate(x: Tensor, to: Tensor) -> None:
+    """A rotary embedding of x (...,D), by an angle of one, into `to`."""
+    half = x.shape[-1] // 2
+    to.copy_(x * math.cos(1) + torch.cat([-x[..., half:], x[..., :half]], -1) * math.sin(1))
 
 
 def peak_calls(buffer: Tensor) -> dict[str, Call]:
@@ -193,7 +201,7 @@ def attention(
     for n in lengths:
         base, draw = random_full(shape, dtype, n), torch.Generator().manual_seed(1)
         B, H, G, D = shape
-        q = torch.randn(B, H, G, D, generator=draw).to(dtype)
+        q, still = (torch.randn(B, H, G, D, generator=draw).to(dtype) for _ in range(2))
         k, v = (torch.randn(B, H, D, generator=draw).to(dtype) for _ in "kv")
         calls = torch_dense(base, q, n)
         after, traffic = dict[str, Call](), dict[str, Traffic]()
@@ -206,7 +214,7 @@ def attention(
             traffic[name] = method.traffic(n, shape, dtype)
         calls |= peak_calls(flush)
         timed = Rounds(calls, after)
-        timed.run(rounds, flush, tick)
+        timed.run(rounds, flush, tick, partial(rotate, still, q))
         peak = max(flush.nbytes / statistics.median(timed.seconds[name]) for name in calls if name.startswith("read:"))
         peaks.append(peak)
         best = min(torch_names, key=timed.ms)

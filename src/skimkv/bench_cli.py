@@ -70,7 +70,9 @@ def _card(result: dict[str, Any], columns: dict[str, str], title: str) -> None:
         table.add_column(name.replace("_", " "), justify="left" if name == "method" else "right", overflow="fold")
     for row in result["rows"]:
         table.add_row(*(format(row[name], form) for name, form in columns.items()))
-    Console(width=None).print(table)
+    from .show import wide
+
+    wide(150).print(table)
 
 
 @app.command()

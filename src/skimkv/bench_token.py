@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from .attention import Layer
 from .bench import FLUSH, filled, machine, peak_calls, random_full
-from .hf import Cache
+from .hf import Cache, detach
 from .method import Method, parse
 from .methods import Dense
 from .store import Shape
@@ -138,7 +138,7 @@ def token(
 ) -> dict[str, Any]:
     """The rows of the JSON contract; `transformers` is the library's own cache and attention."""
     model = build(shape, layers, weights, max(lengths))
-    own, count = model.config._attn_implementation, len(model.model.layers)
+    count = len(model.model.layers)
     seconds: dict[tuple[str, int], float] = {}
     rows, peaks = [], []
     read = weight_bytes(model)
@@ -148,7 +148,7 @@ def token(
             method = None if spec == "transformers" else parse(spec)
             cache, clock = prefilled(model, method, n), Clock()
             if method is None:
-                model.set_attn_implementation(own)
+                detach(model)
             attend = _timed(model, cache, clock)
             total, inside, peak = [], [], []
             for i in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""The command line: demo, generate, eval, plot, bench, info. Errors are one line on stderr and exit status 2.
+"""The command line, its other commands in *_cli.py. Errors are one line on stderr and exit status 2.
 
 With --json the last line on stdout is one JSON object, and nothing else is printed there.
 """
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from . import bench_cli, eval_cli
+from . import analyse_cli, bench_cli, eval_cli, plot_cli, roofline_cli, tune_cli
 
 app = typer.Typer(
     help="Decode with a small part of the key-value cache, and know exactly how many bytes it took.",
@@ -24,15 +24,22 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(bench_cli.app, name="bench")
 app.command("eval")(eval_cli.evaluate)
-app.command("plot")(eval_cli.plot)
+app.command("plot")(plot_cli.plot)
+app.command("tune")(tune_cli.tune)
+app.command("analyse")(analyse_cli.analyse)
+app.command("roofline")(roofline_cli.roofline)
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; its exit status: 0, 2 for a mistake, 130 after Ctrl-C."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return carry_out(app, "skimkv", argv)
+
+
+def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -> int:
+    """Run a command; its exit status: 0, 2 for a mistake, 130 after Ctrl-C."""
     try:
-        status = app(argv, prog_name="skimkv", standalone_mode=False)
+        status = commands(argv, prog_name=name, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (ValueError, OSError) as error:
@@ -53,12 +60,6 @@ def _fail(message: str, status: int = 2) -> int:
     return status
 
 
-def _quiet(model: str) -> None:
-    """No progress bars for what is on this disk; a download shows them. Before transformers is imported."""
-    if model == "builtin" or Path(model).exists():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("skimkv-demo.png"),
@@ -70,7 +71,7 @@ def demo(
     """Ask a small model for lines of a long record, with every method at matched budgets. Needs no network."""
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
-    _quiet("builtin")
+    eval_cli.quiet("builtin")
     import torch
 
     from . import demo as the_demo
@@ -117,7 +118,7 @@ def generate(
 
     wanted = parse(method)
     text = _prompt(prompt, prompt_file)
-    _quiet(model)
+    eval_cli.quiet(model)
     from . import generate as generation
     from .hf import load
 

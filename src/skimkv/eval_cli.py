@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .plan import Job, Run
     from .results import Row
 
-SWEEPS = ("paper", "matched")
+SWEEPS = ("paper", "matched", "ablation")
 
 
 def evaluate(
@@ -24,7 +25,8 @@ def evaluate(
     task: Annotated[list[str] | None, typer.Option(help="lines, or lines(lines=200); may be repeated.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="'SparQ(r=32, k=128)'; may be repeated.")] = None,
     sweep: Annotated[
-        str | None, typer.Option(help="paper: the papers' grids; matched: all methods at 1/2, 1/4, 1/8 of dense.")
+        str | None,
+        typer.Option(help="paper: the papers' grids; matched: all at 1/2, 1/4, 1/8 of dense; ablation: of SparQ."),
     ] = None,
     mode: Annotated[str, typer.Option(help="blind: no method saw the question; aware: all did; both.")] = "blind",
     data: Annotated[Path | None, typer.Option(help="Folder or file with the tasks' data, else the Hub.")] = None,
@@ -71,26 +73,39 @@ def evaluate(
     if as_json:
         print(json.dumps({"rows": [row.json() for row in rows], "out": str(out)}))
         return
-    console = console if console.is_terminal else Console(highlight=False, width=max(130, console.width))
-    console.print(table(rows))
+    from .show import wide
+
+    wide(130).print(table(rows))
     console.print(f"{len(mine)} records in {out}", soft_wrap=True, markup=False)
 
 
-def _run(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Run:
+def quiet(model: str) -> None:
+    """No progress bars for what is on this disk; a download shows them. Before transformers is imported."""
+    if model == "builtin" or Path(model).exists():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def place(device: str) -> Any:
+    """A torch.device. Raises ValueError if there is none of that name here."""
     import torch
 
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device {device!r} is unknown; for example cpu or cuda") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: PyTorch sees no CUDA device here")
+    return found
+
+
+def _run(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Run:
     from .hf import load
     from .plan import Run
 
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"--device {device!r} is unknown; for example cpu or cuda") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: PyTorch sees no CUDA device here")
+    where = place(device)
     network: Any
     network, tokenizer = load(model, dtype=dtype)
-    return Run(network.to(place), tokenizer, model, seed, batch, count)
+    return Run(network.to(where), tokenizer, model, seed, batch, count)
 
 
 def _jobs(
@@ -103,7 +118,8 @@ def _jobs(
     _, wrong = plan.servable(run, named)
     if wrong:
         raise ValueError(wrong[0])
-    grid, notes = plan.servable(run, [parse(spec) for spec in plan.PAPER] if sweep == "paper" else [])
+    specs = {"paper": plan.PAPER, "ablation": plan.ABLATION}.get(sweep or "", ())
+    grid, notes = plan.servable(run, [parse(spec) for spec in specs])
     notes = [f"Left out: {note}" for note in notes]
     jobs: list[Job] = []
     for task in chosen:
@@ -173,44 +189,3 @@ def _number(x: float | None, sign: bool = False) -> str:
     if x is None:
         return ""
     return f"{x:{'+' if sign else ''}.{3 if abs(x) < 10 else 1}f}"
-
-
-def plot(
-    results: Annotated[Path, typer.Argument(help="What skimkv eval wrote.")],
-    out: Annotated[Path, typer.Option(help="The figure; needles get a second one, NAME-needle.")] = Path(
-        "skimkv-results.png"
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")] = False,
-) -> None:
-    """Draw a results file: score against bytes for each task, and where needles were found."""
-    from statistics import fmean
-
-    from . import plots
-    from .results import load, summary
-    from .tasks import parse
-
-    records = load(results)
-    if not records:
-        raise ValueError(f"{results}: it holds no records")
-    if len({(record["model"], record["dtype"]) for record in records}) > 1:
-        raise ValueError(f"{results}: it holds several models; one figure is of one")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}")
-    panels: dict[str, list[tuple[str, float, float, float | None]]] = {}
-    for row in summary(records):
-        point = row.method.split("(")[0], row.share or 1.0, row.mean, row.stderr
-        better = "\nlower is better" if parse(row.task).lower else ""
-        panels.setdefault(f"{row.task}, {row.mode}{better}", []).append(point)
-    plots.curves(list(panels.items()), out)
-    figures = [out]
-    for mode in dict.fromkeys(r["mode"] for r in records if r["task"].startswith("needle")):
-        found: dict[str, dict[tuple[float, float], list[float]]] = {}
-        mine = [r for r in records if r["task"].startswith("needle") and r["mode"] == mode]
-        tokens = {n: fmean(r["prompt_tokens"] for r in mine if r["at"][0] == n) for n in {r["at"][0] for r in mine}}
-        for r in mine:
-            cell = round(tokens[r["at"][0]]), r["at"][1]
-            found.setdefault(r["method"], {}).setdefault(cell, []).append(r["score"])
-        path = out.with_name(f"{out.stem}-needle-{mode}{out.suffix}")
-        plots.heat([(m, {at: fmean(x) for at, x in cells.items()}) for m, cells in found.items()], path)
-        figures.append(path)
-    print(json.dumps({"figures": [str(f) for f in figures]}) if as_json else "\n".join(f"Figure: {f}" for f in figures))

@@ -7,6 +7,7 @@ that no method could choose for it in advance. Question-aware: the question belo
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from . import __version__, ops, prompt
-from .answer import Said, answer
+from .answer import Said, answer, uneven
 from .hf import Cache
 from .method import Method
 from .plan import Item, Job, Run
@@ -22,6 +23,7 @@ from .plan import Item, Job, Run
 # What a record is found by again: a run that was interrupted does not repeat it.
 KEY = ("model", "dtype", "seed", "counted", "task", "mode", "method", "id")
 Key = tuple[Any, ...]
+TOGETHER = 6  # methods whose caches of one prompt are held at once, and which decode in one batch
 
 
 def key(run: Run, job: Job, method: Method, item: Item) -> Key:
@@ -45,26 +47,41 @@ def wanted(run: Run, jobs: Sequence[Job]) -> list[Key]:
 def records(run: Run, job: Job, done: set[Key]) -> Iterator[dict[str, Any]]:
     """The records that are not done yet. Batches do not depend on what is, so neither does a result."""
     batch = 1 if run.counted else run.batch
+
+    def missing(methods: Sequence[Method], items: Sequence[Item]) -> list[list[bool]]:
+        return [[key(run, job, method, item) not in done for item in items] for method in methods]
+
     for groups in _batches(job.groups, batch):
         items = [(row, item) for row, group in enumerate(groups) for item in group]
-        methods = [m for m in job.methods if any(key(run, job, m, item) not in done for _, item in items)]
-        if not methods:
+        every = [item for _, item in items]
+        if not any(map(any, missing(job.methods, every))):
             continue
         ids, mask = _padded([group[0].prompt for group in groups], run.model.device)
         held, logits = prompt.read(run.model, ids, mask)
-        for method in methods:
-            cache = prompt.fill(run.model, held, method)
-            for start in range(0, len(items), batch):
-                part = items[start : start + batch]
-                missing = [key(run, job, method, item) not in done for _, item in part]
-                if not any(missing):
-                    continue
-                rows = [row for row, _ in part]
-                own = None if mask is None else mask[rows]
-                said = _answer(run, prompt.fork(cache, rows), logits[rows], [item for _, item in part], own)
-                for (_, item), each, fresh in zip(part, said, missing, strict=True):
-                    if fresh:
-                        yield _record(run, job, method, item, each)
+        for first in range(0, len(job.methods), TOGETHER):
+            some = job.methods[first : first + TOGETHER]
+            if not any(map(any, missing(some, every))):
+                continue
+            for caches in _teams([prompt.fill(run.model, held, method) for method in some], run.counted):
+                methods = [cache.method for cache in caches]
+                for start in range(0, len(items), batch):
+                    rows, part = zip(*items[start : start + batch], strict=True)
+                    fresh = missing(methods, part)
+                    if not any(map(any, fresh)):
+                        continue
+                    own = None if mask is None else mask[list(rows)]
+                    said = _answer(run, [prompt.fork(cache, rows) for cache in caches], logits[list(rows)], part, own)
+                    for method, answers, new in zip(methods, said, fresh, strict=True):
+                        for item, each, wanted in zip(part, answers, new, strict=True):
+                            if wanted:
+                                yield _record(run, job, method, item, each)
+
+
+def _teams(caches: list[Cache], counted: bool) -> list[list[Cache]]:
+    """Which caches decode in one batch: all, but for those that must be alone to be counted."""
+    alone = [cache for cache in caches if counted or uneven(cache)]
+    shared = [cache for cache in caches if cache not in alone]
+    return [*([shared] if shared else []), *([cache] for cache in alone)]
 
 
 def _batches(groups: list[list[Item]], batch: int) -> Iterator[list[list[Item]]]:
@@ -87,13 +104,24 @@ def _padded(prompts: list[list[int]], device: Any) -> tuple[torch.Tensor, torch.
     return ids, torch.tensor([[0] * (most - len(p)) + [1] * len(p) for p in prompts], device=device)
 
 
-def _answer(run: Run, cache: Cache, logits: torch.Tensor, items: list[Item], mask: torch.Tensor | None) -> list[Said]:
-    before = cache.elements, cache.bytes
+def _answer(
+    run: Run, caches: list[Cache], logits: torch.Tensor, items: Sequence[Item], mask: torch.Tensor | None
+) -> list[list[Said]]:
+    """What each cache's method says to the items; caches, logits and mask have a row for each of them."""
+    before = caches[0].elements, caches[0].bytes
+    asks, n = [item.ask for item in items], len(caches)
+    own = None if mask is None else mask.repeat(n, 1)
     with ops.backend("ref") if run.counted else contextlib.nullcontext():
-        said = answer(run.model, run.tokenizer, cache, logits, [item.ask for item in items], mask)
+        said = answer(run.model, run.tokenizer, prompt.beside(caches), logits.repeat(n, 1), asks * n, own)
     if run.counted:  # the counters are of the whole batch, which is one row
+        cache = caches[0]
         said = [said[0]._replace(elements=cache.elements - before[0], bytes=cache.bytes - before[1])]
-    return said
+    return [said[i : i + len(asks)] for i in range(0, len(said), len(asks))]
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"skimkv": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
 def _record(run: Run, job: Job, method: Method, item: Item, said: Said) -> dict[str, Any]:
@@ -115,5 +143,5 @@ def _record(run: Run, job: Job, method: Method, item: Item, said: Said) -> dict[
         "dense_bytes": said.dense_bytes,
         "batch": 1 if run.counted else run.batch,
         "backend": "ref" if run.counted else ops.chosen(run.model.device.type)[0],
-        "versions": {"skimkv": __version__, **{name: version(name) for name in ("torch", "transformers")}},
+        "versions": _versions(),
     }

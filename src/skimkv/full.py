@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from .codes import BITS, GROUP, dequantise, quantise, roundup
 from .pages import empty
 from .store import Part, Shape, Store, compute_dtype
-
-GROUP = 256  # tokens that share a scale in a quantised index; chunk sizes are multiples of it
-BLOCK = 128  # tokens in 64 packed int4 bytes: token j is nibble j//16 of little-endian dword j%16
-BITS = {"int8": 8, "int4": 4}
-
-
-def roundup(n: int, to: int = GROUP) -> int:
-    return -(-n // to) * to
-
-
-def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Affine codes per channel and group: x (...,R,n) with n a multiple of GROUP.
-
-    Returns codes (...,R,n*bits/8) uint8 and scale (...,n/GROUP,2,R) float32, x ~ scale*code + zero.
-    """
-    groups = x.float().unflatten(-1, (-1, GROUP))  # (...,R,n/GROUP,GROUP)
-    low, high = groups.aminmax(dim=-1)
-    scale = (high - low) / (2**bits - 1)
-    step = torch.where(scale == 0, 1, scale)
-    codes = ((groups - low[..., None]) / step[..., None]).round_().nan_to_num_(0).to(torch.uint8).flatten(-2)
-    return (pack4(codes) if bits == 4 else codes), torch.stack([scale, low], -2).transpose(-1, -3)
-
-
-def pack4(codes: Tensor) -> Tensor:
-    nibbles = codes.unflatten(-1, (-1, 4, 2, 16))  # token 16*(2*byte + half) + dword
-    packed: Tensor = nibbles[..., 0, :] | nibbles[..., 1, :] << 4  # (..., block, byte, dword)
-    return packed.transpose(-1, -2).flatten(-3)
-
-
-def unpack4(packed: Tensor) -> Tensor:
-    dwords = packed.unflatten(-1, (-1, 16, 4)).transpose(-1, -2)  # (..., block, byte, dword)
-    return torch.stack([dwords & 15, dwords >> 4], -2).flatten(-4)
-
-
-def dequantise(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The inverse of `quantise` up to rounding: (...,R,n) float32."""
-    groups = (unpack4(codes) if bits == 4 else codes).float().unflatten(-1, (-1, GROUP))
-    step, zero = scale.transpose(-1, -3).unbind(-2)  # (...,R,n/GROUP) each
-    values: Tensor = groups * step[..., None] + zero[..., None]
-    return values.flatten(-2)
 
 
 class Chunk(Part):
@@ -86,13 +48,14 @@ class Full(Store):
         self.R = D if projection is None else projection.shape[-1]
         self.tail = torch.zeros(B, H, self.R, GROUP, dtype=dtype, device=self.device) if self.bits else None
         self.v_mean = torch.zeros(B, H, D, device=self.device) if mean else None
+        self.shared = 0  # positions before this one may be other stores' memory too
 
     def _reserve(self, n: int) -> None:
         """Room for n tokens in all: one more chunk, of an eighth of what is held or what is asked."""
-        B, H, _, D = self.shape
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0
         if n <= start:
             return
+        B, H, _, D = self.shape
         cap = roundup(max(n - start, start // 8))
         k, v = (empty((B, H, cap, D), self.dtype, self.device) for _ in "kv")
         index = scale = None
@@ -215,9 +178,48 @@ class Full(Store):
         k, v = (torch.cat([getattr(c, name)[rows] for c in self.chunks], 2)[:, :, :n] for name in "kv")
         return k, v
 
+    def share(self, rows: Sequence[int]) -> Full:
+        """These rows, independent of ours, over the same memory where it is never written again: whole groups.
+
+        Other than of one row several times, or of all in order, it is a copy.
+        """
+        twin, n = copy.copy(self), len(rows)
+        if n == 0 or not (list(rows) == list(range(self.shape.B)) or len(set(rows)) == 1):
+            twin.select(torch.tensor(rows))
+            return twin
+        first = slice(rows[0], rows[0] + (n if rows[0] != rows[-1] else 1))
+
+        def of(t: Tensor) -> Tensor:
+            return t[first].expand(n, *t.shape[1:])
+
+        twin.lengths, twin.shape = [self.lengths[b] for b in rows], self.shape._replace(B=n)
+        closed, stop = min(twin.lengths) // GROUP * GROUP, roundup(max(twin.lengths))
+        twin.chunks, twin.shared = [], closed
+        self.shared = max(self.shared, closed)
+        for c, there, _ in self._spans(0, closed):
+            k, v, *rest = self._cut(c, there)
+            twin.chunks.append(Chunk(c.start, there.stop, of(k), of(v), *(t if t is None else of(t) for t in rest)))
+        twin._reserve(stop)
+        for c, there, here in self._spans(closed, stop):
+            for to, t in zip(twin._cut(twin.chunks[-1], here), self._cut(c, there), strict=True):
+                if to is not None and t is not None:
+                    to.copy_(of(t))
+        twin.tail, twin.v_mean = (t if t is None else of(t).clone() for t in (self.tail, self.v_mean))
+        return twin
+
+    def _cut(self, c: Chunk, there: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Whole groups of a chunk's columns: k, v, index, scale."""
+        a, b = there.start, there.stop
+        index, scale = c.index, c.scale
+        if index is not None:
+            index = index[..., a * (self.bits or 8) // 8 : b * (self.bits or 8) // 8]
+        return c.k[:, :, a:b], c.v[:, :, a:b], index, None if scale is None else scale[:, :, a // GROUP : b // GROUP]
+
     def crop(self, n: int) -> None:
         if not 0 <= n <= min(self.lengths):
             raise ValueError(f"cannot forget {n} tokens of rows that hold {self.lengths}")
+        if min(self.lengths) - n < self.shared:
+            vars(self).update(vars(self.fork()), shared=0)
         old, self.lengths = self.lengths, [length - n for length in self.lengths]
         for b, (was, now) in enumerate(zip(old, self.lengths, strict=True)):
             row = slice(b, b + 1)
@@ -229,7 +231,8 @@ class Full(Store):
                 # the group is open again: its full-precision keys are still in k
                 k = torch.cat([c.k[row, :, there] for c, there, _ in self._spans(open_, now)], 2)
                 self.tail[row, ..., : now - open_] = k.transpose(-1, -2)
-        self.chunks = [c for c in self.chunks if c.start < max(self.lengths)]
+        while self.chunks and self.chunks[-1].start >= max(self.lengths):
+            del self.chunks[-1]
 
     @property
     def nbytes(self) -> int:

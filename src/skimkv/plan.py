@@ -24,6 +24,18 @@ PAPER = (
     *(f"{name}(k={k})" for name in ("H2O", "LMInfinite") for k in (192, 256, 384, 512, 768)),
     *(f"TopK(k={k})" for k in (2, 8, 32, 128, 256)),
 )  # SparQ Attention, table G1
+_MEAN = "mean_value=True"
+_CHANGES = (
+    "mean_value=False", _MEAN, f"{_MEAN}, temperature='sqrt_d'", f"{_MEAN}, temperature='sqrt_r'", "local=0",
+    "channels='int8'", "channels='int4'",
+)  # fmt: skip
+ABLATION = (
+    "Dense()",
+    *(f"TopK(k={k}, oracle=True)" for k in (16, 32, 64, 128, 256)),
+    *(f"LowRank(r={r}, k=128)" for r in (8, 16, 32, 64)),
+    *(f"SparQ(r={r}, k={k})" for k in (32, 64, 128, 256) for r in (8, 16, 32, 64)),
+    *(f"SparQ(r={r}, k={k}, {change})" for r, k in ((8, 32), (16, 128)) for change in _CHANGES),
+)  # SparQ Attention, fig. 7a, 7b and 7c; and its channels in 8 and 4 bits
 
 
 class Item(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.transforms import ScaledTranslation, Transform
 
 # Okabe and Ito's colours, told apart by all kinds of colour vision; the shapes tell them apart in grey.
 STYLES = [
@@ -81,7 +82,7 @@ def _label(ax: Axes, ends: list[tuple[float, float, str, str]], least: float) ->
         ax.plot([x / 1.05, end / 1.02], [place, y], color=colour, linewidth=0.7, alpha=0.7)
 
 
-def speedup(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def speedup(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Speed-up over our own dense attention against length, from the rows of `bench attention --json`.
 
     One colour a method; dashed, what its bytes allow. The best of PyTorch's dense paths is a line of its own.
@@ -117,43 +118,69 @@ def speedup(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(fig)
 
 
+def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker each; from the ninth on, colours come again with other markers."""
+    return {name: (STYLES[i % 8][0], STYLES[(i + i // 8) % 8][1]) for i, name in enumerate(names)}
+
+
+def apart(ax: Axes, i: int, n: int) -> Transform:
+    """Data coordinates for line i of n, moved up or down by a few points: equal results do not hide one another."""
+    shift = 0.9 * ((n - 1) / 2 - i) / 72
+    return ax.transData + ScaledTranslation(0, shift, ax.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
+
+
+def curve(
+    ax: Axes,
+    title: str,
+    points: Sequence[tuple[str, float, float, float | None]],
+    style: Mapping[str, tuple[str, str]],
+) -> None:
+    """One panel of `curves`."""
+    for _, _, mean, error in (point for point in points if point[0] == "Dense"):
+        ax.axhline(mean, color="0.45", linewidth=1.2, zorder=1)
+        ax.axhspan(mean - (error or 0), mean + (error or 0), color="0.45", alpha=0.12, linewidth=0, zorder=0)
+    names = list(dict.fromkeys(name for name, *_ in points if name in style))
+    for i, name in enumerate(names):
+        line = sorted(point[1:] for point in points if point[0] == name)
+        x, y, e = [p[0] for p in line], [p[1] for p in line], [p[2] or 0 for p in line]
+        colour, marker = style[name]
+        where = apart(ax, i, len(names))
+        ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3, transform=where)
+        low, high = ([a + sign * b for a, b in zip(y, e, strict=True)] for sign in (-1, 1))
+        if len(x) == 1:
+            ax.errorbar(x, y, e, color=colour, linewidth=1, zorder=2)
+        ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0, zorder=2)
+    for share in (2, 4, 8):
+        ax.axvline(1 / share, color="0.8", linestyle="--", linewidth=1, zorder=0)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([1 / 8, 1 / 4, 1 / 2, 1], ["⅛", "¼", "½", "all"])
+    ax.minorticks_off()
+    ax.set_title(title, loc="left", fontsize=10, weight="bold")
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def curves(panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float | None]]]], path: Path) -> None:
     """Score against the share of dense's bytes, a panel per task: points are (method, share, mean, standard error).
 
     Bands are one standard error. Grey, across: dense. Dashed, down: 1/2, 1/4 and 1/8 of dense.
     """
     names = list(dict.fromkeys(name for _, points in panels for name, *_ in points if name != "Dense"))
-    style = {name: STYLES[i % len(STYLES)] for i, name in enumerate(names)}
+    style = styles(names)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    size = (4.4 * columns + 0.4, 3.5 * rows + 1.0)
-    fig, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False)
+    size = (max(7.5, 4.4 * columns + 0.4), 3.5 * rows + 1.0)
+    fig, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained")
     for ax, (title, points) in zip(axes.flat, panels, strict=False):
-        for _, _, mean, error in (point for point in points if point[0] == "Dense"):
-            ax.axhline(mean, color="0.45", linewidth=1.2, zorder=1)
-            ax.axhspan(mean - (error or 0), mean + (error or 0), color="0.45", alpha=0.12, linewidth=0, zorder=0)
-        for name in names:
-            line = sorted(point[1:] for point in points if point[0] == name)
-            x, y, e = [p[0] for p in line], [p[1] for p in line], [p[2] or 0 for p in line]
-            colour, marker = style[name]
-            ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
-            low, high = ([a + sign * b for a, b in zip(y, e, strict=True)] for sign in (-1, 1))
-            ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0, zorder=2)
-        for share in (2, 4, 8):
-            ax.axvline(1 / share, color="0.8", linestyle="--", linewidth=1, zorder=0)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([1 / 8, 1 / 4, 1 / 2, 1], ["⅛", "¼", "½", "all"])
-        ax.minorticks_off()
-        ax.set_title(title, loc="left", fontsize=10, weight="bold")
-        ax.spines[["top", "right"]].set_visible(False)
+        curve(ax, title, points, style)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
     handles = [Line2D([], [], color=style[n][0], marker=style[n][1], linewidth=1.7, label=n) for n in names]
     handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
-    fig.legend(handles=handles, loc="upper center", ncols=min(len(handles), 2 + 3 * columns), frameon=False, fontsize=9)
+    widest = max(len(str(handle.get_label())) for handle in handles) + 9
+    fits = max(2, int(size[0] * 14 / widest))  # 14 letters an inch
+    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), fits), frameon=False, fontsize=9)
     fig.supxlabel("cache bytes moved per step, as a share of dense attention (log scale)", fontsize=10)
     fig.supylabel("score; band: one standard error", fontsize=10)
-    fig.tight_layout(rect=(0, 0, 1, 1 - 0.45 / size[1]))
     fig.savefig(path)
     plt.close(fig)
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import budgets, ops
 from .attention import Layer
+from .full import Full
 from .hf import Cache
 from .method import Method
 from .store import Shape, Store
@@ -88,16 +89,74 @@ def fill(model: Any, held: Cache, method: Method) -> Cache:
 
 
 def fork(cache: Cache, rows: Sequence[int]) -> Cache:
-    """An independent copy of these rows of the batch, in this order; a row may come more than once."""
+    """These rows of the batch, in this order, independent of the cache; a row may come more than once."""
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
     index = torch.tensor(rows)
     for layer in twin.layers:
+        own: Any = layer
+        if isinstance(layer, Layer) and isinstance(layer.store, Full):
+            layer.store = layer.store.share(rows)
+            continue
         if isinstance(layer, Layer):
             layer.store = copy.copy(layer.store)
-        own: Any = layer
         own.batch_select_indices(index)  # makes new tensors and leaves the old
     return twin
+
+
+class Parts(Store):
+    """Stores side by side: the first rows of the batch are those of the first, and so on."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        rows = sum(store.shape.B for store in stores)
+        super().__init__(stores[0].shape._replace(B=rows), stores[0].dtype, stores[0].device)
+        self.stores = list(stores)
+        self.lengths = [n for store in stores for n in store.lengths]
+
+
+@dataclass(frozen=True, repr=False)
+class Beside(Method):
+    """Several methods that decode in one batch, each its own rows: the model's weights are read once for all."""
+
+    methods: tuple[Method, ...]
+
+    def decode(
+        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        assert isinstance(store, Parts)
+        parts, y = [part.shape.B for part in store.stores], []
+        for method, part, *token in zip(
+            self.methods, store.stores, q.split(parts), k.split(parts), v.split(parts), strict=True
+        ):
+            y.append(method.decode(part, *token, scale=scale, softcap=softcap))
+        store.lengths = [n + 1 for n in store.lengths]
+        return torch.cat(y)
+
+
+def beside(caches: Sequence[Cache]) -> Cache:
+    """One cache of the rows of all, in order, each decoded by its own method; all have read the same prompt."""
+    if len(caches) == 1:
+        return caches[0]
+    joint = copy.copy(caches[0])
+    joint.method, joint.layers = Beside(tuple(cache.method for cache in caches)), []
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        own: Any = copy.copy(layers[0])
+        if isinstance(own, Layer):
+            own.method, own.store = joint.method, Parts([layer.store for layer in layers])
+        else:
+            own.batch_select_indices(torch.arange(own.keys.shape[0]).repeat(len(caches)))
+        joint.layers.append(own)
+    return joint
+
+
+def owners(cache: Cache, n: int) -> list[tuple[Method, list[Store], int]]:
+    """Whose each of the n rows of the batch is: its method, the stores of its layers, and the row in them."""
+    method, stores = cache.method, budgets.stores(cache)
+    if not isinstance(method, Beside):
+        return [(method, stores, b) for b in range(n)]
+    parts = [store.stores for store in stores if isinstance(store, Parts)]
+    rows, each = n // len(method.methods), [[own[i] for own in parts] for i in range(len(method.methods))]
+    return [(own, each[i], b) for i, own in enumerate(method.methods) for b in range(rows)]
 
 
 def shapes(model: Any) -> set[tuple[Shape, torch.dtype]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .demo import Row
 
 
-def _console(least: int) -> Console:
+def wide(least: int) -> Console:
     """At least that wide where the output is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=max(least, console.width))
@@ -41,7 +41,7 @@ def table(rows: Sequence[Row], missed: Sequence[str]) -> None:
             f"{row.cache_bytes / 1e6:.2f}", f"{row.ms_per_token:.1f}",
             end_section=i + 1 == len(rows) or rows[i + 1].share != row.share,
         )  # fmt: skip
-    console = _console(120)
+    console = wide(120)
     console.print(out)
     for line in missed:
         console.print(f"Left out: {line}.", style="dim")
@@ -93,7 +93,7 @@ def facts() -> dict[str, Any]:
 
 def info(facts: dict[str, Any]) -> None:
     """The facts, for a person."""
-    console = _console(120)
+    console = wide(120)
     console.print("  ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     for name, what in facts["devices"].items():
         console.print(f"device {name}: {what}")

@@ -39,7 +39,7 @@ def _map(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return [_map(item, fn) for item in value]
     if isinstance(value, Part):
         clone = copy.copy(value)
-        for name, item in vars(value).items():
+        for name, item in vars(clone).items():
             setattr(clone, name, item if name in value.batchless else _map(item, fn))
         return clone
     return value
@@ -71,6 +71,10 @@ class Store(Part):
         self.lengths = [0] * shape.B
         self.elements = 0
         self.bytes = 0
+        self.pointers: Any = None  # a backend's own, of addresses: never copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "pointers": None}
 
     def count(self, elements: int, itemsize: int) -> None:
         """Add scalars that were read or written to the counted traffic."""
@@ -143,8 +147,8 @@ class Store(Part):
 class Slots(Store):
     """A budget of C tokens per KV head; a new token overwrites a victim's slot, nothing else moves.
 
-    k, v (B,H,C,D). Slots 0 .. filled[b]-1 are in use, of budget[b] <= C. The ring never overwrites the `fixed`
-    first slots.
+    k, v (B,H,C,D). Slots 0 .. filled[b]-1 are in use, of budget[b] <= C. Token p goes to slot order(p); without an
+    order the slots are a ring that never overwrites the `fixed` first.
     With `scored`: score (B,H,C) float32 accumulated weights, pos (B,H,C) int32 original positions.
     """
 
@@ -156,9 +160,10 @@ class Slots(Store):
         capacity: int,
         fixed: int = 0,
         scored: bool = False,
+        order: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(shape, dtype, device)
-        self.capacity, self.fixed = capacity, fixed
+        self.capacity, self.fixed, self.order = capacity, fixed, order
         self.filled, self.budget = [0] * shape.B, [capacity] * shape.B
         self.k = self.v = torch.empty(shape.B, shape.H, 0, shape.D, dtype=dtype, device=self.device)
         self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
@@ -183,20 +188,23 @@ class Slots(Store):
                 new[:, :, :old] = was
 
     def ring_slot(self, p: int) -> int:
-        """The slot of token p when the ring behind the fixed slots turns."""
+        """The slot of token p."""
+        if self.order is not None:
+            return self.order(p)
         C, fixed = self.capacity, self.fixed
         return p if p < C else fixed + (p - fixed) % (C - fixed)
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
-        """Ring order: a token goes to its slot; those that a later one would overwrite are skipped."""
+        """A token goes to its slot; those that a later one would overwrite are skipped."""
         self.reserve(self.capacity)
-        n = k.shape[2]
-        last = {self.ring_slot(p): p - start for p in range(start, start + n)}
+        end, ring = start + k.shape[2], self.capacity - self.fixed
+        stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
+        last = {self.ring_slot(p): p - start for p in (stay if self.order is None else range(start, end))}
         slots, source = list(last), list(last.values())
         self.k[rows, :, slots], self.v[rows, :, slots] = k[:, :, source], v[:, :, source]
         self.count(2 * k[:, :, source].numel(), k.element_size())
         for b in range(rows.start, rows.stop):
-            self.filled[b] = min(start + n, self.capacity)
+            self.filled[b] = min(end, self.capacity)
 
     def keep(self, b: int, index: Tensor, *candidates: Tensor) -> None:
         """Row b holds exactly the candidates (H,m,...) chosen by index (H,c), in that order: k, v[, score, pos]."""

@@ -15,18 +15,19 @@ struct Code4 {
 template <class T> constexpr bool is_code4 = false;
 template <> constexpr bool is_code4<Code4> = true;
 
-// s[g*ld + x] = init[g] + sum_c w[g*wld + c] p_c[at + x] for 256 tokens, added to what is there unless `first`.
+// s[g*ld + x] = init[g] + sum_c w[g*wld + c] p_c[at + x] for n tokens and perhaps some more of the 256, added to what
+// is there unless `first`.
 template <class T, int GB>
-static inline void stream(const T *const *p, int64_t at, int nc, const float *w, int64_t wld, bool first,
+static inline void stream(const T *const *p, int64_t at, int n, int nc, const float *w, int64_t wld, bool first,
                           const float *init, float *s, int64_t ld) {
     constexpr int U = (W == 16 ? 16 : 8) / GB < 8 ? (W == 16 ? 16 : 8) / GB : 8;
-    for (int x = 0; x < GROUP; x += U * W) {
+    for (int x = 0; x < n; x += U * W) {
         vf a[GB][U];
         for (int g = 0; g < GB; g++)
             for (int u = 0; u < U; u++) a[g][u] = splat(init[g]);
         for (int c = 0; c < nc; c++) {
             const T *from = p[c] + at + x;
-            for (int b = 0; b < (int)(U * W * sizeof(T)); b += 64) prefetch((const char *)from + AHEAD + b);
+            for (int b = 0; b < (int)(U * W * sizeof(T)) && n == GROUP; b += 64) prefetch((const char *)from + AHEAD + b);
             vf wc[GB];
             for (int g = 0; g < GB; g++) wc[g] = splat(w[g * wld + c]);
 #pragma GCC unroll 8
@@ -76,19 +77,19 @@ static inline void stream4(const uint8_t *const *p, int64_t at, int nc, const fl
 }
 
 template <class T, int GB>
-static inline void stream_any(const T *const *p, int64_t at, int nc, const float *w, int64_t wld, bool first,
+static inline void stream_any(const T *const *p, int64_t at, int n, int nc, const float *w, int64_t wld, bool first,
                               const float *init, float *s, int64_t ld) {
     if constexpr (is_code4<T>) stream4<GB>((const uint8_t *const *)p, at, nc, w, wld, first, init, s, ld);
-    else stream<T, GB>(p, at, nc, w, wld, first, init, s, ld);
+    else stream<T, GB>(p, at, n, nc, w, wld, first, init, s, ld);
 }
 
 template <class T>
-static inline void stream_heads(const T *const *p, int64_t at, int nc, const float *w, int64_t wld, int G, bool first,
+static inline void stream_heads(const T *const *p, int64_t at, int n, int nc, const float *w, int64_t wld, int G, bool first,
                                 const float *init, float *s, int64_t ld) {
     int g = 0;
-    for (; g + 4 <= G; g += 4) stream_any<T, 4>(p, at, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
-    if (g + 2 <= G) stream_any<T, 2>(p, at, nc, w + g * wld, wld, first, init + g, s + g * ld, ld), g += 2;
-    if (g < G) stream_any<T, 1>(p, at, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
+    for (; g + 4 <= G; g += 4) stream_any<T, 4>(p, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
+    if (g + 2 <= G) stream_any<T, 2>(p, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld), g += 2;
+    if (g < G) stream_any<T, 1>(p, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -152,6 +152,17 @@ int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
     return 0;
 }
 
+const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new, int threads,
+                        skimkv_parallel parallel) {
+    if (!op) return "operation is NULL";
+    op->q = q, op->y = y, op->k_new = k_new, op->v_new = v_new;
+    if (const char *error = skimkv_check(op)) return error;
+    const uintptr_t x = op->dtype == SKIMKV_F32 ? 3 : 1, c = op->cache->dtype == SKIMKV_F32 ? 3 : 1;
+    if (((uintptr_t)q | (uintptr_t)y) & x || ((uintptr_t)k_new | (uintptr_t)v_new) & c)
+        return "q, y, k or v is not aligned to its elements";
+    return skimkv_run(op, threads, parallel) ? "no memory for the kernels' scratch space" : nullptr;
+}
+
 int skimkv_append(const skimkv_tokens *a, int threads, skimkv_parallel parallel) {
     const Isa *isa = chosen();
     if (!isa) return -1;

@@ -14,9 +14,11 @@
 #include "share.h"
 #include "clusters.h"
 #include "linear.h"
+#include "columns.h"
 
 namespace skimkv {
 extern const Kernels SKIMKV_TABLE;
 const Kernels SKIMKV_TABLE = {SKIMKV_NS::work,   SKIMKV_NS::share,         SKIMKV_NS::append, SKIMKV_NS::stream_work,
-                              SKIMKV_NS::stream, SKIMKV_NS::stream_append, {SKIMKV_NS::linear_narrow, SKIMKV_NS::linear_share}};
+                              SKIMKV_NS::stream, SKIMKV_NS::stream_append, {SKIMKV_NS::linear_narrow, SKIMKV_NS::linear_share},
+                              SKIMKV_NS::columns_work, SKIMKV_NS::columns};
 }  // namespace skimkv

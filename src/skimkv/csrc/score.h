@@ -110,7 +110,7 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
                 init[g] = 0;
                 for (int i = 0; i < nc; i++) w[g * TOGETHER + i] = own[i] * step[i], init[g] += own[i] * zero[i];
             }
-            stream_heads<E>(p, is_code4<E> ? at / 2 : at, nc, w, TOGETHER, gn, c0 == 0, init, s + g0 * u.np, u.np);
+            stream_heads<E>(p, is_code4<E> ? at / 2 : at, GROUP, nc, w, TOGETHER, gn, c0 == 0, init, s + g0 * u.np, u.np);
         }
 #endif
     } else {
@@ -118,13 +118,14 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
         E copy[TOGETHER * GROUP];
         const E *own[TOGETHER];
         const bool whole = at + GROUP <= chunk->cap;
+        const int n = (int)min(GROUP, u.n - t * GROUP);
         for (int i = 0; i < nc && !whole; i++) {  // the last tile of a chunk that ends inside it
             own[i] = copy + i * GROUP;
             __builtin_memcpy(copy + i * GROUP, p[i] + at, (chunk->cap - at) * sizeof(E));
             __builtin_memset(copy + i * GROUP + chunk->cap - at, 0, (GROUP - chunk->cap + at) * sizeof(E));
         }
         for (int g = 0; g < G; g += 4)
-            stream_heads<E>(whole ? p : own, whole ? at : 0, nc, u.w + g * u.r + c0, u.r, (int)min(G - g, 4), c0 == 0,
+            stream_heads<E>(whole ? p : own, whole ? at : 0, n, nc, u.w + g * u.r + c0, u.r, (int)min(G - g, 4), c0 == 0,
                             none, s + g * u.np, u.np);
     }
 }
@@ -134,6 +135,11 @@ template <class E>
 static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const Scores &z,
                        const Narrow &narrow, const Sums &sums, int64_t t0, int64_t t1, int64_t begin, int64_t end) {
     const E *index = (const E *)chunk->index + u.b * chunk->x_b + u.h * chunk->x_h;
+    if (sizeof(E) == 1)  // while the weights are made, the first codes come
+        for (int c = 0; c < 2 * TOGETHER && c < u.r; c++) {
+            const E *from = index + u.channel[c] * chunk->x_r + (t0 * GROUP - chunk->start) / (is_code4<E> ? 2 : 1);
+            for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
+        }
 #ifdef __AVX512VNNI__
     if (sizeof(E) == 1) narrow_weights(op, u, chunk, narrow, t0, t1);
 #endif
@@ -143,7 +149,7 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
         for (int i = 0; i < TOGETHER; i++) p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
         for (int64_t t = t0; t < t1; t++) {
             score_tile<E>(op, u, chunk, p, c0, nc, z, narrow, t, t0);
-                if (c0 + TOGETHER >= u.r) finish_tile(op, u, z, sums, t, begin, end);
+            if (c0 + TOGETHER >= u.r) finish_tile(op, u, z, sums, t, begin, end);
         }
     }
 }

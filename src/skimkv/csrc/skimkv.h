@@ -125,6 +125,11 @@ SKIMKV_API const char *skimkv_check(const skimkv_op *op);
 /* One step on `threads` threads of `parallel` (NULL: on the calling thread alone). 0, or -1 if out of memory. */
 SKIMKV_API int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel);
 
+/* Sets op's q, y, k_new and v_new (NULL: no new row), checks it, the alignment included, and runs it. NULL, or one
+ * line that says what is wrong. */
+SKIMKV_API const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
+                                   int threads, skimkv_parallel parallel);
+
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);
 SKIMKV_API int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel);
 SKIMKV_API const char *skimkv_check_clusters(const skimkv_clusters *clusters);
@@ -151,6 +156,20 @@ typedef struct skimkv_linear {
 
 SKIMKV_API const char *skimkv_linear_check(const skimkv_linear *op);
 SKIMKV_API int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel parallel);
+
+/* What each key of a prompt received: sum over the n queries, the last of the m positions, of causal softmax weights,
+ * mean over the group. Part i of `parts` takes every parts-th block of queries; the parts are to be added up. */
+typedef struct skimkv_columns {
+    int32_t H, G, D, dtype, parts;
+    float scale, softcap;   /* as in skimkv_op */
+    int64_t n, m;
+    const void *q, *k;      /* [h,g,i,d] and [h,p,d] in dtype */
+    int64_t q_h, q_g, q_n, k_h, k_n;
+    float *sum;             /* [H,parts,m] */
+} skimkv_columns;
+
+SKIMKV_API const char *skimkv_columns_check(const skimkv_columns *op);
+SKIMKV_API int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel);
 
 /* The instruction set in use ("scalar", "avx2", "avx512", "avx512vnni", "neon"), chosen at first use or by SKIMKV_ISA; NULL if that
  * names none of this machine. skimkv_isas lists those available, comma separated, best first. */

@@ -26,6 +26,8 @@ struct Kernels {
     void (*stream)(const skimkv_clusters *, void *work, int64_t unit);
     void (*stream_append)(const skimkv_clusters *, int64_t unit);
     Linear linear;
+    size_t (*columns_work)(const skimkv_columns *);
+    void (*columns)(const skimkv_columns *, void *work, int64_t task);
 };
 
 extern const Kernels scalar_kernels, avx2_kernels, avx512_kernels, vnni_kernels, neon_kernels;

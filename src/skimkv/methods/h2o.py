@@ -11,27 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..method import Method, Traffic, check
-from ..ops.causal import block_mask, softcapped
-from ..store import Shape, Slots, Store, compute_dtype
-
-BLOCK = 128  # queries at a time: the prompt's sums take O(BLOCK * N) memory
-
-
-def column_sums(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """What each key received: sum over queries of softmax weights, mean over the group.
-
-    q (H,G,n,D) the last n of the m positions · k (H,m,D) -> (H,m) float32, causal.
-    """
-    n, m = q.shape[2], k.shape[1]
-    total = torch.zeros(k.shape[:2], dtype=compute_dtype(k.dtype), device=k.device)
-    k, q = k.to(total.dtype), q.to(total.dtype) * scale
-    for start in range(0, n, BLOCK):
-        stop = min(start + BLOCK, n)
-        seen = m - n + stop
-        logits = softcapped(q[:, :, start:stop] @ k[:, None, :seen].transpose(-1, -2), softcap)
-        logits[..., m - n + start :].masked_fill_(~block_mask(0, stop - start, 0, k.device), -torch.inf)
-        total[:, :seen] += logits.softmax(-1).sum(2).mean(1)
-    return total
+from ..store import Shape, Slots, Store
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,7 +76,7 @@ class H2O(Method):
             keys, values = (torch.cat([t[b, :, :c], x[b, :, p:]], 1) for t, x in ((store.k, k), (store.v, v)))
             new = torch.arange(old, seen[b], dtype=torch.int32, device=k.device).expand(store.shape.H, -1)
             pos = torch.cat([store.pos[b, :, :c], new], 1)
-            score = column_sums(q[b, :, :, p:], keys, scale, softcap).float()
+            score = ops.columns(q[b, :, :, p:], keys, scale, softcap).float()
             score[:, :c] += store.score[b, :, :c]
             rank = score.masked_fill(pos >= seen[b] - self.recent(store.budget[b]), torch.inf)
             kept = rank.topk(min(store.budget[b], rank.shape[1]), -1).indices.sort(-1).values

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..full import BITS, GROUP, Full
+from ..codes import BITS, GROUP
+from ..full import Full
 from ..method import Method, Traffic, check
 from ..store import Shape, Store
 

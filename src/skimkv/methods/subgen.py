@@ -28,16 +28,18 @@ def k_centres(x: Tensor, k: int) -> Tensor:
     x = x.to(compute_dtype(x.dtype))
     x = x - x.nan_to_num(0, 0, 0).mean(1, keepdim=True)  # small norms: |x - c|^2 below is a difference of products
     norm = x.square().sum(-1)
-    chosen = torch.zeros(x.shape[0], k, dtype=torch.int64, device=x.device)
-    distance = torch.full(x.shape[:2], torch.inf, dtype=x.dtype, device=x.device)
+    x, norm = x.nan_to_num(0, 0, 0), norm.nan_to_num(torch.inf, torch.inf)  # not finite: far from all
+    columns = x.transpose(1, 2).contiguous()  # (H,D,m)
+    head = torch.arange(x.shape[0], device=x.device)
+    chosen = torch.zeros(k, x.shape[0], dtype=torch.int64, device=x.device)
+    distance = torch.full_like(norm, torch.inf)
     for i in range(1, k):
-        last = chosen[:, i - 1 : i]
-        centre = x.gather(1, last[..., None].expand(-1, -1, x.shape[2]))
-        there = norm + norm.gather(1, last) - 2 * (x @ centre.transpose(1, 2))[..., 0]
-        distance = torch.minimum(distance, there.clamp_min_(0).nan_to_num_(torch.inf, torch.inf))
-        distance.scatter_(1, last, -1)  # never twice, equal points or not
-        chosen[:, i] = distance.argmax(-1)
-    return chosen
+        last = chosen[i - 1]
+        there = torch.baddbmm(norm[:, None], x[head, last][:, None], columns, alpha=-2)[:, 0] + norm[head, last, None]
+        torch.minimum(distance, there.clamp_min_(0), out=distance)
+        distance[head, last] = -1  # never twice, equal points or not
+        chosen[i] = distance.argmax(-1)
+    return chosen.T
 
 
 @dataclass(frozen=True, repr=False)

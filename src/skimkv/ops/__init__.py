@@ -14,14 +14,17 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..store import Store
+from . import columns as _columns
 from .causal import causal
 from .linear import fast, reference
 
 BACKENDS = ("ref", "cpu", "gpu")
 _forced: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)
+_process = os.environ.get("SKIMKV_BACKEND")
 
 
 def _load(name: str) -> ModuleType:
@@ -53,7 +56,7 @@ def chosen(device: str = "cpu") -> tuple[str, str]:
     """(name, why) of the backend for stores on this device."""
     for name, why in (
         (_forced.get(), "forced by backend()"),
-        (os.environ.get("SKIMKV_BACKEND"), "SKIMKV_BACKEND"),
+        (_process, "SKIMKV_BACKEND"),
     ):
         if name:
             _load(name)
@@ -66,11 +69,11 @@ def chosen(device: str = "cpu") -> tuple[str, str]:
     return name, f"native for {device} tensors" if name != "ref" else f"no kernels for {device} tensors"
 
 
-_modules: dict[tuple[str | None, str | None, str], ModuleType] = {}
+_modules: dict[tuple[str | None, str], ModuleType] = {}
 
 
 def _module(store: Store | Tensor) -> ModuleType:
-    key = (_forced.get(), os.environ.get("SKIMKV_BACKEND"), store.device.type)
+    key = _forced.get(), store.device.type
     module = _modules.get(key)
     if module is None:
         module = _modules[key] = _load(chosen(store.device.type)[0])
@@ -100,4 +103,13 @@ def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> 
     return product(x, packed, out, bias)
 
 
-__all__ = ["append", "backend", "causal", "chosen", "dense", "linear8", "lowrank", "slots", "sparq", "stream", "topk"]
+def columns(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """What each key of a prompt received, in C++ where the backend is cpu (columns.py)."""
+    native = _module(q).__name__.endswith(".cpu") and k.dtype != torch.float64
+    return (_columns.fast if native else _columns.reference)(q, k, scale, softcap)
+
+
+__all__ = [
+    "append", "backend", "causal", "chosen", "columns", "dense", "linear8", "lowrank", "slots", "sparq", "stream",
+    "topk",
+]  # fmt: skip

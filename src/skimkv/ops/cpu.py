@@ -32,8 +32,7 @@ def unavailable() -> str | None:
 def _token(store: Store, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The current token's k and v (B,H,D), with the same strides."""
     B, H, _, D = store.shape
-    if k.stride() != v.stride() or k.stride(-1) != 1:
-        k, v = k.contiguous(), v.contiguous()
+    k, v = _same(k, v)
     expect("k", k, (B, H, D), store.dtype)
     expect("v", v, (B, H, D), store.dtype)
     return k, v
@@ -74,44 +73,88 @@ def _tokens(store: Full | Slots) -> native.CTokens:
 
 
 def _step(
-    view: views.Cache, store: Full | Slots, q: Tensor, token: Token | None, scale: float, softcap: float | None
+    view: views.Cache,
+    store: Full | Slots,
+    q: Tensor,
+    token: Token | None,
+    keep: int,
+    scale: float,
+    softcap: float | None,
+    method: int,
+    rest: tuple[tuple[str, int], ...] = (),
 ) -> Tensor:
-    """Run the view's operation, whose method and parameters are set: q (B,H,G,D) -> y (B,H,G,D) in q's dtype."""
-    if q.stride(-1) != 1:
-        q = q.contiguous()
-    dtype = code("a query", q.dtype)
-    expect("q", q, tuple(store.shape), q.dtype)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
-    op, y = view.op, torch.empty(tuple(store.shape), dtype=q.dtype)
+    """One operation: q (B,H,G,D) -> y (B,H,G,D) in q's dtype. Checks run when a form is seen that the last step
+    did not have; addresses are checked at every step."""
+    k, v = token or (q, q)
+    form = (
+        (q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu),
+        (v.shape, v.stride(), v.dtype, v.is_cpu, token is None, keep, scale, softcap, method, rest),
+    )
+    y = torch.empty(view.shape, dtype=q.dtype)
+    if form != view.form:
+        view.form = None
+        _set(view.op, store, q, y, token, keep, scale, softcap, method)
+        for name, value in rest:
+            setattr(view.op, name, value)
+        view.form = form
     if token is None:
-        op.k_new = op.v_new = None
+        native.step(view.reference, q.data_ptr(), y.data_ptr(), None, None)
     else:
-        op.k_new, op.v_new = token[0].data_ptr(), token[1].data_ptr()
-        op.n_b, op.n_h, _ = token[0].stride()
-    op.q, op.y, op.dtype = q.data_ptr(), y.data_ptr(), dtype
-    op.q_b, op.q_h, op.q_g, _ = q.stride()
-    op.y_b, op.y_h, op.y_g, _ = y.stride()
-    op.scale, op.softcap = scale, softcap or 0
-    native.run("skimkv_run", "skimkv_check", op)
+        native.step(view.reference, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr())
     return y
 
 
+def _set(
+    op: native.COp,
+    store: Full | Slots,
+    q: Tensor,
+    y: Tensor,
+    token: Token | None,
+    keep: int,
+    scale: float,
+    softcap: float | None,
+    method: int,
+) -> None:
+    """Check all that is passed and fill in the operation, its addresses apart."""
+    B, H, _, D = store.shape
+    op.dtype = code("a query", q.dtype)
+    expect("q", q, tuple(store.shape), q.dtype)
+    if token is not None:
+        expect("k", token[0], (B, H, D), store.dtype)
+        expect("v", token[1], (B, H, D), store.dtype)
+        op.n_b, op.n_h, _ = token[0].stride()
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap} must be positive")
+    op.q_b, op.q_h, op.q_g, _ = q.stride()
+    op.y_b, op.y_h, op.y_g, _ = y.stride()
+    op.method, op.keep, op.scale, op.softcap, op.use_mean = method, keep, scale, softcap or 0, 0
+
+
+def _same(k: Tensor, v: Tensor) -> Token:
+    """The current token's k and v (B,H,D), with the same strides."""
+    if k.stride() != v.stride() or k.stride(-1) != 1:
+        return k.contiguous(), v.contiguous()
+    return k, v
+
+
 def _full(
-    store: Full, q: Tensor, token: Token | None, method: int, scale: float, softcap: float | None, **rest: int
+    store: Full,
+    q: Tensor,
+    token: Token | None,
+    method: int,
+    scale: float,
+    softcap: float | None,
+    *rest: tuple[str, int],
 ) -> Tensor:
     """One step of a method that keeps every token; the current one is appended first, in the same call."""
-    if token is not None:
-        token = _token(store, *token)
-        store._reserve(max(store.lengths) + 1)
-    view = views.cache(store, store.lengths)
-    op = view.op
-    op.method, op.keep, op.use_mean = method, native.OUTSIDE if token is None else native.APPEND, 0
-    for name, value in rest.items():
-        setattr(op, name, value)
-    y = _step(view, store, q, token, scale, softcap)
-    if token is not None:
-        store.lengths = [n + 1 for n in store.lengths]
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if token is None:
+        return _step(views.cache(store, store.lengths), store, q, None, native.OUTSIDE, scale, softcap, method, rest)
+    token = _same(*token)
+    store._reserve(max(store.lengths) + 1)
+    y = _step(views.cache(store, store.lengths), store, q, token, native.APPEND, scale, softcap, method, rest)
+    store.lengths = [n + 1 for n in store.lengths]
     return y
 
 
@@ -136,20 +179,20 @@ def sparq(
     kind = native.TEMPERATURES.get(temperature)
     if kind is None:
         raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(native.TEMPERATURES)}")
-    rest = {"r": r, "k": k, "local": local, "temperature": kind, "use_mean": int(mean)}
-    return _full(store, q, token, native.SPARQ, scale, softcap, **rest)
+    rest = (("r", r), ("k", k), ("local", local), ("temperature", kind), ("use_mean", int(mean)))
+    return _full(store, q, token, native.SPARQ, scale, softcap, *rest)
 
 
 def topk(
     store: Full, q: Tensor, scale: float, softcap: float | None, k: int, oracle: bool, token: Token | None = None
 ) -> Tensor:
     """See ref.topk."""
-    return _full(store, q, token, native.ORACLE if oracle else native.TOPK, scale, softcap, k=k)
+    return _full(store, q, token, native.ORACLE if oracle else native.TOPK, scale, softcap, ("k", k))
 
 
 def lowrank(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, token: Token | None = None) -> Tensor:
     """See ref.lowrank."""
-    return _full(store, q, token, native.LOWRANK, scale, softcap, k=k)
+    return _full(store, q, token, native.LOWRANK, scale, softcap, ("k", k))
 
 
 def slots(
@@ -162,7 +205,8 @@ def slots(
     recent: Sequence[int] | None = None,
 ) -> Tensor:
     """See ref.slots."""
-    token = _token(store, k, v)
+    if q.stride(-1) != 1:
+        q = q.contiguous()
     store.reserve(store.capacity)
     view, lengths, filled = views.cache(store, store.filled), store.lengths, store.filled
     if store.score is None:
@@ -172,8 +216,7 @@ def slots(
             raise ValueError(f"recent = {recent} must be {len(lengths)} numbers where slots are scored")
         view.at[:] = [c if c < budget else -1 for c, budget in zip(filled, store.budget, strict=True)]
         view.now[:], view.recent[:] = [*lengths], [*recent]
-    view.op.method, view.op.keep, view.op.use_mean = native.DENSE, native.SLOT, 0
-    y = _step(view, store, q, token, scale, softcap)
+    y = _step(view, store, q, _same(k, v), native.SLOT, scale, softcap, native.DENSE)
     store.filled = [min(c + 1, budget) for c, budget in zip(filled, store.budget, strict=True)]
     store.lengths = [n + 1 for n in lengths]
     return y

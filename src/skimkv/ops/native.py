@@ -103,6 +103,8 @@ def library() -> ctypes.CDLL:
         raise ValueError(f"{path} has version {lib.skimkv_version()}, this package needs {VERSION}: install again")
     lib.skimkv_isa.restype = lib.skimkv_isas.restype = c_char_p
     lib.skimkv_force.argtypes = [c_char_p]
+    lib.skimkv_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p]
+    lib.skimkv_step.restype = c_char_p
     for check, calls, kind in (
         ("skimkv_check", ("skimkv_run",), COp),
         ("skimkv_check_append", ("skimkv_append",), CTokens),
@@ -161,3 +163,11 @@ def run(call: str, check: str, argument: Structure) -> None:
     team = parallel()
     if getattr(lib, call)(argument, torch.get_num_threads() if team else 1, team):
         raise MemoryError("no memory for the kernels' scratch space")
+
+
+def step(op: Any, q: int, y: int, k: int | None, v: int | None) -> None:
+    """The same for one decode step, in one call: op is a reference to a COp, the others are addresses."""
+    team = parallel()
+    error: bytes | None = library().skimkv_step(op, q, y, k, v, torch.get_num_threads() if team else 1, team)
+    if error is not None:
+        raise ValueError(error.decode())

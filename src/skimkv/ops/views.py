@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..clusters import Clusters
-from ..full import GROUP, Full
+from ..codes import GROUP
+from ..full import Full
 from ..store import Slots, Store
 from . import native
 from .native import CBlock, CCache, CChunk, CClusters, COp, CTokens
@@ -36,15 +38,12 @@ class View:
     """What all kinds have in common: the tensors that must still be the store's own when the view is used again."""
 
     def __init__(self, store: Store) -> None:
-        self.shape = store.shape
-        self.refs = [weakref.ref(t) for t in tensors(store)]
+        self.shape, self.held = store.shape, tensors(store)
         self.lengths = (ctypes.c_int64 * store.shape.B)()
 
     def current(self, store: Store) -> bool:
         now = tensors(store)
-        if self.shape != store.shape or len(now) != len(self.refs):
-            return False
-        return all(ref() is t for ref, t in zip(self.refs, now, strict=True))
+        return self.shape == store.shape and len(now) == len(self.held) and all(map(is_, self.held, now))
 
 
 class Cache(View):
@@ -68,6 +67,8 @@ class Cache(View):
         self.op.cache = self.tokens.cache = ctypes.addressof(c)
         self.tokens.n = 1
         self.capacity = sum(int(chunk.cap) for chunk in self.chunks)
+        self.reference = ctypes.addressof(self.op)
+        self.form: Any = None  # of the last step: while it is the same, the operation's fields are
 
     def _rows(self, store: Full | Slots, to: CChunk, start: int, k: Tensor, v: Tensor) -> None:
         B, H, _, D = store.shape
@@ -138,6 +139,7 @@ class Stream(View):
         c.dtype, c.delta, c.seed = code("a cache", store.dtype), store.delta, store.seed & 0xFFFFFFFF
         c.lengths = ctypes.addressof(self.lengths)
         for t in tensors(store):
+            assert t is not None
             if not t.is_contiguous() or t.device.type != "cpu":
                 raise ValueError(
                     f"a tensor of the clusters has strides {t.stride()} on {t.device}; must be contiguous on cpu"
@@ -157,41 +159,37 @@ class Stream(View):
         c.blocks, c.n_blocks = ctypes.addressof(self.blocks), len(self.blocks)
 
 
-def tensors(store: Store) -> list[Tensor]:
+def tensors(store: Store) -> list[Tensor | None]:
     """The tensors a view points into."""
-    own: list[Tensor | None]
-    if isinstance(store, Slots):
-        own = [store.k, store.v, store.score, store.pos]
-    elif isinstance(store, Clusters):
-        own = [store.k, store.v, store.m, store.mu]
-        for block in store.blocks:
-            own += (block.rep, block.samples, block.size)
-    else:
-        assert isinstance(store, Full)
+    if isinstance(store, Full):
         own = [store.tail, store.v_mean, store.projection]
         for chunk in store.chunks:
             own += (chunk.k, chunk.v, chunk.index, chunk.scale)
-    return [t for t in own if t is not None]
-
-
-_views: weakref.WeakKeyDictionary[Store, View] = weakref.WeakKeyDictionary()
+    elif isinstance(store, Slots):
+        own = [store.k, store.v, store.score, store.pos]
+    else:
+        assert isinstance(store, Clusters)
+        own = [store.k, store.v, store.m, store.mu]
+        for block in store.blocks:
+            own += (block.rep, block.samples, block.size)
+    return own
 
 
 def cache(store: Full | Slots, lengths: list[int]) -> Cache:
     """The view of a Full or Slots store, with the lengths of this step."""
-    found = _views.get(store)
+    found = store.pointers
     if not isinstance(found, Cache) or not found.current(store):
-        found = _views[store] = Cache(store)
-    found.lengths[:] = [*lengths]
+        found = store.pointers = Cache(store)
     if max(lengths) > found.capacity:
         raise ValueError(f"a row of {max(lengths)} tokens exceeds the capacity of {found.capacity}")
+    found.lengths[:] = lengths  # type: ignore[assignment]
     return found
 
 
 def clusters(store: Clusters) -> Stream:
     """The view of a Clusters store, with the lengths of this step."""
-    found = _views.get(store)
+    found = store.pointers
     if not isinstance(found, Stream) or not found.current(store):
-        found = _views[store] = Stream(store)
-    found.lengths[:] = [*store.lengths]
+        found = store.pointers = Stream(store)
+    found.lengths[:] = store.lengths  # type: ignore[assignment]
     return found

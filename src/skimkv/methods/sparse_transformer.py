@@ -1,0 +1,129 @@
+"""The Sparse Transformer's two patterns (Child et al. 2019, arXiv 1904.10509, section 4.2), baselines of H2O section 5.
+
+There a query i attends to a window and to columns that reach over the whole past, whose number grows with it. Here k
+tokens are held and one is dropped for every new one: the columns thin out by powers of two, and always span the past.
+What was dropped is gone, so the columns lie at fixed positions, not at fixed distances from the query.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..method import Method, Traffic, check
+from ..store import Shape, Slots, Store
+from .window import LMInfinite
+
+
+def exponent(p: int) -> int:
+    """The largest e for which 2^e divides p; 63 for 0."""
+    return (p & -p).bit_length() - 1 if p else 63
+
+
+class Order:
+    """The slot of every token: new token n takes that of the token p < free(n) with the least (level(p), p)."""
+
+    def __init__(self, k: int, free: Callable[[int], int], level: Callable[[int], int]) -> None:
+        self.k, self.free, self.level = k, free, level
+        self.slots: list[int] = []
+        self._heap: list[tuple[int, int]] = []  # what may be dropped
+        self._known = 0  # tokens that were put into it
+
+    def __call__(self, n: int) -> int:
+        while len(self.slots) <= n:
+            new = len(self.slots)
+            if new < self.k:
+                self.slots.append(new)
+                continue
+            for p in range(self._known, self.free(new)):
+                heappush(self._heap, (self.level(p), p))
+            self._known = max(self._known, self.free(new))
+            self.slots.append(self.slots[heappop(self._heap)[1]])
+        return self.slots[n]
+
+    def __deepcopy__(self, memo: object) -> Order:
+        return self  # a function of n
+
+
+@functools.lru_cache(64)
+def _strided(k: int, local: int) -> Order:
+    return Order(k, lambda n: n - local + 1, exponent)
+
+
+@functools.lru_cache(64)
+def _fixed(k: int, block: int, c: int) -> Order:
+    def level(p: int) -> int:
+        return -1 if p % block < block - c else exponent(p // block + 1)
+
+    return Order(k, lambda n: n // block * block, level)
+
+
+@dataclass(frozen=True, repr=False)
+class _Pattern(Method):
+    """k tokens held in slots whose order is a function of their positions."""
+
+    k: int
+
+    def decode(
+        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        return ops.slots(store, q, k, v, scale, softcap)
+
+    def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        return LMInfinite(self.k, 0).traffic(n, shape, dtype)
+
+    def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        return LMInfinite(self.k, 0).bound(n, shape, dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(_Pattern):
+    """A window and a stride: {j > i - local} and {j : j mod s = 0}, k in all; s is a power of two that grows.
+
+    local: the window, of the k (None: k//2). As s becomes 2s, its odd multiples are dropped, the oldest first, one for
+    each new multiple of 2s. Reads 2kD + 2D elements.
+    """
+
+    local: int | None = None
+
+    def __post_init__(self) -> None:
+        check("k", self.k, 1)
+        if self.local is not None:
+            check("local", self.local, 1, self.k)
+
+    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        local = max(1, self.k // 2) if self.local is None else self.local
+        return Slots(shape, dtype, device, self.k, order=_strided(self.k, local))
+
+
+@dataclass(frozen=True, repr=False)
+class Fixed(_Pattern):
+    """The block of the query and the summaries of earlier ones: {j : j div l = i div l} and {j : j mod l >= l - c}.
+
+    l: tokens in a block (None: k//2). c: columns at the end of each (None: l//16, at least 1). The k are always full:
+    as a block is written, it takes the places of what is no column, the oldest first; where there are columns only,
+    those of every second block go, then of every fourth, the oldest first. Reads 2kD + 2D elements.
+    """
+
+    l: int | None = None
+    c: int | None = None
+
+    def __post_init__(self) -> None:
+        check("k", self.k, 1)
+        if self.l is not None:
+            check("l", self.l, 1, self.k)
+        if self.c is not None:
+            check("c", self.c, 1, self._sizes()[0])
+
+    def _sizes(self) -> tuple[int, int]:
+        size = max(1, self.k // 2) if self.l is None else self.l
+        return size, max(1, size // 16) if self.c is None else self.c
+
+    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        return Slots(shape, dtype, device, self.k, order=_fixed(self.k, *self._sizes()))

@@ -1,0 +1,219 @@
+"""Training the bundled model: the rows it learns from, its steps, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from typer import Typer
+
+import skimkv
+from skimkv.checkpoint import BUILTIN
+from skimkv.cli import carry_out
+from skimkv.models import folder, train
+from skimkv.models.data import KINDS, Maker, read
+from skimkv.models.network import Network
+from skimkv.tasks.record import WORDS
+
+SHAPE = {
+    **json.loads((BUILTIN / "config.json").read_text()), "hidden_size": 32, "head_dim": 16, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
+}  # fmt: skip
+STAGES = [train.Stage(64, 3, 1e-3, (1, 1, 1, 1), 256), train.Stage(96, 3, 1e-3, (1, 1, 1, 1), 192)]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 8))) for _ in range(400)]
+    return " ".join(rng.choice(words) + rng.choice(("", "", "", ",", ".")) for _ in range(6000))
+
+
+@pytest.fixture(scope="module")
+def maker(text: str) -> Maker:
+    return Maker([text], folder.tokenizer([text], 300, None))
+
+
+@pytest.fixture
+def corner(tmp_path: Path, text: str) -> Path:
+    """A folder with a text and the shape of a micro model."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(text)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path
+
+
+def trainer(maker: Maker, seed: int = 0) -> train.Trainer:
+    torch.manual_seed(seed)
+    return train.Trainer(Network(SimpleNamespace(**SHAPE)), maker, STAGES, seed, torch.device("cpu"))
+
+
+def command(corner: Path, *more: str) -> int:
+    app = Typer(pretty_exceptions_enable=False)
+    app.command()(train.main)
+    given = {"--text": corner / "text", "--out": corner / "out", "--config": corner / "config.json", "--threads": 1}
+    return carry_out(app, "train", [*(str(x) for pair in given.items() for x in pair), *more])
+
+
+def marked(maker: Maker, kind: str, seed: int, length: int = 1024) -> tuple[str, list[str]]:
+    """A row in text, and its answers."""
+    row = getattr(maker, kind)(random.Random(seed), length)
+    answers, last = [], False
+    for i, weight in zip(row.ids, row.weights, strict=True):
+        if weight >= 2 and not last:
+            answers.append([])
+        if weight >= 2:
+            answers[-1].append(i)
+        last = weight >= 2
+    return maker.tokenizer.decode(row.ids), [maker.tokenizer.decode(answer) for answer in answers]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_an_answer_stands_in_what_was_read(maker: Maker, kind: str) -> None:
+    found = 0
+    for seed in range(12):
+        text, answers = marked(maker, kind, seed)
+        for answer in answers[:-1]:  # the last may be cut
+            key = answer.strip().rstrip(".>\n").rsplit("<", 1)[-1]
+            assert text.count(key) >= 2
+            found += 1
+    assert found > 12
+
+
+def test_copies_are_of_what_came_before(maker: Maker) -> None:
+    for seed in range(20):
+        row = maker.copies(random.Random(seed), 256)
+        for i, weight in enumerate(row.weights[:256]):
+            if weight:
+                assert row.ids[i] in row.ids[:i]
+
+
+def test_batches_are_functions_of_their_seed(maker: Maker) -> None:
+    one, same, other = (maker.batch(seed, 128, 4, (1, 1, 1, 1)) for seed in ("a", "a", "b"))
+    assert torch.equal(one.ids, same.ids)
+    assert torch.equal(one.weights, same.weights)
+    assert not torch.equal(one.ids, other.ids)
+    assert one.ids.shape == one.weights.shape == (4, 128)
+    assert (one.ids[:, 0] == 0).all()
+    assert (one.weights[:, 0] == 0).all()
+
+
+def test_no_row_has_a_key_of_the_tasks(text: str) -> None:
+    texts = [text + " " + " ".join(WORDS)]
+    assert not set(WORDS) & set(Maker(texts, folder.tokenizer(texts, 300, None)).words)
+
+
+def test_the_end_of_a_text_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 27_000 + "b" * 3000)
+    assert read(tmp_path) == ["a" * 27_000]
+
+
+def test_the_network_is_the_llama_that_is_written(tmp_path: Path, maker: Maker) -> None:
+    torch.manual_seed(0)
+    network = Network(SimpleNamespace(**SHAPE))
+    folder.write(network, SimpleNamespace(**SHAPE), maker.tokenizer, tmp_path)
+    model, words = skimkv.load(tmp_path, dtype=torch.float32)
+    ids = torch.tensor([words("some words, and 12 more").input_ids])
+    with torch.no_grad():
+        folder.fill(network, tmp_path)  # both in the rounding of float16
+        torch.testing.assert_close(network.logits(network(ids)), model(ids).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_the_bundled_model_can_be_trained_on() -> None:
+    network = Network(folder.config(BUILTIN / "config.json"))
+    folder.fill(network, BUILTIN)
+    words = Tokenizer.from_file(str(BUILTIN / "tokenizer.json"))
+    ids = torch.tensor([[0, *words.encode("torpid-kid: 24169\nlank-oak: 77310\ntorpid-kid: ").ids]])
+    with torch.no_grad():
+        assert words.decode([int(network.logits(network(ids))[0, -1].argmax())]) == "2"
+
+
+def test_the_loss_falls_on_one_batch(maker: Maker) -> None:
+    made = trainer(maker)
+    batch = maker.batch("a", 64, 4, (1, 1, 1, 1))
+    made.stages = [train.Stage(64, 60, 5e-3, (1, 1, 1, 1))]
+    losses = [made.train(batch)[0] for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_going_on_is_as_never_having_stopped(tmp_path: Path, maker: Maker) -> None:
+    whole = trainer(maker)
+    assert train.run(whole, lambda: None, workers=0)
+    for stop in (1, 3, 4):
+        first, path = trainer(maker), tmp_path / f"{stop}.pt"
+        steps, step = 0, first.train
+
+        def counted(batch, first=first, stop=stop, step=step):
+            nonlocal steps
+            steps += 1
+            if steps == stop:
+                signal.raise_signal(signal.SIGINT)
+            return step(batch)
+
+        first.train = counted
+        assert not train.run(first, lambda first=first, path=path: torch.save(first.state(), path), workers=0)
+        assert first.stage * 3 + first.step == stop
+        again = trainer(maker, seed=0)
+        again.restore(path)
+        assert train.run(again, lambda: None, workers=0)
+        for name, p in whole.network.state_dict().items():
+            assert torch.equal(p, again.network.state_dict()[name]), name
+
+
+def test_a_state_of_other_stages_or_no_state(tmp_path: Path, maker: Maker) -> None:
+    torch.save(trainer(maker).state(), tmp_path / "state.pt")
+    with pytest.raises(ValueError, match="other stages or another seed"):
+        trainer(maker, seed=1).restore(tmp_path / "state.pt")
+    (tmp_path / "state.pt").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not the state of this training"):
+        trainer(maker).restore(tmp_path / "state.pt")
+
+
+def test_the_command_from_nothing_and_from_a_model(corner: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(corner, "--stage", "64:2:1e-3") == 0
+    assert "done" in capsys.readouterr().out
+    model, words = skimkv.load(corner / "out")
+    assert model.config.hidden_size == 32
+    assert words("some 12").input_ids
+    assert command(corner, "--stage", "64:2:1e-3") == 0  # nothing is left to do
+    assert command(corner, "--stage", "64:1:1e-3", "--out", str(corner / "more"), "--init", str(corner / "out")) == 0
+    assert (corner / "more" / "tokenizer.json").read_text() == (corner / "out" / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--stage", "64:2"], "--stage '64:2' must be LENGTH:STEPS:LR"),
+        (["--stage", "8:2:1e-3"], "need LENGTH >= 64"),
+        (["--stage", "64:0:1e-3"], "STEPS >= 1"),
+        (["--stage", "64:1:nan"], "0 < LR < 1"),
+        (["--stage", "8192:1:1e-3"], "a stage of 8192 tokens: the model has 4096 positions"),
+        (["--device", "tpu"], "--device tpu: must be cpu, or cuda"),
+        (["--text", "no-such-folder"], "--text no-such-folder: there is no such file"),
+        (["--config", "no-such-file"], "no-such-file: no config.json can be read there"),
+        (["--init", "no-such-folder"], "no config.json can be read there"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    corner: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert command(corner, *argv) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_shape_that_is_not_trained(corner: Path) -> None:
+    for name, value in (("model_type", "gpt2"), ("hidden_size", 0), ("vocab_size", 100), ("rope_parameters", None)):
+        (corner / "config.json").write_text(json.dumps({**SHAPE, name: value}))
+        with pytest.raises(ValueError, match=name):
+            folder.config(corner / "config.json")
+    (corner / "text" / "a.txt").write_text("short")
+    with pytest.raises(ValueError, match="need at least 20000"):
+        read(corner / "text")
