@@ -220,6 +220,7 @@ def test_stream_and_its_append(dtype):
 
 METHODS = ["Dense()", "SparQ(r=8, k=20, channels='int8', mean_value=True)", "H2O(k=24)", "LMInfinite(k=20, initial=3)"]
 METHODS += ["SubGen(k=10, recent=8)", "SubGenStream(delta=4.0, t=2, s=8)", "LowRank(r=8, k=20)", "TopK(k=12)"]
+METHODS += ["Strided(k=20)", "Fixed(k=20)"]
 
 
 @pytest.mark.parametrize("spec", METHODS)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..clusters import Block, Clusters
-from ..full import GROUP, Chunk, Full
+from ..codes import GROUP
+from ..full import Chunk, Full
 from ..store import Slots, Store
 
 COLUMNS = 8  # of the table: addresses of k, v, index and scale; tokens in the chunk; the rest is padding
@@ -165,13 +166,17 @@ def _clusters(store: Clusters, block: Block) -> Tensor:
 
 
 class Held(View):
-    """Slots: `filled` beside the lengths, per row and KV head, and each row's budget and recent window."""
+    """Slots: `filled` beside the lengths, per row and KV head, and each row's budget and recent window.
+
+    `order`: the slots of tokens 0, 1, ..., where the store has an order.
+    """
 
     def __init__(self, store: Slots) -> None:
         super().__init__(store)
         self.filled, self.limits = torch.zeros_like(self.lengths), torch.zeros(2 * store.shape.B, dtype=torch.int32)
         self.limits = self.limits.to(store.device)
         self.known_filled, self.known_limits = [0] * store.shape.B, [0] * (2 * store.shape.B)
+        self.order = torch.zeros(0, dtype=torch.int32, device=store.device)
 
     def update(self, store: Slots, recent: list[int]) -> None:
         self.tell(store.lengths)
@@ -182,6 +187,10 @@ class Held(View):
         if limits != self.known_limits:
             self.limits.copy_(torch.tensor(limits, dtype=torch.int32))
             self.known_limits = limits
+        if store.order is not None and max(store.lengths) >= self.order.numel():
+            n = 2 * max(store.lengths) + 1024
+            self.order = _fresh(n, torch.int32, store.device)
+            self.order.copy_(torch.tensor([store.order(p) for p in range(n)], dtype=torch.int32))
 
 
 _views: weakref.WeakKeyDictionary[Store, View] = weakref.WeakKeyDictionary()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..clusters import Clusters
-from ..full import GROUP, Full
+from ..codes import GROUP
+from ..full import Full
 from ..store import Slots, Store
 from . import device, launch
 from .launch import LAUNCH, block, dot, pad, splits, types, units
@@ -216,12 +217,13 @@ def slots(
     part = device.scratch(place, "part", B * H * S * G * (D + 2))
     counter = device.scratch(place, "counter", B * H, torch.int32)
     score, pos = (view.lengths if t is None else t for t in (store.score, store.pos))
+    order = view.lengths if store.order is None else view.order
     y = torch.empty(B, H, G, D, dtype=q.dtype, device=place)
     slots_kernel[B * H, S](
-        q.contiguous(), y, store.k, store.v, score, pos, k, v, view.lengths, view.filled, view.limits, logits, part,
-        counter, scale, softcap or 0.0, *k.stride()[:2], *v.stride()[:2], B, H, G, S, C, width, store.fixed,
-        D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), DOT=dot(store, q), SCORED=scored, CAPPED=softcap is not None,
-        **options,
+        q.contiguous(), y, store.k, store.v, score, pos, k, v, view.lengths, view.filled, view.limits, order, logits,
+        part, counter, scale, softcap or 0.0, *k.stride()[:2], *v.stride()[:2], B, H, G, S, C, width, store.fixed,
+        D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), DOT=dot(store, q), SCORED=scored, ORDERED=store.order is not None,
+        CAPPED=softcap is not None, **options,
     )  # fmt: skip
     store.filled = [min(c + 1, budget) for c, budget in zip(store.filled, store.budget, strict=True)]
     store.lengths = [n + 1 for n in store.lengths]

@@ -29,10 +29,11 @@ def victim(score, pos, base, C, now, recent, TILE: tl.constexpr):
 
 @triton.jit
 def slots_kernel(
-    q, y, k, v, score, pos, k_new, v_new, lengths, filled, limits, logits, part, counter, scale, softcap,
+    q, y, k, v, score, pos, k_new, v_new, lengths, filled, limits, order, logits, part, counter, scale, softcap,
     k_b, k_h, v_b, v_h, B, H, G, S, C, width, fixed,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, CAPPED: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B*H, S). Reads 2CD; scores (B,H,C) take the mean over the group of the weights."""
     bh, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -87,7 +88,9 @@ def slots_kernel(
                 lowest, slot = victim(score, pos, bh * C, C, n, recent, TILE)
                 lost = (recent == 0) & (mine < lowest)  # alg. 1 drops one of S and i, here perhaps i itself
         else:
-            if n >= C:
+            if ORDERED:
+                slot = tl.load(order + n)
+            elif n >= C:
                 slot = fixed + (n - fixed) % (C - fixed)
             held = tl.minimum(n + 1, C)
         to = (bh * C + slot) * D + d
