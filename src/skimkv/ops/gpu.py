@@ -70,8 +70,7 @@ def append(store: Store, k: Tensor, v: Tensor) -> None:
         D=D, DP=pad(D), RB=16, TYPE=types()[store.dtype], LAYOUT=LAYOUTS[store.channels],
         MEAN=store.v_mean is not None, num_warps=4,
     )  # fmt: skip
-    store.lengths = [n + 1 for n in store.lengths]
-    view.known = [*store.lengths]
+    device.advance(store)
 
 
 def _into_clusters(store: Clusters, k: Tensor, v: Tensor) -> None:
@@ -81,8 +80,7 @@ def _into_clusters(store: Clusters, k: Tensor, v: Tensor) -> None:
         *k.stride()[:2], *v.stride()[:2], H, store.t, store.s,
         D=D, DP=pad(D), TP=pad(store.t, 1), SB=16, BC=32, TYPE=types()[store.dtype], num_warps=4,
     )  # fmt: skip
-    store.lengths = [n + 1 for n in store.lengths]
-    view.known = [*store.lengths]
+    device.advance(store)
 
 
 def _first(store: Full | Clusters, token: Token | None) -> None:
@@ -225,9 +223,7 @@ def slots(
         D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), DOT=dot(store, q), SCORED=scored, ORDERED=store.order is not None,
         CAPPED=softcap is not None, **options,
     )  # fmt: skip
-    store.filled = [min(c + 1, budget) for c, budget in zip(store.filled, store.budget, strict=True)]
-    store.lengths = [n + 1 for n in store.lengths]
-    view.known, view.known_filled = [*store.lengths], [*store.filled]
+    device.advance(store)
     return y
 
 
