@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from skimkv import ops
+from skimkv import ops, show
 from skimkv.method import parse
-from skimkv.ops import launch
+from skimkv.ops import gpu, launch
 from skimkv.store import Shape
 
 pytestmark = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
@@ -63,6 +63,16 @@ print(ops.chosen("cpu")[0] in ("cpu", "ref"))
             continue
         out = subprocess.run([sys.executable, "-c", code, kind], capture_output=True, text=True, check=True).stdout
         assert words in out.splitlines()[0] and out.splitlines()[1:] == ["True"]
+
+
+def test_a_gpu_takes_its_own_kernels_and_nothing_else_does(monkeypatch):
+    """Unless it is asked for, the interpreter is left alone: caches on the CPU have kernels of their own."""
+    assert ops.chosen("cpu")[0] != "gpu"
+    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    assert ops.chosen("cuda") == ("gpu", "native for cuda tensors")
+    monkeypatch.setattr(gpu, "unavailable", lambda: "no driver")
+    assert ops.chosen("cuda") == ("ref", "backend 'gpu' is unavailable: no driver")
+    assert show.facts()["gpu_kernels"] == "no driver"
 
 
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
