@@ -7,6 +7,7 @@ can hold a step, and be replayed with `prepare` and `advance` around it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from ..clusters import Clusters
 from ..full import Full
@@ -72,6 +73,26 @@ def advance(store: Store) -> None:
     view.known = [*store.lengths]
 
 
+def rewind(store: Store) -> Callable[[], None]:
+    """A function that takes the store's numbers back to what they are now, so that a step can be taken again."""
+    prepare(store)
+    view, filled = _views[store], [*getattr(store, "filled", [])]
+    known = {name: [*value] for name, value in vars(view).items() if name.startswith("known")}
+    counts = [view.lengths, *(getattr(owner, name, None) for owner, name in ((view, "filled"), (store, "m")))]
+    kept = [(t, t.clone()) for t in counts if t is not None]
+
+    def back() -> None:
+        store.lengths = [*known["known"]]
+        if isinstance(store, Slots):
+            store.filled = [*filled]
+        for name, value in known.items():
+            setattr(view, name, [*value])
+        for t, was in kept:
+            t.copy_(was)
+
+    return back
+
+
 def footing(store: Store) -> tuple[int, ...]:
     """Addresses that a step of this store has in its kernels: a captured step is valid while they stay."""
     names = ("tail", "v_mean", "projection", "k", "v", "score", "pos", "m", "mu")
@@ -79,4 +100,4 @@ def footing(store: Store) -> tuple[int, ...]:
     return (epoch(), store.shape.B, *(0 if t is None else t.data_ptr() for t in found))
 
 
-__all__ = ["COLUMNS", "advance", "epoch", "footing", "held", "pages", "prepare", "scratch", "units"]
+__all__ = ["COLUMNS", "advance", "epoch", "footing", "held", "pages", "prepare", "rewind", "scratch", "units"]
