@@ -7,7 +7,7 @@ its replay is timed between two events. Candidates take turns, round after round
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,8 @@ def attention(
         if not times:
             skipped.append(f"batch {shape.B}, {n} tokens: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
             continue
-        timed, traffic = _timed(machine, shape, n, specs, dtype, times, rounds, tick)
+        timed = race(machine, candidates(machine, shape, n, specs, dtype, times), rounds, tick)
+        traffic = {repr(m): m.traffic(n, shape, dtype) for m in specs}
         peak = 2 * machine.copy / timed.ms("copy") * 1e3
         peaks.append(peak)
         rows += _rows(timed, traffic, shape, n, dtype, peak, times)
@@ -121,10 +122,10 @@ def attention(
     return {**found, "crossover": cross, "skipped": skipped}
 
 
-def _timed(
-    machine: Any, shape: Shape, n: int, specs: list[Method], dtype: torch.dtype, times: int, rounds: int, tick: Call
-) -> tuple[Rounds, dict[str, Traffic]]:
-    """Seconds of one step of every candidate."""
+def candidates(
+    machine: Any, shape: Shape, n: int, specs: Sequence[Method], dtype: torch.dtype, times: int
+) -> dict[str, Candidate]:
+    """Every method after n tokens, PyTorch's dense paths, and a copy of memory."""
     place, (B, H, G, D) = machine.device, shape
     draw = torch.Generator(place).manual_seed(1)
     parts: dict[str, list[tuple[Call, Call]]] = {}
@@ -143,7 +144,11 @@ def _timed(
             parts.setdefault(repr(method), []).append((step, back))
     source, target = torch.ones(2, machine.copy // 4, device=place)
     parts["copy"] = [(partial(target.copy_, source), _nothing)]
-    ones = {name: Candidate(calls) for name, calls in parts.items() if len(calls) == times or name == "copy"}
+    return {name: Candidate(steps) for name, steps in parts.items() if len(steps) == times or name == "copy"}
+
+
+def race(machine: Any, ones: Mapping[str, Candidate], rounds: int, tick: Call = lambda: None) -> Rounds:
+    """Seconds of a step of each, round after round."""
     for one in [*ones.values()] * 2:  # all before the first capture: kernels are compiled, and the scratch is as large
         one.run()  # as the largest of them needs it
         one.back()
@@ -163,7 +168,7 @@ def _timed(
         tick()
     for one in ones.values():
         one.back()
-    return found, {repr(m): m.traffic(n, shape, dtype) for m in specs}
+    return found
 
 
 def _rows(
