@@ -24,6 +24,13 @@ def _threads_and_seed():
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device"))
+
+
 def backends() -> list[str]:
     """ref always; cpu where its library was built."""
     return ["ref", "cpu"] if ops.chosen("cpu")[0] == "cpu" else ["ref"]

@@ -161,7 +161,6 @@ def test_without_a_gpu_one_line_says_so(command):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu():
     with ops.backend("gpu"):
         out = bench_gpu.attention(Shape(1, 8, 1, 128), [2048], ["SparQ(r=32, k=128)", "H2O(k=256)"], torch.float16, 3)

@@ -1,4 +1,5 @@
-"""A step that is recorded once and replayed: what a CUDA graph does, on a GPU as one, else launch by launch."""
+"""A step that is recorded once and replayed: what a CUDA graph does, on a GPU as one, else launch by launch. Stores
+that share memory."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import torch
 
 from skimkv import ops
 from skimkv.method import parse
-from skimkv.ops import device, launch
+from skimkv.ops import device, launch, ref
 from skimkv.store import Shape
+from test_gpu import case, close, exact, token
 
 pytestmark = [
     pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing)),
@@ -86,3 +88,17 @@ def test_what_would_allocate_is_refused_inside_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run one step before the capture"):
         device.scratch(torch.device("cuda"), "logits", 10**9)
+
+
+@pytest.mark.parametrize("channels", ["copy", "int4"])
+def test_rows_that_share_memory(channels):
+    """Forks of one row read it where it lies until a kernel needs it dense, and write beside it."""
+    _, one = case(16, [300], torch.float32, 2, channels, H=1)
+    q = torch.randn(3, 1, 2, 16, device=DEVICE)
+    with ops.backend("gpu"):
+        twin, before = one.share([0, 0, 0]), one.whole("k").clone()
+        for _ in range(3):
+            new = token(twin)
+            want = ref.dense(exact(twin), q.double(), 0.25, None, tuple(x.double() for x in new))
+            close(ops.dense(twin, q, 0.25, None, new), want, twin, q, 0.25)
+    assert torch.equal(one.whole("k"), before) and one.lengths == [300] and twin.lengths == [303] * 3
