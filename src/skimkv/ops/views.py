@@ -52,6 +52,8 @@ class Cache(View):
     def __init__(self, store: Full | Slots) -> None:
         super().__init__(store)
         B, H, G, D = store.shape
+        if store.form.bits:
+            raise ValueError(f"no CPU kernel for rows in {store.form.bits} bits: use the reference backend")
         if D > 256:
             raise ValueError(f"no CPU kernel for D = {D}; it must be at most 256")
         self.cache, self.op, self.tokens = CCache(), COp(), CTokens()
