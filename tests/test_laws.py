@@ -100,8 +100,6 @@ class Stream:
 
 def run(method: Method, s: Stream, prompt: int, pad: list[int] | None = None, softcap: float | None = None):
     """Prompt, then the rest token by token: the store and the decoded outputs (steps,B,H,G,D)."""
-    if method.kv and ops._forced.get() == "cpu":
-        pytest.skip("no kernel reads coded rows yet")
     B, H, G, n, D = s.q.shape
     store, scale = method.store(Shape(B, H, G, D), s.k.dtype), D**-0.5
     block = (s.q[..., :prompt, :], s.k[:, :, :prompt], s.v[:, :, :prompt])
@@ -238,8 +236,6 @@ def test_left_padding_changes_nothing(spec, backend):
 def test_padding_over_several_prompt_blocks(spec, backend):
     """Not the methods that drop tokens between blocks: there the cut of the prompt is part of the method."""
     method, shape, pad = parse(spec), Shape(2, 2, 2, 16), 60
-    if method.kv and ops._forced.get() == "cpu":
-        pytest.skip("no kernel reads coded rows yet")
     s = Stream.random(shape, 130)
     store, scale = method.store(shape, torch.float32), 0.25
     for a, b in ((0, 50), (50, 120)):

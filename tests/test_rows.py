@@ -93,8 +93,6 @@ def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
 @pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
 @pytest.mark.parametrize("kv", KINDS)
 def test_forgotten_tokens_leave_no_trace(kv, channels, backend):
-    if backend == "cpu":
-        pytest.skip("no kernel reads coded rows yet")
     shape, method = Shape(2, 2, 2, 16), SparQ(4, 12, mean_value=True, channels=channels, kv=kv)
     s = Stream.random(shape, 301)
     store, once = (method.store(shape, torch.float32) for _ in "ab")

@@ -73,8 +73,6 @@ _modules: dict[tuple[str | None, str], ModuleType] = {}
 
 
 def _module(store: Store | Tensor) -> ModuleType:
-    if isinstance(store, Store) and store.form.bits and not _forced.get() and not _process:
-        return _load("ref")  # no kernel reads coded rows yet
     key = _forced.get(), store.device.type
     module = _modules.get(key)
     if module is None:
