@@ -93,6 +93,8 @@ def filled(method: Method, base: Full, n: int) -> Store:
         store.filled, store.budget = [budget] * base.shape.B, [budget] * base.shape.B
         store.lengths = [n] * base.shape.B
     else:
+        if isinstance(store, Full):
+            store._reserve(n + 1)  # in one chunk, as those of `base`
         for start in range(0, n, BLOCK):
             spans = list(base._spans(start, min(start + BLOCK, n)))
             k, v = (torch.cat([getattr(c, name)[:, :, there] for c, there, _ in spans], 2) for name in "kv")

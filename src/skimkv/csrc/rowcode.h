@@ -45,28 +45,36 @@ template <class T> static void encode(const T *x, int D, int bits, uint8_t *to) 
     }
 }
 
-// N channels of a row, or n where N is 0: a known number makes vectors of it.
-template <int BITS, int N> static inline void decode_span(const uint8_t *ends, const uint8_t *code, int n, float *to) {
-    f16 end[2];
-    __builtin_memcpy(end, ends, 4);
-    const float low = scalar(end[0]), step = (scalar(end[1]) - low) / (float)((1 << BITS) - 1);
-    if (N) n = N;
-    const int half = n / 2;
-    if constexpr (BITS == 8)
-        for (int i = 0; i < n; i++) to[i] = low + step * (float)code[i];
-    else
-        for (int i = 0; i < half; i++) {
-            to[i] = low + step * (float)(code[i] & 15);
-            to[half + i] = low + step * (float)(code[i] >> 4);
-        }
+// A whole span of a row, in vectors, and the shorter one that may end it.
+template <int BITS> static inline void decode_span(const uint8_t *code, float low, float step, float *to) {
+    uint8_t pair[ROW_SPAN];
+    if constexpr (BITS == 4) {
+        typedef uint8_t half __attribute__((vector_size(ROW_SPAN / 2)));
+        half x;
+        __builtin_memcpy(&x, code, sizeof x);
+        const half first = x & 15, second = x >> 4;
+        __builtin_memcpy(pair, &first, sizeof x);
+        __builtin_memcpy(pair + sizeof x, &second, sizeof x);
+        code = pair;
+    }
+    for (int i = 0; i < ROW_SPAN; i += W) put(to + i, fma(splat(step), get(code + i), splat(low)));
+}
+template <int BITS> static inline void decode_rest(const uint8_t *code, int n, float low, float step, float *to) {
+    for (int i = 0; i < n; i++) {
+        const int half = n / 2, x = BITS == 8 ? code[i] : i < half ? code[i] & 15 : code[i - half] >> 4;
+        to[i] = low + step * (float)x;
+    }
 }
 
 template <int BITS> static inline void decode(const Coded<BITS> *row, int D, float *to) {
     const uint8_t *ends = (const uint8_t *)row, *code = ends + ends_bytes(D);
-    int at = 0;
-    for (; at + ROW_SPAN <= D; at += ROW_SPAN, ends += 4, code += ROW_SPAN * BITS / 8)
-        decode_span<BITS, ROW_SPAN>(ends, code, 0, to + at);
-    if (at < D) decode_span<BITS, 0>(ends, code, D - at, to + at);
+    for (int at = 0; at < D; at += ROW_SPAN, ends += 4, code += ROW_SPAN * BITS / 8) {
+        f16 end[2];
+        __builtin_memcpy(end, ends, 4);
+        const float low = scalar(end[0]), step = (scalar(end[1]) - low) / (float)((1 << BITS) - 1);
+        if (at + ROW_SPAN <= D) decode_span<BITS>(code, low, step, to + at);
+        else decode_rest<BITS>(code, D - at, low, step, to + at);
+    }
 }
 
 constexpr int DECODED = 16;  // rows at once

@@ -93,6 +93,10 @@ static void fetch_rows(const skimkv_op *op, const Unit &u, const int32_t *list, 
             if (keys) prefetch(k + i);
             prefetch(v + i);
         }
+        if (c->bits) {  // of any alignment: the end may be in one more line
+            if (keys) prefetch(k + bytes - 1);
+            prefetch(v + bytes - 1);
+        }
     }
 }
 
