@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # One constraints file for everything, so that every machine gets the versions that were tested.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find src/skimkv/csrc -type f 2>/dev/null)
 
 .PHONY: demo test test-oldest sanitize lint clean
@@ -12,11 +13,11 @@ demo: $(VENV)/.installed
 	$(BIN)/skimkv demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(TEST) $(ARGS)
 
 # The transformers seam on the oldest version that pyproject.toml admits.
 test-oldest: $(VENV)/oldest/.installed
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest $(wildcard tests/test_hf*.py) $(ARGS)
+	PYTHONPATH=$(VENV)/oldest $(TEST) $(wildcard tests/test_hf*.py) $(ARGS)
 
 # The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first.
 CXX      ?= g++

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from transformers import DynamicCache, pipeline
-from transformers.generation import candidate_generator
 
 import skimkv
 from tiny_models import FAMILIES, family, padded, prompt, tokenizer
@@ -32,12 +31,6 @@ def one_thread():
     torch.set_num_threads(1)  # the models are too small for two
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def one_confidence(monkeypatch):
-    """With scikit-learn transformers adapts the draft's threshold, and 5.17 then fails on sliding caches."""
-    monkeypatch.setattr(candidate_generator, "is_sklearn_available", lambda: False)
 
 
 def draft_of(model):
