@@ -43,7 +43,7 @@ def poison(store):
     for b, n in enumerate(store.lengths):
         for c in store.chunks:
             at = max(0, n - c.start)
-            c.k[b, :, at:] = c.v[b, :, at:] = torch.nan
+            c.k[b, :, at:] = c.v[b, :, at:] = 255 if store.form.bits else torch.nan  # as ends of a row: NaN
             if c.scale is not None:
                 c.scale[b, :, at // GROUP :] = torch.nan
             elif c.index is not None:
@@ -52,7 +52,7 @@ def poison(store):
             store.tail[b, ..., n % GROUP :] = torch.nan
 
 
-def filled(D, lengths, dtype, G, channels="copy", r=8, k=0, local=0, mean=True, projection=None, H=2, seed=0):
+def filled(D, lengths, dtype, G, channels="copy", r=8, k=0, local=0, mean=True, projection=None, H=2, seed=0, kv=None):
     """q and a store: r channels of q stand out, and k - local positions of K that agree with q in them."""
     torch.manual_seed(seed)
     shape, n = Shape(len(lengths), H, G, D), max(lengths)
@@ -67,7 +67,7 @@ def filled(D, lengths, dtype, G, channels="copy", r=8, k=0, local=0, mean=True, 
             if k - local > 0 and free > 0:
                 top = torch.randperm(free)[: k - local] + n - length
                 K[b, h, top] += 5 * D**0.5 / r * sign[b, h] * big[b, h]
-    store = Full(shape, dtype, "cpu", channels, mean, projection)
+    store = Full(shape, dtype, "cpu", channels, mean, projection, kv)
     pads = [n - length for length in lengths]
     first = n // 2  # two blocks, two chunks
     for a, z in ((0, first), (first, n)):
@@ -91,7 +91,8 @@ def margin(score, lengths, k, local):
 
 def close(got, want, store, q, scale, factor=16.0):
     """Error of float32 sums of D products in a logit, passed on to weights of values, and one rounding to q's type."""
-    keys, values = (store.k, store.v) if isinstance(store, Slots) else (store.whole("k"), store.whole("v"))
+    slots = isinstance(store, Slots)
+    keys, values = (store.form.decode(getattr(store, x), torch.float64) if slots else store.whole(x) for x in "kv")
     logit = scale * q.double().abs().sum(-1).max() * keys.double().nan_to_num(0).abs().max()
     bound = factor * 2.0**-24 * (4 + logit) * values.double().nan_to_num(0).abs().max() + 2 * EPS[q.dtype] * want.abs()
     worst = ((got.double() - want).abs() - bound).max().item()
@@ -110,8 +111,22 @@ def compare(name, isa, q, store, *args, threads=1):
 
 
 def held(one, two):
-    """All that the tokens of both stores occupy is equal; v_mean up to the order of its sums."""
+    """All that the tokens of both stores occupy is equal; v_mean up to the order of its sums.
+
+    What is made of decoded rows is equal up to one rounding, which may move a code of the index.
+    """
     poison(one), poison(two)
+    if one.form.bits:
+        for c, d in zip(one.chunks, two.chunks, strict=True):
+            assert torch.equal(c.k, d.k) and torch.equal(c.v, d.v)
+        every = torch.arange(one.R).expand(*one.shape[:2], -1)
+        x, y = (store.columns(every) for store in (one, two))
+        step = 1 / (2**one.bits - 1) if one.bits else 0
+        torch.testing.assert_close(x, y, rtol=0, atol=(2 * EPS[one.dtype] + 2 * step + 1e-5) * float(x.abs().max()))
+        if one.v_mean is not None:
+            torch.testing.assert_close(one.v_mean, two.v_mean, rtol=0, atol=2 * EPS[one.dtype] + 1e-6)
+        assert one.lengths == two.lengths
+        return
     for c, d in zip(one.chunks, two.chunks, strict=True):
         for x, y in ((c.k, d.k), (c.v, d.v), (c.scale, d.scale)):
             assert (x is None) == (y is None)

@@ -26,6 +26,7 @@ def test_bad_calls_name_what_is_wrong():
     q, kv = torch.randn(1, 1, 1, 32, device=DEVICE), torch.randn(1, 1, 32, device=DEVICE)
     double = parse("Dense()").store(shape, torch.float64, DEVICE)
     narrow = parse("Dense()").store(shape._replace(D=24), torch.float32, DEVICE)
+    coded = parse("Dense(kv='int8')").store(shape, torch.float32, DEVICE)
     slots = parse("H2O(k=4)").store(shape, torch.float32, DEVICE)
     calls = [
         (lambda: ops.append(store, kv.half(), kv), "k is torch.float16; the store holds torch.float32"),
@@ -36,6 +37,7 @@ def test_bad_calls_name_what_is_wrong():
         (lambda: ops.sparq(store, q, 1.0, None, 4, 8, 2, "warm", True), "temperature = 'warm' must be one of"),
         (lambda: ops.append(double, kv.double(), kv.double()), "no GPU kernel for a cache of torch.float64"),
         (lambda: ops.append(narrow, kv[..., :24], kv[..., :24]), "D = 24; it must be a multiple of 16 up to 256"),
+        (lambda: ops.dense(coded, q, 1.0, None, (kv, kv)), "no GPU kernel for K and V in 8 bits; SKIMKV_BACKEND=ref"),
         (lambda: ops.slots(slots, q, kv, kv, 1.0, None), "recent = None must be 1 numbers"),
     ]
     for call, match in calls:

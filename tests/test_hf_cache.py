@@ -13,12 +13,14 @@ SPECS = [
     "Dense()",
     "SparQ(r=4, k=8)",
     "SparQ(r=4, k=8, channels='int4')",
+    "SparQ(r=4, k=8, channels='int8', kv='int4')",
     "LMInfinite(k=8, initial=2)",
     "H2O(k=10)",
+    "H2O(k=10, kv='int4')",
     "SubGen(k=5, recent=6)",
     "SubGenStream(delta=4.0, t=3, s=8)",
 ]
-FORGETFUL = SPECS[3:]
+FORGETFUL = SPECS[4:]
 each = pytest.mark.parametrize("spec", SPECS)
 
 
@@ -99,7 +101,7 @@ def test_a_copied_prompt_answers_twice(spec):
     assert held.get_seq_length() == N
 
 
-@pytest.mark.parametrize("spec", SPECS[:3])
+@pytest.mark.parametrize("spec", SPECS[:4])
 @pytest.mark.parametrize("n", [1, 7, 20])
 def test_full_stores_are_cropped_at_any_time(spec, n):
     ids, batch = prompt(2, 40), padded([30, 22])

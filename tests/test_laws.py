@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from skimkv import ops
 from skimkv.method import Method, parse
-from skimkv.methods import METHODS, Dense, SubGenStream
+from skimkv.methods import H2O, METHODS, Dense, SubGenStream
 from skimkv.store import Shape, Slots
 
 SMALL = [
@@ -31,6 +32,25 @@ SMALL = [
     "SubGen(k=10, recent=8)",
     "SubGenStream(delta=2.0, t=3, s=8)",
 ]
+CODED = [
+    "Dense(kv='int4')",
+    "Dense(kv='int8')",
+    "SparQ(r=4, k=16, kv='int4')",
+    "SparQ(r=5, k=9, channels='none', kv='int4')",
+    "SparQ(r=5, k=9, channels='none', kv='int8')",
+    "SparQ(r=4, k=16, channels='int4', mean_value=True, kv='int8')",
+    "TopK(k=12, kv='int4')",
+    "TopK(k=12, oracle=True, kv='int8')",
+    "LowRank(r=6, k=12, kv='int4')",
+    "LMInfinite(k=20, kv='int8')",
+    "Strided(k=20, kv='int4')",
+    "Fixed(k=20, c=2, kv='int8')",
+    "H2O(k=24, kv='int4')",
+    "H2O(k=24, kv='int8')",
+    "H2O(k=0.2, kv='int4')",
+    "SubGen(k=10, recent=8, kv='int4')",
+]
+SMALL += CODED
 FULL = [
     "SparQ(r=4, k=5000)",
     "SparQ(r=4, k=5000, channels='none', mean_value=True)",
@@ -44,6 +64,16 @@ FULL = [
     "Fixed(k=5000)",
     "H2O(k=5000)",
     "SubGen(k=4000, recent=1000)",
+    "SparQ(r=4, k=5000, mean_value=True, kv='int4')",
+    "SparQ(r=4, k=5000, channels='none', kv='int8')",
+    "TopK(k=5000, kv='int8')",
+    "TopK(k=5000, oracle=True, kv='int4')",
+    "LowRank(r=4, k=5000, kv='int8')",
+    "LMInfinite(k=5000, kv='int4')",
+    "Strided(k=5000, kv='int8')",
+    "Fixed(k=5000, kv='int4')",
+    "H2O(k=5000, kv='int4')",
+    "SubGen(k=4000, recent=1000, kv='int8')",
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -87,6 +117,7 @@ def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
 def test_every_method_is_under_the_laws():
     assert {type(parse(s)) for s in SMALL} == set(METHODS.values())
     assert {type(parse(s)) for s in FULL} == set(METHODS.values()) - {Dense, SubGenStream}
+    assert {type(parse(s)) for s in CODED} == set(METHODS.values()) - {SubGenStream}
 
 
 @pytest.mark.parametrize("G", [1, 3])
@@ -94,8 +125,9 @@ def test_every_method_is_under_the_laws():
 @pytest.mark.parametrize("spec", FULL)
 def test_full_budget_equals_dense(spec, dtype, G, backend):
     s = Stream.random(Shape(2, 2, G, 16), 301, dtype)
-    _, y = run(parse(spec), s, 290, pad=[0, 37])
-    _, dense = run(Dense(), s, 290, pad=[0, 37])
+    method = parse(spec)
+    _, y = run(method, s, 290, pad=[0, 37])
+    _, dense = run(Dense(kv=method.kv), s, 290, pad=[0, 37])
     close(y, dense, dtype)
 
 
@@ -114,7 +146,8 @@ def test_dense_equals_softmax(softcap, backend):
 @pytest.mark.parametrize("spec", FULL)
 def test_short_prompts_and_one_token(spec, prompt, backend):
     s = Stream.random(Shape(1, 2, 2, 16), prompt + 6)
-    close(run(parse(spec), s, prompt)[1], run(Dense(), s, prompt)[1], torch.float32)
+    method = parse(spec)
+    close(run(method, s, prompt)[1], run(Dense(kv=method.kv), s, prompt)[1], torch.float32)
 
 
 def test_stream_is_near_dense():
@@ -151,8 +184,6 @@ def test_appends_equal_one_append(spec, blocks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", SMALL)
 def test_counted_equals_closed_form(spec, dtype, n):
-    from skimkv import ops
-
     shape, method = Shape(2, 2, 3, 16), parse(spec)
     s = Stream.random(shape, n + 1, dtype)
     with ops.backend("ref"):
@@ -167,10 +198,10 @@ def test_counted_equals_closed_form(spec, dtype, n):
         predicted = method.traffic(n, shape, dtype, clusters=int(store.m.sum()))
         worst = method.traffic(n, shape, dtype)
         assert predicted.elements <= worst.elements
-    elif spec == "H2O(k=0.2)":
+    elif spec.startswith("H2O(k=0.2"):
         # n is taken as the prompt by the closed form; here the prompt fixed the budget
         held = min(method.budget(prompt), n)
-        predicted = parse(f"H2O(k={held}, local=0)").traffic(n, shape, dtype)
+        predicted = H2O(held, local=0, kv=method.kv).traffic(n, shape, dtype)
     else:
         predicted = method.traffic(n, shape, dtype)
     assert (store.elements - before[0], store.bytes - before[1]) == (predicted.elements, predicted.bytes)
@@ -181,10 +212,10 @@ def test_counted_equals_closed_form(spec, dtype, n):
 def test_bytes_held_stay_within_the_bound(spec, n, backend):
     shape, method = Shape(2, 2, 2, 16), parse(spec)
     store, _ = run(method, Stream.random(shape, n + 5), n)
-    slack = 1 if spec == "H2O(k=0.2)" else 0  # ceil(0.2 n) of the prompt, not of n + 5
+    slack = 1 if spec.startswith("H2O(k=0.2") else 0  # ceil(0.2 n) of the prompt, not of n + 5
     assert 0 < store.nbytes <= method.bound(n + 5 + slack, shape, torch.float32)
     assert store.nbytes <= store.allocated
-    if isinstance(store, Slots) and spec != "H2O(k=0.2)":
+    if isinstance(store, Slots) and not slack:
         assert store.allocated <= method.bound(10**6, shape, torch.float32)  # nothing but the budget exists
 
 

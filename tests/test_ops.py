@@ -20,6 +20,7 @@ from skimkv.ops import ref
 from skimkv.store import Shape, Slots
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+KINDS = (None, "int8", "int4")
 SIZES, HEADS, CHANNELS = (16, 24, 64, 80, 96, 128, 200, 256), (1, 3, 8), ("none", "copy", "int8", "int4")
 LENGTHS = ([1], [255, 40], [257], [700, 256, 1], [1025])
 # every size, length, type and group with every other kind of index, not the full product
@@ -204,10 +205,10 @@ def test_any_shape_stride_and_type(data):
     D, G, B, H = draw(st.integers(2, 32)) * 8, draw(st.integers(1, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(1, 600), min_size=B, max_size=B))
     cache, query = (TYPES[draw(st.sampled_from(list(TYPES)))] for _ in "cq")
-    channels, isa = draw(st.sampled_from(CHANNELS)), draw(st.sampled_from(ISAS))
+    channels, isa, kv = draw(st.sampled_from(CHANNELS)), draw(st.sampled_from(ISAS)), draw(st.sampled_from(KINDS))
     r, k = draw(st.integers(1, min(D // 2, 16))), draw(st.integers(1, 40))
     local = draw(st.integers(0, k))
-    q, store = filled(D, lengths, cache, G, channels, r, k, local, H=H, seed=draw(st.integers(0, 99)))
+    q, store = filled(D, lengths, cache, G, channels, r, k, local, H=H, seed=draw(st.integers(0, 99)), kv=kv)
     # rows of q anywhere: an offset of one element, gaps between rows, heads and groups transposed
     room = torch.full((B, G, H, D + 5), torch.nan, dtype=query)
     strided = room[..., 1 : D + 1].transpose(1, 2)

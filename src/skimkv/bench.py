@@ -65,9 +65,9 @@ def random_full(shape: Shape, dtype: torch.dtype, n: int, seed: int = 0, device:
 
 
 def filled(method: Method, base: Full, n: int) -> Store:
-    """The method's store after n tokens of `base`, whose K and V a Full store shares."""
+    """The method's store after n tokens of `base`, whose K and V a Full store shares unless it codes them."""
     store = method.store(base.shape, base.dtype, base.device)
-    if isinstance(store, Full):
+    if isinstance(store, Full) and not store.form.bits:
         for chunk in base.chunks:
             store._reserve(chunk.start + chunk.cap)
             mine = store.chunks[-1]
@@ -84,8 +84,8 @@ def filled(method: Method, base: Full, n: int) -> Store:
         # what it would have chosen does not matter to the clock: the first `budget` tokens, with random scores
         budget = min(method.budget(n), n)  # type: ignore[attr-defined]
         store.reserve(budget)
-        store.k.copy_(base.chunks[0].k[:, :, :budget])
-        store.v.copy_(base.chunks[0].v[:, :, :budget])
+        store.k.copy_(store.form.encode(base.chunks[0].k[:, :, :budget]))
+        store.v.copy_(store.form.encode(base.chunks[0].v[:, :, :budget]))
         assert store.score is not None
         assert store.pos is not None
         store.score.uniform_()
@@ -93,6 +93,8 @@ def filled(method: Method, base: Full, n: int) -> Store:
         store.filled, store.budget = [budget] * base.shape.B, [budget] * base.shape.B
         store.lengths = [n] * base.shape.B
     else:
+        if isinstance(store, Full):
+            store._reserve(n + 1)  # in one chunk, as those of `base`
         for start in range(0, n, BLOCK):
             spans = list(base._spans(start, min(start + BLOCK, n)))
             k, v = (torch.cat([getattr(c, name)[:, :, there] for c, there, _ in spans], 2) for name in "kv")

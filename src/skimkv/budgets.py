@@ -43,6 +43,7 @@ def at(method: type[Method], share: float, dense: Sequence[Store]) -> Method | N
     """
     required = {f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING}
     names = {f.name for f in dataclasses.fields(method)}
+    build: Callable[..., Method] = method
     n, shape, dtype = max(dense[0].lengths), dense[0].shape, dense[0].dtype
     limit = traffic(Dense(), dense).bytes * share
     if not required:
@@ -52,10 +53,10 @@ def at(method: type[Method], share: float, dense: Sequence[Store]) -> Method | N
 
     def make(x: int) -> Method:
         if "r" in required:
-            return method(r=x, k=min(128, n))  # type: ignore[call-arg]
+            return build(r=x, k=min(128, n))
         if "recent" in names:
-            return method(k=x - x // 4, recent=x // 4)  # type: ignore[call-arg]
-        return method(**dict.fromkeys(required, x))
+            return build(k=x - x // 4, recent=x // 4)
+        return build(**dict.fromkeys(required, x))
 
     def fits(x: int, most: float) -> bool:
         return len(dense) * make(x).traffic(n, shape, dtype).bytes <= most
@@ -78,6 +79,7 @@ def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:
 def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Method | None:
     """Clusters are counted on the keys themselves: the smallest delta, to two decimals, whose clusters fit."""
     store, t = dense[0], 2
+    build: Callable[..., Any] = method
     n, D = max(store.lengths), store.shape.D
     s = max(1, int(n * share / 4))  # a sample is read and may be written, k and v: 4D of dense's 2nD
     keys = [k for layer in dense for k in layer.history(slice(0, 1))[0][0].float()]
@@ -87,14 +89,15 @@ def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Me
     def fits(hundredths: int) -> bool:
         delta = (high - hundredths) / 100
         m = sum(_clusters(d <= delta) for d in distance)
-        each = method(delta, t, s)  # type: ignore[call-arg]
-        whole = len(dense) * each.traffic(n, store.shape, store.dtype, clusters=0).bytes  # type: ignore[call-arg]
+        each = build(delta, t, s)
+        whole = len(dense) * each.traffic(n, store.shape, store.dtype, clusters=0).bytes
         return bool(whole + m * ((1 + t) * D * store.dtype.itemsize + 4) <= limit)
 
     high = int(max(float(d.max()) for d in distance) * 100) + 1
     if not fits(0):
         return None
-    return method((high - _last(0, high, fits)) / 100, t, s)  # type: ignore[call-arg]
+    found: Method = build((high - _last(0, high, fits)) / 100, t, s)
+    return found
 
 
 def _clusters(near: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from .store import Part, Shape, Store, compute_dtype
 
 
 class Chunk(Part):
-    """Positions start .. start+cap-1: k, v (B,H,cap,D), index (B,H,R,cap) or codes, scale (B,H,cap/GROUP,2,R)."""
+    """Positions start .. start+cap-1: k, v (B,H,cap,D), index (B,H,R,cap), or codes; scale (B,H,cap/GROUP,2,R)."""
 
     def __init__(self, start: int, cap: int, k: Tensor, v: Tensor, index: Tensor | None, scale: Tensor | None) -> None:
         self.start, self.cap, self.k, self.v, self.index, self.scale = start, cap, k, v, index, scale
@@ -26,6 +26,7 @@ class Full(Store):
     channels: None or "none" (K once), "copy" (K again, channel-major), "int8", "int4" (the same, quantised by
     group; the open group stays in full precision in `tail` (B,H,R,GROUP)).
     mean: keep v_mean (B,H,D) float32, the running mean of V. projection (H,D,R): index K @ projection instead of K.
+    kv: rows of K and V in codes (rows.py); index, tail and v_mean are then those of the decoded rows.
     """
 
     batchless = frozenset({"projection"})
@@ -38,8 +39,9 @@ class Full(Store):
         channels: str | None = None,
         mean: bool = False,
         projection: Tensor | None = None,
+        kv: str | None = None,
     ) -> None:
-        super().__init__(shape, dtype, device)
+        super().__init__(shape, dtype, device, kv)
         B, H, _, D = shape
         self.chunks: list[Chunk] = []
         self.channels = "none" if channels is None else channels
@@ -55,9 +57,9 @@ class Full(Store):
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0
         if n <= start:
             return
-        B, H, _, D = self.shape
-        cap = roundup(max(n - start, start // 8))
-        k, v = (empty((B, H, cap, D), self.dtype, self.device) for _ in "kv")
+        B, H, _, _ = self.shape
+        cap, held = roundup(max(n - start, start // 8)), self.form.dtype(self.dtype)
+        k, v = (empty((B, H, cap, self.form.width), held, self.device) for _ in "kv")
         index = scale = None
         if self.bits:
             index = empty((B, H, self.R, cap * self.bits // 8), torch.uint8, self.device)
@@ -77,14 +79,16 @@ class Full(Store):
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         n = k.shape[2]
         self._reserve(start + n)
+        held = [self.form.encode(x) for x in (k, v)]
         for chunk, there, here in self._spans(start, start + n):
-            chunk.k[rows, :, there], chunk.v[rows, :, there] = k[:, :, here], v[:, :, here]
-        self.count(2 * k.numel(), k.element_size())
+            chunk.k[rows, :, there], chunk.v[rows, :, there] = (x[:, :, here] for x in held)
+        self.count_rows(2 * k.shape[0] * k.shape[1] * n)
         if self.channels != "none":
+            k = self.form.decode(held[0], self.dtype)
             x = k if self.projection is None else (k.to(self.projection.dtype) @ self.projection).to(k.dtype)
             self._append_index(rows, start, x.transpose(-1, -2))
         if self.v_mean is not None and n:
-            mean = self.v_mean[rows]
+            v, mean = self.form.decode(held[1], self.dtype), self.v_mean[rows]
             mean += (v.float().sum(2) - n * mean) / (start + n)
             self.count(2 * mean.numel(), 4)
 
@@ -121,7 +125,7 @@ class Full(Store):
         """Uncounted: k or v of all chunks, (B,H,N,D), unused positions zero."""
         parts = [getattr(chunk, name) for chunk in self.chunks]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        rows = rows[:, :, : max(self.lengths)].to(compute_dtype(self.dtype))
+        rows = self.form.decode(rows[:, :, : max(self.lengths)], compute_dtype(self.dtype))
         return rows if len(set(self.lengths)) == 1 else rows.masked_fill(~self.mask()[..., None], 0)
 
     def rows(self, name: str, index: Tensor | None = None, held: Tensor | None = None) -> Tensor:
@@ -129,11 +133,11 @@ class Full(Store):
         B, H, _, D = self.shape
         whole = self.whole(name)
         if index is None:
-            self.count((sum(self.lengths) - B) * H * D, self.dtype.itemsize)
+            self.count_rows((sum(self.lengths) - B) * H)
             return whole
         last = torch.tensor(self.lengths, device=self.device)[:, None, None] - 1
         fetched = index != last if held is None else held & (index != last)
-        self.count(int(fetched.sum()) * D, self.dtype.itemsize)
+        self.count_rows(int(fetched.sum()))
         return whole.gather(2, index[..., None].expand(-1, -1, -1, D))
 
     def columns(self, index: Tensor) -> Tensor:
@@ -142,7 +146,8 @@ class Full(Store):
         r, cached = index.shape[-1], [n - 1 for n in self.lengths]
         pick = index[..., None]
         if self.channels == "none":
-            self.count(sum(cached) * H * r, self.dtype.itemsize)
+            self._count_coded(sum(cached) * H * r, self.form.bits or 8 * self.dtype.itemsize)
+            self.count(sum(cached) * H * self.form.ends // 2, 2)
             return self.whole("k").transpose(-1, -2).gather(2, pick.expand(-1, -1, -1, max(self.lengths)))
         codes = [c.index for c in self.chunks if c.index is not None]
         parts = [c.gather(2, pick.expand(-1, -1, -1, c.shape[-1])) for c in codes]
@@ -159,14 +164,14 @@ class Full(Store):
             closed = length // GROUP * GROUP
             x[b, :, :, closed:length] = tail[b, :, :, : length - closed]
             coded = min(cached[b], closed)
-            self.count(coded * H * r, 1) if self.bits == 8 else self._count4(coded * H * r)
+            self._count_coded(coded * H * r, self.bits)
             self.count(closed // GROUP * 2 * H * r, 4)
             self.count((cached[b] - coded) * H * r, self.dtype.itemsize)
         return x
 
-    def _count4(self, elements: int) -> None:
+    def _count_coded(self, elements: int, bits: int) -> None:
         self.elements += elements
-        self.bytes += -(-elements // 2)
+        self.bytes += -(-elements * bits // 8)
 
     def mean(self) -> Tensor:
         """v_mean (B,H,D); its read and write are counted by `append`."""
@@ -175,7 +180,8 @@ class Full(Store):
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         n = self.lengths[rows.start]
-        k, v = (torch.cat([getattr(c, name)[rows] for c in self.chunks], 2)[:, :, :n] for name in "kv")
+        held = (torch.cat([getattr(c, name)[rows] for c in self.chunks], 2)[:, :, :n] for name in "kv")
+        k, v = (self.form.decode(x, self.dtype) for x in held)
         return k, v
 
     def share(self, rows: Sequence[int]) -> Full:
@@ -224,22 +230,22 @@ class Full(Store):
         for b, (was, now) in enumerate(zip(old, self.lengths, strict=True)):
             row = slice(b, b + 1)
             if self.v_mean is not None and n:
-                gone = torch.cat([c.v[row, :, there] for c, there, _ in self._spans(now, was)], 2).float().sum(2)
-                self.v_mean[row] = (self.v_mean[row] * was - gone) / now if now else 0
+                gone = torch.cat([c.v[row, :, there] for c, there, _ in self._spans(now, was)], 2)
+                total = self.form.decode(gone, self.dtype).float().sum(2)
+                self.v_mean[row] = (self.v_mean[row] * was - total) / now if now else 0
             open_ = now // GROUP * GROUP
             if self.tail is not None and open_ < was // GROUP * GROUP and now > open_:
-                # the group is open again: its full-precision keys are still in k
+                # the group is open again: its keys as they were before they became codes are still in k
                 k = torch.cat([c.k[row, :, there] for c, there, _ in self._spans(open_, now)], 2)
-                self.tail[row, ..., : now - open_] = k.transpose(-1, -2)
+                self.tail[row, ..., : now - open_] = self.form.decode(k, self.dtype).transpose(-1, -2)
         while self.chunks and self.chunks[-1].start >= max(self.lengths):
             del self.chunks[-1]
 
     @property
     def nbytes(self) -> int:
-        _, H, _, D = self.shape
-        size, total = self.dtype.itemsize, 0
+        H, size, total = self.shape.H, self.dtype.itemsize, 0
         for n in self.lengths:
-            total += n * H * 2 * D * size
+            total += self.form.nbytes(2 * n * H, self.dtype)
             if self.bits:
                 closed = n // GROUP * GROUP
                 total += H * self.R * (closed * self.bits // 8 + closed // GROUP * 8 + (n - closed) * size)

@@ -10,13 +10,13 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, rows
 from .store import Shape, Store
 
 
@@ -48,14 +48,26 @@ def check(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Method:
-    """One way to decode. Subclasses give `store`, `decode`, `traffic` and `bound`."""
+    """One way to decode. Subclasses give `store`, `decode`, `traffic` and `bound`.
+
+    kv: how the store holds K and V: None (in the model's type), "int8" or "int4" (rows.py).
+    """
+
+    kv: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        rows.check(self.kv)
+
+    def form(self, D: int) -> rows.Rows:
+        """Of the rows of K and V that the store holds."""
+        return rows.Rows(D, self.kv)
 
     def __repr__(self) -> str:
         shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.default is dataclasses.MISSING or value != field.default:
-                shown.append(f"{field.name}={value!r}")
+        for item in sorted(dataclasses.fields(self), key=lambda f: f.kw_only is True):
+            value = getattr(self, item.name)
+            if item.default is dataclasses.MISSING or value != item.default:
+                shown.append(f"{item.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Store:
@@ -142,12 +154,13 @@ def parse(spec: str | Method) -> Method:
     if call.func.id not in METHODS:
         raise ValueError(f"unknown method {call.func.id!r}{_near(call.func.id, list(METHODS))}")
     method = METHODS[call.func.id]
-    names = [field.name for field in dataclasses.fields(method)]
+    names = [f.name for f in dataclasses.fields(method)]
+    places = [f.name for f in dataclasses.fields(method) if not f.kw_only]
     required = [f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING]
-    if len(call.args) > len(names):
-        raise ValueError(f"{method.__name__} takes at most {len(names)} arguments: {', '.join(names)}")
+    if len(call.args) > len(places):
+        raise ValueError(f"{method.__name__} takes at most {len(places)} arguments: {', '.join(places)}")
     values: dict[str, Any] = {}
-    for name, item in [*zip(names, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]:
+    for name, item in [*zip(places, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]:
         if name not in names:
             raise ValueError(f"{method.__name__} has no argument {name!r}{_near(name or '**', names)}")
         if name in values:

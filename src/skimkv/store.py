@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .pages import empty
+from .rows import Rows
 
 
 class Shape(NamedTuple):
@@ -66,8 +67,11 @@ class Store(Part):
     current token's, and scalars written. The native kernels fuse these reads; then `Method.traffic` counts.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", kv: str | None = None
+    ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self.form = Rows(shape.D, kv)  # of rows of K and V; what is derived from them is made from the decoded rows
         self.lengths = [0] * shape.B
         self.elements = 0
         self.bytes = 0
@@ -80,6 +84,12 @@ class Store(Part):
         """Add scalars that were read or written to the counted traffic."""
         self.elements += elements
         self.bytes += elements * itemsize
+
+    def count_rows(self, n: int) -> None:
+        """Add n rows of K or V, each of one KV head."""
+        for elements, size in self.form.parts(n, self.dtype):
+            self.elements += elements
+            self.bytes += int(elements * size)
 
     def check(self, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> list[int]:
         """The padding of every row. Raises ValueError if shapes, dtype or pad do not fit."""
@@ -147,8 +157,8 @@ class Store(Part):
 class Slots(Store):
     """A budget of C tokens per KV head; a new token overwrites a victim's slot, nothing else moves.
 
-    k, v (B,H,C,D). Slots 0 .. filled[b]-1 are in use, of budget[b] <= C. Token p goes to slot order(p); without an
-    order the slots are a ring that never overwrites the `fixed` first.
+    k, v (B,H,C,D), or codes. Slots 0 .. filled[b]-1 are in use, of budget[b] <= C. Token p goes to slot order(p);
+    without an order the slots are a ring that never overwrites the `fixed` first.
     With `scored`: score (B,H,C) float32 accumulated weights, pos (B,H,C) int32 original positions.
     """
 
@@ -161,23 +171,25 @@ class Slots(Store):
         fixed: int = 0,
         scored: bool = False,
         order: Callable[[int], int] | None = None,
+        kv: str | None = None,
     ) -> None:
-        super().__init__(shape, dtype, device)
+        super().__init__(shape, dtype, device, kv)
         self.capacity, self.fixed, self.order = capacity, fixed, order
         self.filled, self.budget = [0] * shape.B, [capacity] * shape.B
-        self.k = self.v = torch.empty(shape.B, shape.H, 0, shape.D, dtype=dtype, device=self.device)
+        width, held = self.form.width, self.form.dtype(dtype)
+        self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=held, device=self.device)
         self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
         self.pos = torch.empty(shape.B, shape.H, 0, dtype=torch.int32, device=self.device) if scored else None
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots, once before the first token or when a prompt raises the budget."""
-        B, H, _, D = self.shape
+        B, H, _, _ = self.shape
         old, self.capacity = self.k.shape[2], capacity
         if capacity <= old:
             return
         held = (self.k, self.v, self.score, self.pos)
         try:
-            self.k, self.v = (empty((B, H, capacity, D), self.dtype, self.device) for _ in "kv")
+            self.k, self.v = (empty((B, H, capacity, self.form.width), self.k.dtype, self.device) for _ in "kv")
         except RuntimeError as error:
             raise ValueError(f"a budget of {capacity} tokens does not fit in memory") from error
         if held[2] is not None:
@@ -201,13 +213,13 @@ class Slots(Store):
         stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
         last = {self.ring_slot(p): p - start for p in (stay if self.order is None else range(start, end))}
         slots, source = list(last), list(last.values())
-        self.k[rows, :, slots], self.v[rows, :, slots] = k[:, :, source], v[:, :, source]
-        self.count(2 * k[:, :, source].numel(), k.element_size())
+        self.k[rows, :, slots], self.v[rows, :, slots] = (self.form.encode(x[:, :, source]) for x in (k, v))
+        self.count_rows(2 * k.shape[0] * k.shape[1] * len(source))
         for b in range(rows.start, rows.stop):
             self.filled[b] = min(end, self.capacity)
 
     def keep(self, b: int, index: Tensor, *candidates: Tensor) -> None:
-        """Row b holds exactly the candidates (H,m,...) chosen by index (H,c), in that order: k, v[, score, pos]."""
+        """Row b holds exactly the candidates (H,m,...) chosen by index (H,c), in order: encoded k, v[, score, pos]."""
         held = [t for t in (self.k, self.v, self.score, self.pos) if t is not None]
         c = index.shape[1]
         for tensor, pool in zip(held, candidates, strict=True):
@@ -216,14 +228,16 @@ class Slots(Store):
         self.filled[b] = c
 
     def write(self, slot: Tensor, lost: Tensor | None, *current: Tensor) -> None:
-        """The current token (k, v (B,H,D), score, pos (B,H)) into slot (B,H); where `lost` (B,H), nothing changes."""
+        """The current token (encoded k, v (B,H,D); score, pos (B,H)) into slot (B,H); where `lost`, nothing changes."""
         for held, new in zip((self.k, self.v, self.score, self.pos), current, strict=True):
             assert held is not None
             column = (*slot.shape, *[1] * (new.ndim - 1))
             x = new[:, :, None]
             at = slot.reshape(column).expand_as(x)
             held.scatter_(2, at, x if lost is None else torch.where(lost.reshape(column), held.gather(2, at), x))
-            self.count(x.numel(), x.element_size())
+            if new.ndim == 2:
+                self.count(x.numel(), x.element_size())
+        self.count_rows(2 * slot.numel())
 
     def mask(self) -> Tensor:
         filled = torch.tensor(self.filled, device=self.device)
@@ -233,18 +247,18 @@ class Slots(Store):
         """All slots in use, read and counted: k, v (B,H,C',D), unused ones zero."""
         c, to = max(self.filled), compute_dtype(self.dtype)
         unused = ~self.mask()[..., None]
-        self.count(2 * sum(self.filled) * self.shape.H * self.shape.D, self.k.element_size())
-        return tuple(t[:, :, :c].to(to).masked_fill(unused, 0) for t in (self.k, self.v))  # type: ignore[return-value]
+        self.count_rows(2 * sum(self.filled) * self.shape.H)
+        k, v = (self.form.decode(t[:, :, :c], to).masked_fill(unused, 0) for t in (self.k, self.v))
+        return k, v
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         c = self.filled[rows.start]
-        return self.k[rows, :, :c], self.v[rows, :, :c]
+        k, v = (self.form.decode(t[rows, :, :c], self.dtype) for t in (self.k, self.v))
+        return k, v
 
     @property
     def nbytes(self) -> int:
-        _, H, _, D = self.shape
-        per_slot = 2 * D * self.k.element_size() + (0 if self.score is None else 8)
-        return sum(self.filled) * H * per_slot
+        return sum(self.filled) * self.shape.H * (self.form.nbytes(2, self.dtype) + (0 if self.score is None else 8))
 
     def select(self, index: Tensor) -> None:
         super().select(index)

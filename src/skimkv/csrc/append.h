@@ -43,6 +43,21 @@ template <class T> static void transpose(const T *const *x, int64_t n, int R, T 
     }
 }
 
+// Where position p is, a row of T or of codes.
+template <class T>
+static char *held_row(const skimkv_cache *c, const skimkv_chunk *chunk, bool value, int64_t b, int64_t h, int64_t p) {
+    if (c->bits) return (char *)(value ? value_row<char>(chunk, b, h, p) : key_row<char>(chunk, b, h, p));
+    return (char *)(value ? value_row<T>(chunk, b, h, p) : key_row<T>(chunk, b, h, p));
+}
+
+// Writes a row into the cache; where that rounds it, it comes back in `own`.
+template <class T> static const T *put_row(const skimkv_cache *c, const T *row, char *to, T *own) {
+    if (!c->bits) return (T *)__builtin_memcpy(to, row, c->D * sizeof(T)), row;
+    encode(row, c->D, c->bits, (uint8_t *)to);
+    if (c->channels != SKIMKV_NONE || c->mean) round_trip((const uint8_t *)to, c->D, c->bits, own);
+    return own;
+}
+
 // Asks for the memory that the new row of an operation will be written to.
 template <class T> static void ask_append(const skimkv_op *op, int64_t b, int64_t h) {
     const skimkv_cache *c = op->cache;
@@ -55,9 +70,9 @@ template <class T> static void ask_append(const skimkv_op *op, int64_t b, int64_
                               : (const T *)c->tail + b * c->t_b + h * c->t_h + p % GROUP;
         for (int i = 0; i < c->R; i++) __builtin_prefetch(index + i * (copy ? chunk->x_r : c->t_r), 1);
     }
-    for (int64_t i = 0; i < c->D * (int64_t)sizeof(T); i += 64) {
-        __builtin_prefetch((const char *)key_row<T>(chunk, b, h, p) + i, 1);
-        __builtin_prefetch((const char *)value_row<T>(chunk, b, h, p) + i, 1);
+    for (int64_t i = 0; i < row_bytes(c); i += 64) {
+        __builtin_prefetch(held_row<T>(c, chunk, false, b, h, p) + i, 1);
+        __builtin_prefetch(held_row<T>(c, chunk, true, b, h, p) + i, 1);
     }
 }
 
@@ -68,24 +83,26 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
     const int64_t skip = a->skip ? a->skip[b] : 0, n = a->n - skip, first = a->at ? a->at[b] : c->lengths[b];
     const T *k = (const T *)a->k + b * a->k_b + h * a->k_h + skip * a->k_n;
     const T *v = (const T *)a->v + b * a->v_b + h * a->v_h + skip * a->v_n;
+    float sum[256] = {};
     for (int64_t p = first; p < first + n;) {
         const skimkv_chunk *chunk = c->chunks;
         while (p >= chunk->start + chunk->cap) chunk++;
         // no further than the chunk and, so that a group is quantised before the next opens, the group
         const int64_t stop = min(min(first + n, chunk->start + chunk->cap), p / GROUP * GROUP + GROUP);
         const T *rows[GROUP];
-        T projected[GROUP][256];
+        T made[GROUP][256], value[256];
         for (int64_t i = p; i < stop; i++) {
-            const T *kr = k + (i - first) * a->k_n, *vr = v + (i - first) * a->v_n;
-            __builtin_memcpy((T *)key_row<T>(chunk, b, h, i), kr, D * sizeof(T));
-            __builtin_memcpy((T *)value_row<T>(chunk, b, h, i), vr, D * sizeof(T));
+            const T *kr = put_row(c, k + (i - first) * a->k_n, held_row<T>(c, chunk, false, b, h, i), made[i - p]);
+            const T *vr = put_row(c, v + (i - first) * a->v_n, held_row<T>(c, chunk, true, b, h, i), value);
             rows[i - p] = kr;
+            if (c->mean)
+                for (int d = 0; d < D; d++) sum[d] += scalar(vr[d]);
             if (c->projection) {
                 float x[256] = {};
                 for (int d = 0; d < D; d++)
                     for (int r = 0; r < R; r++) x[r] += scalar(kr[d]) * c->projection[(h * D + d) * R + r];
-                from_float(x, projected[i - p], R);
-                rows[i - p] = projected[i - p];
+                from_float(x, made[i - p], R);
+                rows[i - p] = made[i - p];
             }
         }
         if (coded) {
@@ -103,9 +120,7 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
         p = stop;
     }
     if (c->mean && n > 0) {
-        float *mean = (float *)c->mean + b * c->m_b + h * c->m_h, sum[256] = {};
-        for (int64_t i = 0; i < n; i++)
-            for (int d = 0; d < D; d++) sum[d] += scalar(v[i * a->v_n + d]);
+        float *mean = (float *)c->mean + b * c->m_b + h * c->m_h;
         for (int d = 0; d < D; d++) mean[d] += (sum[d] - (float)n * mean[d]) / (float)(first + n);
     }
 }

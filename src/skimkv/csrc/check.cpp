@@ -16,6 +16,8 @@ const char *check_cache(const skimkv_cache *c) {
     if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
     if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
     if (bad_dtype(c->dtype)) return "cache dtype is unknown";
+    if (c->bits != 0 && c->bits != 8 && c->bits != 4) return "rows are of 0 (as they are), 8 or 4 bits";
+    if (c->bits == 4 && c->D % 2) return "rows of 4 bits need an even D";
     if (c->channels < SKIMKV_NONE || c->channels > SKIMKV_INT4) return "channels is unknown";
     if (!c->chunks || c->n_chunks < 0 || !c->lengths) return "chunks or lengths are missing";
     const bool coded = c->channels >= SKIMKV_INT8;

@@ -7,32 +7,46 @@ struct DenseScratch {
     float *q;       // [G][P]
     float *s;       // [G][BLOCK], or [G][np + BLOCK] where weights are kept
     float *online;
+    uint8_t *row;   // the new row's k and v where rows are coded
 };
 static DenseScratch take_dense(Arena &a, const skimkv_op *op, int64_t n) {
     const int G = op->cache->G, P = padded(op->cache->D);
     return {a.take<float>(G * P), a.take<float>(G * ((op->score ? roundup(n, 256) : 0) + BLOCK)),
-            a.take<float>(online_floats(G, P))};
+            a.take<float>(online_floats(G, P)), a.take<uint8_t>(op->cache->bits ? 2 * row_bytes(op->cache) : 0)};
+}
+
+// The new row of (b, h) as the cache will hold it, T being its type and R that of the cache's rows.
+template <class T, class R>
+static void new_row(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, const R **k, const R **v) {
+    const T *k1 = (const T *)op->k_new + b * op->n_b + h * op->n_h, *v1 = (const T *)op->v_new + b * op->n_b + h * op->n_h;
+    if constexpr (row_bits<R> != 0) {
+        uint8_t *k2 = x.row, *v2 = x.row + row_bytes(op->cache);
+        encode(k1, op->cache->D, row_bits<R>, k2), encode(v1, op->cache->D, row_bits<R>, v2);
+        *k = (const R *)k2, *v = (const R *)v2;
+    } else {
+        *k = k1, *v = v1;
+    }
 }
 
 // Pointers to rows from .. to-1 (at most BLOCK) and padding to a whole vector; position n is the new row.
-template <class T>
-static void block_rows(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const T **k, const T **v) {
+template <class T, class R>
+static void block_rows(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const DenseScratch &x,
+                       const R **k, const R **v) {
     const skimkv_cache *c = op->cache;
     int j = 0;
     each_run(c, from, min(to, held(op, b)), [&](const skimkv_chunk *chunk, int64_t first, int64_t last) {
-        const T *kr = key_row<T>(chunk, b, h, first), *vr = value_row<T>(chunk, b, h, first);
+        const R *kr = key_row<R>(chunk, b, h, first), *vr = value_row<R>(chunk, b, h, first);
         for (int64_t p = first; p < last; p++, kr += chunk->k_n, vr += chunk->v_n) k[j] = kr, v[j] = vr, j++;
     });
     if (to > held(op, b)) {
-        k[j] = (const T *)op->k_new + b * op->n_b + h * op->n_h;
-        v[j] = (const T *)op->v_new + b * op->n_b + h * op->n_h;
+        new_row<T>(op, b, h, x, k + j, v + j);
         j++;
     }
     for (; j % W; j++) k[j] = k[j - 1], v[j] = v[j - 1];
 }
 
 // Attention over positions from .. to-1 into o.
-template <class T, int D_>
+template <class T, class R, int D_>
 static void dense_part(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const DenseScratch &x,
                        const Online &o) {
     const skimkv_cache *c = op->cache;
@@ -40,13 +54,13 @@ static void dense_part(const skimkv_op *op, int64_t b, int64_t h, int64_t from, 
     Unit u{};
     u.q = x.q;
     load_query(op, u, b, h);
-    const T *k[BLOCK + W], *v[BLOCK + W];
+    const R *k[BLOCK + W], *v[BLOCK + W];
     reset(o, G, P);
     for (int64_t p = from; p < to; p += BLOCK) {
         const int n = (int)min(BLOCK, to - p);
-        block_rows<T>(op, b, h, p, p + n, k, v);
-        dots<T, D_>(u.q, P, G, c->D, k, n, x.s, BLOCK);
-        update<T, D_>(o, P, G, c->D, v, n, x.s, BLOCK, op_cap(op));
+        block_rows<T>(op, b, h, p, p + n, x, k, v);
+        dots<R, D_>(u.q, P, G, c->D, k, n, x.s, BLOCK);
+        update<R, D_>(o, P, G, c->D, v, n, x.s, BLOCK, op_cap(op));
     }
 }
 
@@ -73,20 +87,23 @@ static int64_t victim(const skimkv_op *op, int64_t b, int64_t h, float own) {
 }
 
 // The new row of (b, h) goes into its slot, or is dropped; `own` is its weight.
-template <class T> static void keep_row(const skimkv_op *op, int64_t b, int64_t h, float own) {
-    const int64_t at = victim(op, b, h, own), n = op->cache->D * (int64_t)sizeof(T);
+template <class T, class R> static void keep_row(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, float own) {
+    const int64_t at = victim(op, b, h, own), n = row_bytes(op->cache);
+    const R *k, *v;
     const skimkv_chunk *chunk = op->cache->chunks;
     if (at < 0) return;
     while (at >= chunk->start + chunk->cap) chunk++;
-    __builtin_memcpy((T *)key_row<T>(chunk, b, h, at), (const T *)op->k_new + b * op->n_b + h * op->n_h, n);
-    __builtin_memcpy((T *)value_row<T>(chunk, b, h, at), (const T *)op->v_new + b * op->n_b + h * op->n_h, n);
+    new_row<T>(op, b, h, x, &k, &v);
+    __builtin_memcpy((R *)key_row<R>(chunk, b, h, at), k, n);
+    __builtin_memcpy((R *)value_row<R>(chunk, b, h, at), v, n);
     if (!op->score) return;
     op->score[b * op->c_b + h * op->c_h + at] = own;
     op->pos[b * op->c_b + h * op->c_h + at] = (int32_t)op->now[b];
 }
 
 // All positions with their softmax weights kept and, averaged over the group, added to op->score.
-template <class T, int D_> static void dense_scored(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x) {
+template <class T, class R, int D_>
+static void dense_scored(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x) {
     const skimkv_cache *c = op->cache;
     const int G = c->G, P = padded(c->D);
     const int64_t n = c->lengths[b] + 1, ld = roundup(n, BLOCK);
@@ -94,12 +111,12 @@ template <class T, int D_> static void dense_scored(const skimkv_op *op, int64_t
     u.q = x.q;
     load_query(op, u, b, h);
     const Online o = online_at(x.online, G);
-    const T *k[BLOCK + W], *v[BLOCK + W];
+    const R *k[BLOCK + W], *v[BLOCK + W];
     reset(o, G, P);
     for (int64_t p = 0; p < n; p += BLOCK) {
         const int m = (int)min(BLOCK, n - p);
-        block_rows<T>(op, b, h, p, p + m, k, v);
-        dots<T, D_>(u.q, P, G, c->D, k, m, x.s + p, ld);
+        block_rows<T>(op, b, h, p, p + m, x, k, v);
+        dots<R, D_>(u.q, P, G, c->D, k, m, x.s + p, ld);
     }
     for (int g = 0; g < G; g++) {
         float *s = x.s + g * ld, m = LOWEST, l = 0;
@@ -119,8 +136,8 @@ template <class T, int D_> static void dense_scored(const skimkv_op *op, int64_t
     }
     for (int64_t p = 0; p < n; p += BLOCK) {
         const int m = (int)min(BLOCK, n - p);
-        block_rows<T>(op, b, h, p, p + m, k, v);
-        add<T, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m);
+        block_rows<T>(op, b, h, p, p + m, x, k, v);
+        add<R, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m);
     }
     float *score = op->score + b * op->c_b + h * op->c_h;
     float w = 0;
@@ -131,7 +148,7 @@ template <class T, int D_> static void dense_scored(const skimkv_op *op, int64_t
         if (p + 1 < n) score[p] += w;
     }
     finish_dense(op, b, h, o);
-    keep_row<T>(op, b, h, w);
+    keep_row<T, R>(op, b, h, x, w);
 }
 
 }  // namespace skimkv::SKIMKV_NS

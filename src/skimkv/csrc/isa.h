@@ -2,6 +2,7 @@
 // No standard library below: an inline function compiled for AVX-512 may be the copy that the linker keeps for all.
 #pragma once
 #include "vmath.h"
+#include "rowcode.h"
 #include "rows.h"
 #include "channels.h"
 #include "select.h"

@@ -43,6 +43,15 @@ static inline void dots_block(const float *q, int P, int D, const T *const *rows
 // s[g*ld + j] for j < n; writes up to the next multiple of W, and rows[] must be readable that far.
 template <class T, int D_>
 static void dots(const float *q, int P, int G, int D, const T *const *rows, int n, float *s, int64_t ld) {
+    if constexpr (row_bits<T> != 0) {
+        float x[DECODED * 256];
+        const float *own[DECODED];
+        for (int j = 0; j < n; j += DECODED) {
+            decode_rows(rows + j, (int)min(n - j, DECODED), D, x, own);
+            dots<float, D_>(q, P, G, D, own, (int)min(n - j, DECODED), s + j, ld);
+        }
+        return;
+    } else
     for (int j = 0; j < n; j += W) {
         int g = 0;
         for (; g + 4 <= G; g += 4) dots_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld);
@@ -90,10 +99,19 @@ static inline void add_group(float *acc, int P, int D, const T *const *rows, con
 // acc[g*P ..] += sum_j w[g*ld + j] row_j for j < n.
 template <class T, int D_>
 static void add(float *acc, int P, int G, int D, const T *const *rows, const float *w, int64_t ld, int n) {
-    int g = 0;
-    for (; g + 4 <= G; g += 4) add_group<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n);
-    if (g + 2 <= G) add_group<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n), g += 2;
-    if (g < G) add_group<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n);
+    if constexpr (row_bits<T> != 0) {
+        float x[DECODED * 256];
+        const float *own[DECODED];
+        for (int j = 0; j < n; j += DECODED) {
+            decode_rows(rows + j, (int)min(n - j, DECODED), D, x, own);
+            add<float, D_>(acc, P, G, D, own, w + j, ld, (int)min(n - j, DECODED));
+        }
+    } else {
+        int g = 0;
+        for (; g + 4 <= G; g += 4) add_group<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n);
+        if (g + 2 <= G) add_group<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n), g += 2;
+        if (g < G) add_group<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n);
+    }
 }
 
 // Softmax attention in progress: maximum, sum of exp, and the weighted sum of values of each query.

@@ -93,10 +93,9 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
     const int G = op->cache->G;
     const int64_t at = t * GROUP - chunk->start;
     float *s = z.s + t * GROUP;
-    if constexpr (sizeof(E) == 1) {
-#ifdef __AVX512VNNI__
+    if constexpr (in_integers<E>) {
         coded_tile<is_code4<E>>(op, u, (const uint8_t *const *)p, at, narrow, t - t0, c0, s);
-#else
+    } else if constexpr (sizeof(E) == 1) {
         const float *scale = chunk->scale + u.b * chunk->s_b + u.h * chunk->s_h + at / GROUP * chunk->s_g;
         float w[4 * TOGETHER], init[4], step[TOGETHER], zero[TOGETHER];
         for (int i = 0; i < nc; i++) {
@@ -112,7 +111,6 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             }
             stream_heads<E>(p, is_code4<E> ? at / 2 : at, GROUP, nc, w, TOGETHER, gn, c0 == 0, init, s + g0 * u.np, u.np);
         }
-#endif
     } else {
         const float none[4] = {};
         E copy[TOGETHER * GROUP];
@@ -140,9 +138,7 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             const E *from = index + u.channel[c] * chunk->x_r + (t0 * GROUP - chunk->start) / (is_code4<E> ? 2 : 1);
             for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
         }
-#ifdef __AVX512VNNI__
-    if (sizeof(E) == 1) narrow_weights(op, u, chunk, narrow, t0, t1);
-#endif
+    if constexpr (in_integers<E>) narrow_weights(op, u, chunk, narrow, t0, t1);
     for (int64_t c0 = 0; c0 < u.r; c0 += TOGETHER) {
         const int nc = (int)min(TOGETHER, u.r - c0);
         const E *p[TOGETHER];

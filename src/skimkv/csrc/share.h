@@ -89,21 +89,22 @@ template <class T> static void append_in(const skimkv_op *op, int64_t b, int64_t
     append_unit<T>(&one, b, h);
 }
 
-template <class T, int D_> static void dense_task(const skimkv_op *op, const Plan &p, const DenseScratch &x, int64_t task) {
+template <class T, class R, int D_>
+static void dense_task(const skimkv_op *op, const Plan &p, const DenseScratch &x, int64_t task) {
     const skimkv_cache *c = op->cache;
     const int64_t unit = task / p.parts, i = task % p.parts, b = unit / c->H, h = unit % c->H;
     const int64_t n = c->lengths[b] + (op->k_new ? 1 : 0);
-    if (op->score) return dense_scored<T, D_>(op, b, h, x);
+    if (op->score) return dense_scored<T, R, D_>(op, b, h, x);
     append_in<T>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1));
     float *own = p.parts > 1 ? p.partial + task * p.partial_ld : x.online;
     const Online o = online_at(own, c->G);
-    dense_part<T, D_>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1), x, o);
+    dense_part<T, R, D_>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1), x, o);
     if (!last_part(p, unit)) return;
     const Online sum = p.parts > 1 ? online_at(p.partial + unit * p.parts * p.partial_ld, c->G) : o;
     for (int64_t j = 1; j < p.parts; j++)
         merge(sum, online_at(p.partial + (unit * p.parts + j) * p.partial_ld, c->G), c->G, p.P);
     finish_dense(op, b, h, sum);
-    if (op->keep == SKIMKV_SLOT) keep_row<T>(op, b, h, 0);
+    if (op->keep == SKIMKV_SLOT) keep_row<T, R>(op, b, h, x, 0);
 }
 
 // The query of a task's unit and what step 1 needs of it.
@@ -116,7 +117,7 @@ template <class T> static void prepare(const skimkv_op *op, const Plan &p, Unit 
 }
 
 // Step 1 of part i.
-template <class T, int D_>
+template <class T, class R, int D_>
 static void score(const skimkv_op *op, const Plan &p, const Unit &u, const Scores &z, const Narrow &w, const Sums &sums, int64_t i) {
     const int64_t from = part_start(u.n, p.parts, i), to = part_start(u.n, p.parts, i + 1);
     const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
@@ -124,7 +125,7 @@ static void score(const skimkv_op *op, const Plan &p, const Unit &u, const Score
     append_in<T>(op, u.b, u.h, from, to);
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
-    if (rows) score_rows<T, D_>(op, u, exact ? u.q : u.full, z, sums, t0, t1);
+    if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.full, z, sums, t0, t1);
     else score_channels<T>(op, u, z, w, sums, t0, t1);
 }
 
@@ -134,41 +135,41 @@ static inline int64_t take_task(const Plan &p) {
 }
 
 // Steps 2 and 3 of a unit. Fetching the rows during another unit's step 1 was no faster: they delay its streams.
-template <class T, int D_>
+template <class R, int D_>
 static void complete(const skimkv_op *op, Unit &u, const Scores &z, const Choice &x) {
     const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
     fetch_rows(op, u, nullptr, u.n - 1 - local, u.n);
     choose(op, u, z, x);
     fetch_rows(op, u, u.chosen, 0, u.n_chosen);
     if (op->use_mean) chosen_mass(op, u, z, x);
-    attend<T, D_>(op, u, z, x);
+    attend<R, D_>(op, u, z, x);
 }
 
 // Whole units.
-template <class T, int D_>
+template <class T, class R, int D_>
 static void run_units(const skimkv_op *op, const Plan &p, Unit &u, const Scores &z, const Choice &x, const Narrow &w, const Sums &sums) {
     for (int64_t task; (task = take_task(p)) >= 0;) {
         prepare<T>(op, p, u, task);
-        score<T, D_>(op, p, u, z, w, sums, 0);
-        complete<T, D_>(op, u, z, x);
+        score<T, R, D_>(op, p, u, z, w, sums, 0);
+        complete<R, D_>(op, u, z, x);
     }
 }
 
 // Parts of units: the last to be scored goes on with the unit.
-template <class T, int D_>
+template <class T, class R, int D_>
 static void run_parts(const skimkv_op *op, const Plan &p, Unit &u, const Choice &x, const Narrow &w, const Sums &sums) {
     for (int64_t task; (task = take_task(p)) >= 0;) {
         const int64_t unit = task / p.parts;
         Arena a{p.scores.at + unit * p.scores_ld};
         const Scores z = take_scores(a, p.longest, op->cache->G);
         prepare<T>(op, p, u, task);
-        score<T, D_>(op, p, u, z, w, sums, task % p.parts);
+        score<T, R, D_>(op, p, u, z, w, sums, task % p.parts);
         if (!last_part(p, unit)) continue;
-        complete<T, D_>(op, u, z, x);
+        complete<R, D_>(op, u, z, x);
     }
 }
 
-template <class T, int D_> static void run(const skimkv_op *op, const Plan &p, int ith, int nth) {
+template <class T, class R, int D_> static void run(const skimkv_op *op, const Plan &p, int ith, int nth) {
     Unit u{};
     Scores z{};
     Choice x{};
@@ -178,31 +179,38 @@ template <class T, int D_> static void run(const skimkv_op *op, const Plan &p, i
     Arena own{p.own + ith * p.own_ld};
     take_own(own, op, p.longest, p.parts > 1, &u, &z, &x, &w, &sums, &d);
     if (op->method == SKIMKV_DENSE)
-        for (int64_t task; (task = take_task(p)) >= 0;) dense_task<T, D_>(op, p, d, task);
+        for (int64_t task; (task = take_task(p)) >= 0;) dense_task<T, R, D_>(op, p, d, task);
     else if (p.parts > 1)
-        run_parts<T, D_>(op, p, u, x, w, sums);
+        run_parts<T, R, D_>(op, p, u, x, w, sums);
     else
-        run_units<T, D_>(op, p, u, z, x, w, sums);
+        run_units<T, R, D_>(op, p, u, z, x, w, sums);
     // the last to leave makes the work area ready for the next step
     if (__atomic_add_fetch(&p.header->done, 1, __ATOMIC_ACQ_REL) == nth) p.header->next = p.header->done = 0;
 }
 
-template <class T> static void run_d(const skimkv_op *op, const Plan &p, int ith, int nth) {
-    switch (op->cache->D) {
-        case 64: return run<T, 64>(op, p, ith, nth);
-        case 80: return run<T, 80>(op, p, ith, nth);
-        case 96: return run<T, 96>(op, p, ith, nth);
-        case 128: return run<T, 128>(op, p, ith, nth);
-        case 256: return run<T, 256>(op, p, ith, nth);
-        default: return run<T, 0>(op, p, ith, nth);
+template <class T, class R> static void run_d(const skimkv_op *op, const Plan &p, int ith, int nth) {
+    const int D = op->cache->D;
+    if (D == 64) return run<T, R, 64>(op, p, ith, nth);
+    if (D == 128) return run<T, R, 128>(op, p, ith, nth);
+    if constexpr (row_bits<R> == 0) {
+        if (D == 80) return run<T, R, 80>(op, p, ith, nth);
+        if (D == 96) return run<T, R, 96>(op, p, ith, nth);
+        if (D == 256) return run<T, R, 256>(op, p, ith, nth);
     }
+    run<T, R, 0>(op, p, ith, nth);
+}
+
+template <class T> static void run_r(const skimkv_op *op, const Plan &p, int ith, int nth) {
+    if (op->cache->bits == 8) run_d<T, Coded<8>>(op, p, ith, nth);
+    else if (op->cache->bits == 4) run_d<T, Coded<4>>(op, p, ith, nth);
+    else run_d<T, T>(op, p, ith, nth);
 }
 
 static void share(const skimkv_op *op, void *work, int ith, int nth) {
     const Plan p = make_plan(op, work, nth);
-    if (op->cache->dtype == SKIMKV_F32) run_d<float>(op, p, ith, nth);
-    else if (op->cache->dtype == SKIMKV_BF16) run_d<bf16>(op, p, ith, nth);
-    else run_d<f16>(op, p, ith, nth);
+    if (op->cache->dtype == SKIMKV_F32) run_r<float>(op, p, ith, nth);
+    else if (op->cache->dtype == SKIMKV_BF16) run_r<bf16>(op, p, ith, nth);
+    else run_r<f16>(op, p, ith, nth);
 }
 
 }  // namespace skimkv::SKIMKV_NS

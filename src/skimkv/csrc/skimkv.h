@@ -1,7 +1,7 @@
 /* skimkv: one decode step of attention over a key-value cache that is read in part. Plain C, no dependencies.
  *
  * Letters: B batch, H KV heads, G query heads per KV head, N cached tokens, D head size, R index channels.
- * All strides are in elements (of int8 and int4 codes: in bytes); the innermost dimension D of q, k, v and y and the
+ * All strides are in elements (of codes and coded rows: in bytes); the innermost dimension D of q, k, v and y and the
  * position of an index have stride 1. D is at most 256; multiples of 8 from 16 on are fast. Row b of the batch holds
  * lengths[b] tokens at positions 0 .. lengths[b]-1; the last is the current one, always attended and not counted in k.
  */
@@ -21,8 +21,9 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 2
+#define SKIMKV_VERSION 3
 #define SKIMKV_GROUP 256 /* tokens that share a scale in a quantised index */
+#define SKIMKV_ROW_SPAN 64 /* channels of a coded row that share their ends */
 
 enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };                               /* element types */
 enum { SKIMKV_NONE, SKIMKV_COPY, SKIMKV_INT8, SKIMKV_INT4 };                /* channel-major index of K */
@@ -42,7 +43,11 @@ typedef struct skimkv_chunk {
 } skimkv_chunk;
 
 /* int4: 128 tokens are 64 bytes, 16 little-endian dwords; token j is nibble j/16 of dword j%16. Chunks of quantised
- * indexes start at a multiple of 256; the last, incomplete group of a row is in `tail`, column position % 256. */
+ * indexes start at a multiple of 256; the last, incomplete group of a row is in `tail`, column position % 256.
+ * Rows of K and V are of dtype, or, where `bits` is 8 or 4, coded: for every 64 channels the least and the greatest as
+ * float16, `low` and `high`, then for every 64 (or the rest) n channels the codes, n*bits/8 bytes, x = low + code *
+ * (high - low) / (2^bits - 1); of 4 bits byte i is channel i, and in the high nibble i + n/2. D is then even. An index
+ * and the mean are those of the decoded rows; a new row is attended as it will be held. */
 typedef struct skimkv_cache {
     int32_t B, H, G, D, R;
     int32_t dtype, channels, n_chunks;
@@ -52,6 +57,7 @@ typedef struct skimkv_cache {
     const float *mean;          /* [b,h,d] running mean of V, or NULL */
     const float *projection;    /* [h,d,R] contiguous, SKIMKV_LOWRANK only */
     int64_t t_b, t_h, t_r, m_b, m_h;
+    int32_t bits;               /* of the codes of K and V; 0: none */
 } skimkv_cache;
 
 typedef struct skimkv_op {

@@ -66,6 +66,9 @@ template <class F> static inline void each_run(const skimkv_cache *c, int64_t fr
     }
 }
 
+static inline int64_t row_bytes(const skimkv_cache *c) {
+    return c->bits ? coded_bytes(c->D, c->bits) : c->D * (c->dtype == SKIMKV_F32 ? 4 : 2);
+}
 template <class T> static inline const T *key_row(const skimkv_chunk *c, int64_t b, int64_t h, int64_t p) {
     return (const T *)c->k + b * c->k_b + h * c->k_h + (p - c->start) * c->k_n;
 }
@@ -77,7 +80,8 @@ template <class T> static inline const T *value_row(const skimkv_chunk *c, int64
 // of latency, so all are asked for before the first is used.
 static void fetch_rows(const skimkv_op *op, const Unit &u, const int32_t *list, int64_t from, int64_t to) {
     const skimkv_cache *c = op->cache;
-    const int size = c->dtype == SKIMKV_F32 ? 4 : 2;
+    const int size = c->bits ? 1 : c->dtype == SKIMKV_F32 ? 4 : 2;
+    const int64_t bytes = row_bytes(c);
     const bool keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
     const skimkv_chunk *chunk = c->chunks;
     for (int64_t j = from; j < to; j++) {
@@ -85,9 +89,13 @@ static void fetch_rows(const skimkv_op *op, const Unit &u, const int32_t *list, 
         while (p >= chunk->start + chunk->cap) chunk++;
         const char *k = (const char *)chunk->k + (u.b * chunk->k_b + u.h * chunk->k_h + (p - chunk->start) * chunk->k_n) * size;
         const char *v = (const char *)chunk->v + (u.b * chunk->v_b + u.h * chunk->v_h + (p - chunk->start) * chunk->v_n) * size;
-        for (int i = 0; i < c->D * size; i += 64) {
+        for (int64_t i = 0; i < bytes; i += 64) {
             if (keys) prefetch(k + i);
             prefetch(v + i);
+        }
+        if (c->bits) {  // of any alignment: the end may be in one more line
+            if (keys) prefetch(k + bytes - 1);
+            prefetch(v + bytes - 1);
         }
     }
 }

@@ -18,7 +18,7 @@ class Dense(Method):
     """softmax(q K^T / sqrt(D)) V over all positions. Reads 2ND + 2D elements (SparQ eq. 3)."""
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
-        return Full(shape, dtype, device)
+        return Full(shape, dtype, device, kv=self.kv)
 
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
@@ -26,8 +26,8 @@ class Dense(Method):
         return ops.dense(store, q, scale, softcap, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        total = 2 * n * shape.D + 2 * shape.D
-        return Traffic.of(shape.B * shape.H, total, (total, dtype.itemsize))
+        rows = 2 * n + 2
+        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.form(shape.D).parts(rows, dtype))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return shape.B * shape.H * 2 * n * shape.D * dtype.itemsize
+        return self.form(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)

@@ -29,6 +29,7 @@ class H2O(Method):
     local: int | float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("k", self.k), ("local", self.local)):
             if isinstance(value, float) and not 0 < value <= 1:
                 raise ValueError(f"{name} = {value} must be a fraction from 0 to 1, or a whole number of tokens")
@@ -52,7 +53,7 @@ class H2O(Method):
         return min(budget, math.ceil(round(share * budget, 6)))
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
-        return Slots(shape, dtype, device, self.budget(1), scored=True)
+        return Slots(shape, dtype, device, self.budget(1), scored=True, kv=self.kv)
 
     def take(
         self,
@@ -73,10 +74,11 @@ class H2O(Method):
         assert store.score is not None and store.pos is not None
         for b, p in enumerate(pads):
             old, c = store.lengths[b], store.filled[b]
-            keys, values = (torch.cat([t[b, :, :c], x[b, :, p:]], 1) for t, x in ((store.k, k), (store.v, v)))
+            block = (store.form.encode(x[b, :, p:]) for x in (k, v))
+            keys, values = (torch.cat([t[b, :, :c], x], 1) for t, x in zip((store.k, store.v), block, strict=True))
             new = torch.arange(old, seen[b], dtype=torch.int32, device=k.device).expand(store.shape.H, -1)
             pos = torch.cat([store.pos[b, :, :c], new], 1)
-            score = ops.columns(q[b, :, :, p:], keys, scale, softcap).float()
+            score = ops.columns(q[b, :, :, p:], store.form.decode(keys, k.dtype), scale, softcap).float()
             score[:, :c] += store.score[b, :, :c]
             rank = score.masked_fill(pos >= seen[b] - self.recent(store.budget[b]), torch.inf)
             kept = rank.topk(min(store.budget[b], rank.shape[1]), -1).indices.sort(-1).values
@@ -95,7 +97,8 @@ class H2O(Method):
         held = min(k, n)
         scores = 2 * held + (held if held == k else 0) + 2
         paper = 2 * k * D + 2 * D + 2 * n
-        return Traffic.of(shape.B * shape.H, paper, (2 * held * D + 2 * D, dtype.itemsize), (scores, 4))
+        return Traffic.of(shape.B * shape.H, paper, *self.form(D).parts(2 * held + 2, dtype), (scores, 4))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return shape.B * shape.H * min(self.budget(n), n) * (2 * shape.D * dtype.itemsize + 8)
+        held = shape.B * shape.H * min(self.budget(n), n)
+        return self.form(shape.D).nbytes(2 * held, dtype) + 8 * held

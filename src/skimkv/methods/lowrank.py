@@ -25,6 +25,7 @@ class LowRank(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("r", self.r, 1)
         check("k", self.k, 1)
         check("seed", self.seed, 0)
@@ -34,7 +35,7 @@ class LowRank(Method):
         draw = torch.Generator().manual_seed(self.seed)
         normal = torch.randn(shape.H, shape.D, shape.D, generator=draw, dtype=torch.float64)
         projection = torch.linalg.qr(normal).Q[..., : self.r].float().contiguous().to(device)
-        return Full(shape, dtype, device, "copy", projection=projection)
+        return Full(shape, dtype, device, "copy", projection=projection, kv=self.kv)
 
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
@@ -44,10 +45,11 @@ class LowRank(Method):
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         B, H, _, D = shape
         paper = n * self.r + 2 * self.k * D + 2 * D
-        each = n * self.r + 2 * min(self.k, n) * D + 2 * D + self.r
-        cache, fixed = Traffic.of(B * H, paper, (each, dtype.itemsize)), H * D * self.r
+        rows = self.form(D).parts(2 * min(self.k, n) + 2, dtype)
+        cache, fixed = Traffic.of(B * H, paper, *rows, (n * self.r + self.r, dtype.itemsize)), H * D * self.r
         return Traffic(cache.elements + fixed, cache.bytes + 4 * fixed, cache.paper)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         B, H, _, D = shape
-        return B * H * n * (2 * D + self.r) * dtype.itemsize + 4 * H * D * self.r
+        index = B * H * n * self.r * dtype.itemsize + 4 * H * D * self.r
+        return self.form(D).nbytes(2 * B * H * n, dtype) + index

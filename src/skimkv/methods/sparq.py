@@ -40,6 +40,7 @@ class SparQ(Method):
     channels: str = "copy"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("r", self.r, 1)
         check("k", self.k, 1)
         if self.local is not None:
@@ -56,7 +57,7 @@ class SparQ(Method):
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
         check("r", self.r, 1, shape.D)
-        return Full(shape, dtype, device, self.channels, self._mean(shape))
+        return Full(shape, dtype, device, self.channels, self._mean(shape), kv=self.kv)
 
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
@@ -67,21 +68,27 @@ class SparQ(Method):
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """The paper's 4D becomes 2D + 2D float32 with v_mean and 2D without; the channel copy's own write is D more,
-        and quantised copies add scales, the open group, and re-coding one group in every 256 steps."""
-        D, r, size, bits = shape.D, self.r, dtype.itemsize, BITS.get(self.channels)
+        and quantised copies add scales, the open group, and re-coding one group in every 256 steps. Where channels are
+        read from coded rows, the ends of all of a row's groups come with them."""
+        D, r, size, bits, form = shape.D, self.r, dtype.itemsize, BITS.get(self.channels), self.form(shape.D)
         closed = (n + 1) // GROUP * GROUP if bits else 0
         coded = min(n, closed)
-        full = 2 * min(self.k, n) * D + 2 * D + r * (n - coded) + (0 if self.channels == "none" else D)
+        rows = form.parts(2 * min(self.k, n) + 2, dtype)
+        if self.channels == "none" and form.bits:
+            rows += [(n * r, form.bits / 8), (n * form.ends // 2, 2)]
+            full = 0
+        else:
+            full = r * (n - coded) + (0 if self.channels == "none" else D)
         codes, scales = r * coded, 2 * r * (closed // GROUP)
         means = 2 * D if self._mean(shape) else 0
-        parts = [(full, size), (codes, (bits or 0) / 8), (scales + means, 4)]
+        parts = [*rows, (full, size), (codes, (bits or 0) / 8), (scales + means, 4)]
         if bits and (n + 1) % GROUP == 0:
             parts += [(D * GROUP, size), (D * GROUP * bits // 8, 1), (2 * D, 4)]
         return Traffic.of(shape.B * shape.H, n * r + 2 * self.k * D + 4 * D, *parts)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         D, size = shape.D, dtype.itemsize
-        total = 2 * n * D * size + (4 * D if self._mean(shape) else 0)
+        total = self.form(D).nbytes(2 * n, dtype) + (4 * D if self._mean(shape) else 0)
         bits = BITS.get(self.channels)
         if bits:
             total += n * D * bits // 8 + n // GROUP * 8 * D + GROUP * D * size

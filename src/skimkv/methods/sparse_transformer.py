@@ -76,10 +76,10 @@ class _Pattern(Method):
         return ops.slots(store, q, k, v, scale, softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        return LMInfinite(self.k, 0).traffic(n, shape, dtype)
+        return LMInfinite(self.k, 0, kv=self.kv).traffic(n, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return LMInfinite(self.k, 0).bound(n, shape, dtype)
+        return LMInfinite(self.k, 0, kv=self.kv).bound(n, shape, dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,13 +93,14 @@ class Strided(_Pattern):
     local: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("k", self.k, 1)
         if self.local is not None:
             check("local", self.local, 1, self.k)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         local = max(1, self.k // 2) if self.local is None else self.local
-        return Slots(shape, dtype, device, self.k, order=_strided(self.k, local))
+        return Slots(shape, dtype, device, self.k, order=_strided(self.k, local), kv=self.kv)
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,6 +116,7 @@ class Fixed(_Pattern):
     c: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("k", self.k, 1)
         if self.l is not None:
             check("l", self.l, 1, self.k)
@@ -126,4 +128,4 @@ class Fixed(_Pattern):
         return size, max(1, size // 16) if self.c is None else self.c
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
-        return Slots(shape, dtype, device, self.k, order=_fixed(self.k, *self._sizes()))
+        return Slots(shape, dtype, device, self.k, order=_fixed(self.k, *self._sizes()), kv=self.kv)

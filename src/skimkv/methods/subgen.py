@@ -54,11 +54,12 @@ class SubGen(Method):
     recent: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("k", self.k, 1)
         check("recent", self.recent, 1)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
-        return Slots(shape, dtype, device, self.k + self.recent, fixed=self.k)
+        return Slots(shape, dtype, device, self.k + self.recent, fixed=self.k, kv=self.kv)
 
     def take(
         self,
@@ -84,7 +85,8 @@ class SubGen(Method):
                 # ring slot of token t is fixed + (t - fixed) % recent: the last `recent` in that order
                 ring = sorted(range(seen - self.recent, seen), key=store.ring_slot)
                 last = torch.tensor([t - seen + m for t in ring], device=k.device).expand(store.shape.H, -1)
-                index = torch.cat([k_centres(keys[:, : m - self.recent], self.k), last], 1)
+                known = store.form.decode(keys[:, : m - self.recent], k.dtype)
+                index = torch.cat([k_centres(known, self.k), last], 1)
             store.keep(b, index, keys, values)
             store.lengths[b] = seen
 
@@ -94,16 +96,17 @@ class SubGen(Method):
         return ops.slots(store, q, k, v, scale, softcap)
 
     def _ordered(self, store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What row b holds, oldest first, then the block: the centres, the ring in order of time, the new."""
+        """What row b holds, oldest first, then the block, as held: the centres, the ring in order of time, the new."""
+        k, v = store.form.encode(k), store.form.encode(v)
         c, n = store.filled[b], store.lengths[b]
         order = list(range(min(c, self.k))) + [store.ring_slot(t) for t in range(max(self.k, n - self.recent), n)]
         return torch.cat([store.k[b, :, order], k], 1), torch.cat([store.v[b, :, order], v], 1)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        return LMInfinite(self.k + self.recent, 0).traffic(n, shape, dtype)
+        return LMInfinite(self.k + self.recent, 0, kv=self.kv).traffic(n, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return LMInfinite(self.k + self.recent, 0).bound(n, shape, dtype)
+        return LMInfinite(self.k + self.recent, 0, kv=self.kv).bound(n, shape, dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,6 +124,8 @@ class SubGenStream(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.kv is not None:
+            raise ValueError(f"SubGenStream holds samples, of which none is coded: kv = {self.kv!r} must be None")
         number = isinstance(self.delta, int | float) and not isinstance(self.delta, bool)
         if not (number and 0 <= self.delta < math.inf):
             raise ValueError(f"delta = {self.delta!r} must be a finite number of at least 0")

@@ -24,6 +24,7 @@ class TopK(Dense):
     oracle: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("k", self.k, 1)
         if not isinstance(self.oracle, bool):
             raise ValueError(f"oracle = {self.oracle!r} must be True or False")
@@ -34,6 +35,6 @@ class TopK(Dense):
         return ops.topk(store, q, scale, softcap, self.k, self.oracle, (k, v))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        D, k = shape.D, min(self.k, n)
-        total = 2 * D + (2 * k * D if self.oracle else n * D + k * D)
-        return Traffic.of(shape.B * shape.H, total, (total, dtype.itemsize))
+        k = min(self.k, n)
+        rows = 2 + (2 * k if self.oracle else n + k)
+        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.form(shape.D).parts(rows, dtype))

@@ -20,11 +20,12 @@ class LMInfinite(Method):
     initial: int = 16
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("k", self.k, 1)
         check("initial", self.initial, 0, self.k - 1)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
-        return Slots(shape, dtype, device, self.k, fixed=self.initial)
+        return Slots(shape, dtype, device, self.k, fixed=self.initial, kv=self.kv)
 
     def decode(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
@@ -32,8 +33,8 @@ class LMInfinite(Method):
         return ops.slots(store, q, k, v, scale, softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        total = 2 * min(self.k, n) * shape.D + 2 * shape.D
-        return Traffic.of(shape.B * shape.H, 2 * self.k * shape.D + 2 * shape.D, (total, dtype.itemsize))
+        rows = self.form(shape.D).parts(2 * min(self.k, n) + 2, dtype)
+        return Traffic.of(shape.B * shape.H, 2 * self.k * shape.D + 2 * shape.D, *rows)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return shape.B * shape.H * 2 * min(self.k, n) * shape.D * dtype.itemsize
+        return self.form(shape.D).nbytes(shape.B * shape.H * 2 * min(self.k, n), dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -23,6 +24,7 @@ from .causal import causal
 from .linear import fast, reference
 
 BACKENDS = ("ref", "cpu", "gpu")
+FORCED = ("forced by backend()", "SKIMKV_BACKEND")
 _forced: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)
 _process = os.environ.get("SKIMKV_BACKEND")
 
@@ -53,10 +55,10 @@ def backend(name: str) -> Iterator[None]:
 
 
 def chosen(device: str = "cpu") -> tuple[str, str]:
-    """(name, why) of the backend for stores on this device."""
+    """(name, why) of the backend for stores on this device. Raises ValueError if one was asked for that cannot run."""
     for name, why in (
-        (_forced.get(), "forced by backend()"),
-        (_process, "SKIMKV_BACKEND"),
+        (_forced.get(), FORCED[0]),
+        (_process, FORCED[1]),
     ):
         if name:
             _load(name)
@@ -65,6 +67,8 @@ def chosen(device: str = "cpu") -> tuple[str, str]:
     try:
         _load(name)
     except ValueError as error:
+        if name == "cpu" and os.environ.get("SKIMKV_ISA"):
+            raise  # what was asked for by name is not replaced
         return "ref", str(error)
     return name, f"native for {device} tensors" if name != "ref" else f"no kernels for {device} tensors"
 
@@ -76,7 +80,10 @@ def _module(store: Store | Tensor) -> ModuleType:
     key = _forced.get(), store.device.type
     module = _modules.get(key)
     if module is None:
-        module = _modules[key] = _load(chosen(store.device.type)[0])
+        name, why = chosen(store.device.type)
+        if name == "ref" and why not in FORCED:
+            warnings.warn(f"skimkv decodes with its slow reference: {why}", stacklevel=3)
+        module = _modules[key] = _load(name)
     return module
 
 

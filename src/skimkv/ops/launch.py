@@ -52,6 +52,8 @@ def check(store: Store, **given: tuple[Tensor, tuple[int, ...]]) -> None:
         raise ValueError(f"no GPU kernel for D = {D}; it must be a multiple of 16 up to 256")
     if store.dtype not in types():
         raise ValueError(f"no GPU kernel for a cache of {store.dtype}; there are some for {known}")
+    if store.form.bits:
+        raise ValueError(f"no GPU kernel for K and V in {store.form.bits} bits; SKIMKV_BACKEND=ref decodes it")
     if not runs(store):
         raise ValueError(f"the GPU kernels cannot run on {store.device}; TRITON_INTERPRET=1 interprets them there")
     for name, (t, shape) in given.items():

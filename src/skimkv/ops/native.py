@@ -13,7 +13,7 @@ import torch
 
 from .. import __path__ as _package
 
-VERSION = 2
+VERSION = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNELS = {"none": 0, "copy": 1, "int8": 2, "int4": 3}
 DENSE, SPARQ, LOWRANK, TOPK, ORACLE = range(5)
@@ -38,6 +38,7 @@ class CCache(Structure):
         a=("B H G D R dtype channels n_chunks", c_int32),
         b=("chunks lengths tail mean projection", c_void_p),
         c=("t_b t_h t_r m_b m_h", c_int64),
+        d=("bits", c_int32),
     )
 
 

@@ -167,9 +167,9 @@ def slots(
     store.reserve(store.capacity)
     x = q.to(compute_dtype(store.dtype))
     keys, values = store.rows()
+    k1, v1 = store.form.encode(k), store.form.encode(v)  # the current token is attended as it will be held
     keys, values = (
-        torch.cat([keys, k[:, :, None].to(x.dtype)], 2),
-        torch.cat([values, v[:, :, None].to(x.dtype)], 2),
+        torch.cat([t, store.form.decode(new, x.dtype)[:, :, None]], 2) for t, new in ((keys, k1), (values, v1))
     )
     held = torch.cat([store.mask(), store.mask().new_ones(len(store.filled), 1, 1)], 2)
     y, weights = attend_rows(x, keys, values, held, scale, softcap)
@@ -181,12 +181,12 @@ def slots(
     w = weights.mean(2)
     store.score[:, :, : w.shape[-1] - 1] += w[..., :-1]
     store.count(2 * sum(store.filled) * store.shape.H, 4)
-    _evict(store, k, v, w[..., -1], recent)
+    _evict(store, k1, v1, w[..., -1], recent)
     return y.to(q.dtype)
 
 
 def _evict(store: Slots, k: Tensor, v: Tensor, weight: Tensor, recent: Sequence[int]) -> None:
-    """The current token, which received `weight` (B,H), into a free slot or that of the heads' victims."""
+    """The current token, encoded, which received `weight` (B,H), into a free slot or that of the heads' victims."""
     assert store.score is not None and store.pos is not None
     slot = torch.empty(k.shape[:2], dtype=torch.int64, device=k.device)
     lost: Tensor | None = None

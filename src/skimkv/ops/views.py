@@ -58,6 +58,7 @@ class Cache(View):
         self.at, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
         c = self.cache
         c.B, c.H, c.G, c.D, c.dtype = B, H, G, D, code("a cache", store.dtype)
+        c.bits = store.form.bits or 0
         self.chunks = self._slots(store) if isinstance(store, Slots) else self._full(store)
         c.lengths, c.chunks, c.n_chunks = (
             ctypes.addressof(self.lengths),
@@ -71,10 +72,10 @@ class Cache(View):
         self.form: Any = None  # of the last step: while it is the same, the operation's fields are
 
     def _rows(self, store: Full | Slots, to: CChunk, start: int, k: Tensor, v: Tensor) -> None:
-        B, H, _, D = store.shape
+        shape, dtype = (*store.shape[:2], k.shape[2], store.form.width), store.form.dtype(store.dtype)
         to.start, to.cap = start, k.shape[2]
-        expect("k", k, (B, H, k.shape[2], D), store.dtype)
-        expect("v", v, (B, H, k.shape[2], D), store.dtype)
+        expect("k", k, shape, dtype)
+        expect("v", v, shape, dtype)
         to.k, to.v = k.data_ptr(), v.data_ptr()
         to.k_b, to.k_h, to.k_n, _ = k.stride()
         to.v_b, to.v_h, to.v_n, _ = v.stride()
