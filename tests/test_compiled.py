@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -17,6 +18,11 @@ METHODS = ["Dense()", "SparQ(r=4, k=8, channels='int8')", "H2O(k=12)", "LMInfini
 METHODS += ["SubGen(k=8, recent=8)", "SubGenStream(delta=4.0, t=2, s=16)"]
 FAMILIES = ["llama", "mistral", "gemma", "gpt_neox", "opt", "qwen3", "phi3", "gpt2"]
 GREEDY = {"max_new_tokens": 28, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch._dynamo.reset()  # models are shared by the tests, and keep what was compiled for them
 
 
 def tokens(model, spec, compile, **inputs):
@@ -98,10 +104,24 @@ def test_attach_within_attach_and_detach():
         with skimkv.attach(model, "TopK(k=4)"):
             assert "forward" not in model.__dict__
             with skimkv.attach(model, "TopK(k=4)", compile="eager"):
-                assert model.forward is not one
+                assert model.forward is one  # what was compiled serves any method
         assert model.forward is one
         skimkv.detach(model)
         assert "forward" not in model.__dict__
+
+
+def test_what_was_compiled_serves_the_next_attach_and_no_other_model():
+    model = build("llama", num_key_value_heads=2, head_dim=16)
+    counters.clear()
+    said = [tokens(model, spec, "eager") for spec in ("Dense()", "TopK(k=4)", "Dense()")]
+    assert counters["stats"]["unique_graphs"] == 1 and said[0] == said[2]
+    with skimkv.attach(model, "Dense()", compile="eager"):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.lm_head.weight.copy_(twin.lm_head.weight.flip(0))
+        flipped = twin.generate(prompt(1, 24), **GREEDY).tolist()
+    skimkv.detach(twin)
+    assert flipped == twin.generate(prompt(1, 24), **GREEDY).tolist() != said[0]
 
 
 def test_refusals_are_one_line_and_leave_the_model_alone():

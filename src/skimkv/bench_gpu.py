@@ -72,7 +72,7 @@ def _kind(method: Method, shape: Shape, dtype: torch.dtype) -> str:
     """Methods of one kind read the same store."""
     store = method.store(shape._replace(B=1), dtype)
     if isinstance(store, Full) and store.projection is None:
-        return f"{store.channels} {store.v_mean is not None}"
+        return f"{store.channels} {store.v_mean is not None} {store.form.bits}"
     return repr(method)
 
 

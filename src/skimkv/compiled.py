@@ -7,6 +7,7 @@ for hidden states or gradients) runs as without.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -126,6 +127,12 @@ class Compiled:
         self.step: Callable[[Tensor, Tensor], Tensor] = torch.compile(step, fullgraph=True, backend=self.backend)
         self.replay: Replay | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        twin = memo[id(self)] = copy.copy(self)
+        twin.held, twin.__wrapped__ = copy.deepcopy((self.held, self.__wrapped__), memo)  # of the model's copy
+        twin._build(self.length.device)
+        return twin
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache: Any = given.get("past_key_values")
@@ -196,6 +203,17 @@ def _decodes(cache: Any, given: dict[str, Any]) -> bool:
             return False
     mask = given.get("attention_mask")
     return mask is None or bool(mask.ndim == 2 and mask.shape[1] == held[0].seen + 1)
+
+
+def compiled(model: Any, backend: str) -> Compiled:
+    """The model's own, made once: what was compiled serves every method and cache. Raises ValueError as Compiled."""
+    kept = getattr(model, "__dict__", {}).get("_skimkv_compiled", {})
+    found: Compiled | None = kept.get(backend)
+    on = model.__dict__.get("forward") if found else None
+    if found is None or (on.held if isinstance(on, Compiled) else on) is not found.held:
+        found = Compiled(model, backend)
+        model.__dict__["_skimkv_compiled"] = {**kept, backend: found}
+    return found
 
 
 def use(model: Any, compiled: Compiled | None) -> Compiled | None:

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .attention import BASES, Layer, attention, mask
 from .checkpoint import load
-from .compiled import Compiled, use
+from .compiled import Compiled, compiled, use
 from .method import Method, parse
 from .served import layers
 
@@ -127,11 +127,11 @@ def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = F
     """
     method = parse(method)
     fresh = "_skimkv" not in getattr(model, "__dict__", ())
-    compiled = Compiled(model, "inductor" if compile is True else compile) if compile else None  # refuses
+    steps = compiled(model, "inductor" if compile is True else compile) if compile else None  # refuses
     seam = _install(model)
     if not any(served for _, served in layers(model)):
         warnings.warn(f"{type(model).__name__} has no full-attention layer: {method} serves none", stacklevel=2)
-    before, seam.method = (seam.method, use(model, compiled)), method
+    before, seam.method = (seam.method, use(model, steps)), method
     return Attached(model, method, fresh, before)
 
 
