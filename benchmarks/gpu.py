@@ -34,7 +34,14 @@ from skimkv.ops import launch
 from skimkv.store import Shape
 
 HERE = Path(__file__).resolve().parent
-TESTS = ["test_gpu.py", "test_gpu_graph.py", "test_gpu_launch.py", "test_compiled.py", "test_bench_gpu.py"]
+TESTS = [
+    "test_gpu.py",
+    "test_gpu_large.py",
+    "test_gpu_graph.py",
+    "test_gpu_launch.py",
+    "test_compiled.py",
+    "test_bench_gpu.py",
+]
 SPARQ, INT8 = "SparQ(r=32, k=128)", "SparQ(r=32, k=128, channels='int8')"
 # what is measured: batch, query heads, KV heads, length, and (method, column of its row, at least)
 TARGETS = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from skimkv import bench_gpu, bench_gpu_token, ops, plots_gpu
+from skimkv import bench_cuda, bench_gpu, bench_gpu_token, ops, plots_gpu
 from skimkv.bench_gpu import room, sets
 from skimkv.cli import app
 from skimkv.method import parse
@@ -128,6 +128,26 @@ def test_a_whole_token(compile, monkeypatch):
             )
             assert row["cache_bytes"] == 2 * closed.bytes
             assert row["speedup_allowed"] >= 1 or row["method"] != "Dense()"
+
+
+def test_the_commands_print_cards_and_json(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_cuda, "Cuda", Stand)
+    monkeypatch.setattr(bench_gpu, "PAPER", {"batch": (1, 2), "length": (300,), "r": (4,), "k": (8, 16)})
+    small, figure = ["--heads", "2", "--head-dim", "32", "--rounds", "1", "--device", "cuda"], str(tmp_path / "f.png")
+    calls = [
+        ["attention", *small, "--length", "300", "--method", "SparQ(r=8, k=32)", "--plot", figure],
+        ["attention", *small, "--sweep", "paper", "--plot", figure],
+        ["token", *small[4:], "--shape", "tiny", "--weights", "float32", "--layers", "1", "--length", "300"],
+    ]
+    for args in calls:
+        card = CliRunner().invoke(app, ["bench", *args], catch_exceptions=False).stdout
+        assert "stand-in; copies" in " ".join(card.split()), card
+        out = CliRunner().invoke(app, ["bench", *args, "--json"], catch_exceptions=False).stdout
+        assert json.loads(out.splitlines()[-1])["machine"] == "stand-in"
+    assert (tmp_path / "f.png").exists()
+    monkeypatch.setattr(bench_cuda, "Cuda", lambda: Stand(1))
+    with pytest.raises(ValueError, match=r"nothing fits in the GPU's memory: batch 1, 300 tokens: 0.0 GB of caches"):
+        CliRunner().invoke(app, ["bench", *calls[0]], catch_exceptions=False)
 
 
 def test_a_token_that_does_not_fit_and_one_of_8_bits():

@@ -48,8 +48,9 @@ class Candidate:
 def _nothing() -> None: ...
 
 
-def torch_dense(base: Full, q: Tensor, n: int) -> dict[str, Call]:
-    """PyTorch's own ways, in the cache's type: every SDPA backend that takes it."""
+def torch_dense(base: Full, q: Tensor, n: int, spare: int) -> dict[str, Call]:
+    """PyTorch's own ways, in the cache's type: every SDPA backend that takes it. Its plain products copy K and V for
+    every query head: they are left out where the copies would take more than a quarter of the `spare` bytes."""
     calls: dict[str, Call] = {}
     (B, H, G, D), (chunk,) = base.shape, base.chunks
     x, k, v = q.reshape(B, H * G, 1, D), chunk.k[:, :, :n], chunk.v[:, :, :n]
@@ -58,7 +59,7 @@ def torch_dense(base: Full, q: Tensor, n: int) -> dict[str, Call]:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(x, k, v, enable_gqa=G > 1)
 
-    for name in BACKENDS:
+    for name in BACKENDS if 8 * G * k.nbytes < spare else BACKENDS[:-1]:
         call = partial(sdpa, getattr(SDPBackend, name))
         try:
             call()
@@ -129,10 +130,11 @@ def candidates(
     place, (B, H, G, D) = machine.device, shape
     draw = torch.Generator(place).manual_seed(1)
     parts: dict[str, list[tuple[Call, Call]]] = {}
+    spare = machine.free() // times - room(specs, shape, dtype, n)
     for i in range(times):
         base, held = random_full(shape, dtype, n, i, place), dict[str, tuple[Store, Callable[[], None]]]()
         q, k, v = (torch.randn(B, H, m, D, device=place, generator=draw).to(dtype) for m in (G, 1, 1))
-        for name, call in torch_dense(base, q, n).items():
+        for name, call in torch_dense(base, q, n, spare).items():
             parts.setdefault(name, []).append((call, _nothing))
         for method in specs:
             kind = _kind(method, shape, dtype)
