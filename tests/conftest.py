@@ -7,6 +7,8 @@ import torch
 
 import skimkv
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # the GPU kernels run in Triton's interpreter; read when they are defined
 if "SKIMKV_LIBRARY" in os.environ:  # a folder with another build of the kernels: make sanitize
     skimkv.__path__.insert(0, os.environ["SKIMKV_LIBRARY"])
 
@@ -20,6 +22,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def _threads_and_seed():
     torch.set_num_threads(1)  # tiny shapes: a second thread only waits; kernel tests ask for more
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device"))
 
 
 def backends() -> list[str]:

@@ -53,9 +53,9 @@ def machine() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def random_full(shape: Shape, dtype: torch.dtype, n: int, seed: int = 0) -> Full:
+def random_full(shape: Shape, dtype: torch.dtype, n: int, seed: int = 0, device: torch.device | str = "cpu") -> Full:
     """n tokens of standard normal keys and values."""
-    store, draw = Full(shape, dtype), torch.Generator().manual_seed(seed)
+    store, draw = Full(shape, dtype, device), torch.Generator(device).manual_seed(seed)
     store._reserve(n + 1)
     for chunk in store.chunks:
         for t in (chunk.k, chunk.v):
@@ -66,7 +66,7 @@ def random_full(shape: Shape, dtype: torch.dtype, n: int, seed: int = 0) -> Full
 
 def filled(method: Method, base: Full, n: int) -> Store:
     """The method's store after n tokens of `base`, whose K and V a Full store shares unless it codes them."""
-    store = method.store(base.shape, base.dtype)
+    store = method.store(base.shape, base.dtype, base.device)
     if isinstance(store, Full) and not store.form.bits:
         for chunk in base.chunks:
             store._reserve(chunk.start + chunk.cap)

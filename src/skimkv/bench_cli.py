@@ -21,6 +21,7 @@ Methods = Annotated[list[str] | None, typer.Option("--method", help="A method's 
 Lengths = Annotated[list[int] | None, typer.Option("--length", help="Cached tokens; several times.")]
 Threads = Annotated[int, typer.Option(help="Threads; 0: as PyTorch is set.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Plot = Annotated[Path | None, typer.Option(help="Save a figure here.")]
 
 
@@ -48,6 +49,17 @@ def _threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def _cuda(device: str) -> Any:
+    """The GPU to measure, or None for cpu. Raises ValueError if there is none."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: it must be cpu or cuda")
+    if device == "cpu":
+        return None
+    from .bench_cuda import Cuda
+
+    return Cuda()
+
+
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[], None]]:
     bar = Progress(
@@ -65,7 +77,9 @@ def _progress(what: str) -> Iterator[Callable[[], None]]:
 
 def _card(result: dict[str, Any], columns: dict[str, str], title: str) -> None:
     """One table; columns: key of a row -> format."""
-    table = Table(title=title, caption=f"{result['machine']}; reads {result.get('peak_gb_per_s', 0):.1f} GB/s at best")
+    does = "copies" if result.get("peak") == "copy" else "reads"
+    peak = f"{does} {result.get('peak_gb_per_s', 0):.1f} GB/s at best"
+    table = Table(title=title, caption=f"{result['machine']}; {peak}")
     for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if name == "method" else "right", overflow="fold")
     for row in result["rows"]:
@@ -86,12 +100,18 @@ def attention(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(help="Rounds over all candidates.")] = 15,
     threads: Threads = 0,
+    device: Device = "cpu",
+    sweep: Annotated[str | None, typer.Option(help="paper: SparQ on the grid of its GPU tables, with cuda.")] = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """One decode step of attention: every method, beside PyTorch's dense paths and the measured bandwidth."""
-    from . import bench
+    from . import bench, bench_gpu
     from .store import Shape
+
+    if sweep not in (None, "paper") or (sweep and (device != "cuda" or method or length)):
+        raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
+    machine = _cuda(device)
 
     kv, lengths, methods = kv_heads or heads, length or [4096, 16384], method or METHODS
     _positive("batch, heads, kv-heads, head-dim, rounds and length", batch, heads, kv, head_dim, rounds, *lengths)
@@ -100,18 +120,30 @@ def attention(
     _threads(threads)
     shape = Shape(batch, kv, heads // kv, head_dim)
     with _progress("timing") as tick:
-        result = bench.attention(shape, lengths, methods, _dtype(dtype), rounds, tick)
+        if sweep:
+            result = bench_gpu.sweep(shape, _dtype(dtype), rounds, tick, machine)
+        elif machine:
+            result = bench_gpu.attention(shape, lengths, methods, _dtype(dtype), rounds, tick, machine)
+        else:
+            result = bench.attention(shape, lengths, methods, _dtype(dtype), rounds, tick)
+    if not result["rows"]:
+        raise ValueError(f"nothing fits in the GPU's memory: {'; '.join(result['skipped'])}")
     if plot is not None:
         from .plots import speedup
+        from .plots_gpu import sweep as swept
 
-        speedup(result["rows"], plot)
+        (swept if sweep else speedup)(result["rows"], plot)
     if as_json:
         print(json.dumps(result))
         return
     shown = {"method": "", "length": "", "ms": ".3f", "ms_min": ".3f", "ms_max": ".3f", "bytes_predicted": ","}
     shown |= {"gb_per_s": ".1f", "share_of_peak": ".0%"}
+    if sweep:
+        shown = {"batch": "", **shown}
     shown |= {"speedup_dense": ".2f", "speedup_torch": ".2f", "speedup_theory": ".2f"}
     _card(result, shown, f"attention, batch {batch}, {heads} heads on {kv}, head size {head_dim}, {dtype}")
+    for line in result.get("skipped", ()):
+        print(f"skipped: {line}")
     for name, n in result["crossover"].items():
         if name != "Dense()":
             print(f"{name} moves fewer bytes than dense from about {n} tokens on" if n else f"{name} never does")
@@ -126,16 +158,26 @@ def token(
     weights: Annotated[str, typer.Option(help="int8, bfloat16 or float32.")] = "int8",
     rounds: Annotated[int, typer.Option(help="Tokens timed.")] = 9,
     threads: Threads = 0,
+    device: Device = "cpu",
+    compile: Annotated[bool, typer.Option("--compile", help="attach(compile=True), with cuda.")] = False,
     as_json: Json = False,
 ) -> None:
     """One whole token of a model with random weights and a random cache, and the floor that its bytes set."""
     from . import bench_token
 
+    if compile and device != "cuda":
+        raise ValueError("--compile: it is measured with --device cuda only")
+    machine = _cuda(device)
     lengths, methods = length or [4096, 16384], method or METHODS
     _positive("rounds and length", rounds, *lengths)
     _threads(threads)
     with _progress("timing") as tick:
-        result = bench_token.token(shape, layers or None, weights, lengths, methods, rounds, tick)
+        if machine:
+            from .bench_gpu_token import token as whole
+
+            result = whole(shape, layers or None, weights, lengths, methods, rounds, tick, machine, compile)
+        else:
+            result = bench_token.token(shape, layers or None, weights, lengths, methods, rounds, tick)
     if as_json:
         print(json.dumps(result))
         return

@@ -47,7 +47,9 @@ def random_linear(like: torch.nn.Linear, draw: torch.Generator, dtype: torch.dty
     return Linear8(like.in_features, like.out_features, weight=weight, dtype=dtype)
 
 
-def build(shape: str, layers: int | None, weights: str, length: int) -> LlamaForCausalLM:
+def build(
+    shape: str, layers: int | None, weights: str, length: int, place: torch.device | str = "cpu"
+) -> LlamaForCausalLM:
     """A Llama of that shape with random weights, in eval mode; no full-precision copy of int8 weights is made."""
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
@@ -60,7 +62,7 @@ def build(shape: str, layers: int | None, weights: str, length: int) -> LlamaFor
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(place).manual_seed(0)
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):
             if isinstance(part, torch.nn.Linear) and weights == "int8":
@@ -68,12 +70,11 @@ def build(shape: str, layers: int | None, weights: str, length: int) -> LlamaFor
     for parent in model.modules():
         for name, p in list(parent.named_parameters(recurse=False)):
             if p.is_meta:
-                filled_ = torch.ones(p.shape, dtype=dtype) if p.ndim == 1 else torch.empty(p.shape, dtype=dtype)
+                filled_ = torch.ones(p.shape, dtype=dtype, device=place)
                 if p.ndim > 1:
                     filled_.normal_(0, 0.02, generator=draw)
                 setattr(parent, name, torch.nn.Parameter(filled_, requires_grad=False))
-    rotary = type(model.model.rotary_emb)(config)
-    model.model.rotary_emb = rotary
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(place)
     result: LlamaForCausalLM = model.eval()
     return result
 
@@ -111,7 +112,7 @@ def prefilled(model: LlamaForCausalLM, method: Method | None, length: int) -> An
     shape, dtype = heads(model), model.dtype
     cache: Any = Cache(model, method) if method else DynamicCache(config=model.config)
     for i, layer in enumerate(cache.layers):
-        base = random_full(shape, dtype, length, seed=i)
+        base = random_full(shape, dtype, length, i, model.device)
         if isinstance(layer, Layer):
             assert method is not None
             layer.store, layer.seen, layer.is_initialized = filled(method, base, length), length, True
@@ -122,9 +123,9 @@ def prefilled(model: LlamaForCausalLM, method: Method | None, length: int) -> An
 
 
 def step(model: LlamaForCausalLM, cache: Any) -> None:
-    length = cache.get_seq_length()
+    ids, places = torch.tensor([[[5]], [[cache.get_seq_length()]]], device=model.device)
     with torch.inference_mode():
-        model(torch.tensor([[5]]), past_key_values=cache, position_ids=torch.tensor([[length]]), use_cache=True)
+        model(input_ids=ids, past_key_values=cache, position_ids=places, use_cache=True)
 
 
 def token(

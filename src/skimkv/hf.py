@@ -12,20 +12,17 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache as _Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from .attention import BASES, Layer, attention, mask
 from .checkpoint import load
+from .compiled import Compiled, use
 from .method import Method, parse
+from .served import layers
 
 __all__ = ["Attached", "Cache", "attach", "check_length", "detach", "load"]
-
-
-# Families that take an attention function and do more than it sees; found by running every causal family there is.
-OWN_ATTENTION = {"diffllama", "doge", "jetmoe"}
 
 
 class Cache(_Cache):
@@ -39,7 +36,7 @@ class Cache(_Cache):
     def __init__(self, model: PreTrainedModel, method: Method | str) -> None:
         self.method = parse(method)
         _install(model)
-        super().__init__(layers=[Layer(self.method) if served else own for own, served in _layers(model)])
+        super().__init__(layers=[Layer(self.method) if served else own for own, served in layers(model)])
         self.positions = _positions(model)
         self._open: Layer | None = None
 
@@ -98,13 +95,15 @@ class Cache(_Cache):
 @dataclass
 class _Seam:
     before: dict[str, Any]  # the attention implementations that detach puts back
-    method: Method | None  # what generate() uses when it gets no cache
+    method: Method | None = None  # what generate() uses when it gets no cache
 
 
 class Attached:
     """What attach returns; as a context manager it puts back what stood before."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, fresh: bool, before: Method | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, method: Method, fresh: bool, before: tuple[Method | None, Compiled | None]
+    ) -> None:
         self.model, self.method, self._fresh, self._before = model, method, fresh, before
 
     def __enter__(self) -> Attached:
@@ -115,20 +114,24 @@ class Attached:
         if self._fresh:
             detach(self.model)
         elif seam is not None:
-            seam.method = self._before
+            seam.method = self._before[0]
+            use(self.model, self._before[1])
 
 
-def attach(model: PreTrainedModel, method: Method | str) -> Attached:
+def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = False) -> Attached:
     """From now on `model.generate()` decodes with `method` wherever it is given no cache.
 
-    Raises ValueError if the model cannot be served; warns if none of its layers has full attention.
+    compile: steps of one token run as one graph of torch.compile (a string: through that backend of it), which a GPU
+    replays as a CUDA graph. Raises ValueError if the model cannot be served, or compiled; warns if none of its layers
+    has full attention.
     """
     method = parse(method)
     fresh = "_skimkv" not in getattr(model, "__dict__", ())
+    compiled = Compiled(model, "inductor" if compile is True else compile) if compile else None  # refuses
     seam = _install(model)
-    if not any(served for _, served in _layers(model)):
+    if not any(served for _, served in layers(model)):
         warnings.warn(f"{type(model).__name__} has no full-attention layer: {method} serves none", stacklevel=2)
-    before, seam.method = seam.method, method
+    before, seam.method = (seam.method, use(model, compiled)), method
     return Attached(model, method, fresh, before)
 
 
@@ -137,6 +140,7 @@ def detach(model: PreTrainedModel) -> None:
     seam: _Seam | None = model.__dict__.pop("_skimkv", None)
     if seam is not None:
         model.__dict__.pop("_prepare_cache_for_generation", None)
+        use(model, None)
         model.set_attn_implementation(seam.before)
 
 
@@ -154,44 +158,6 @@ def _check_positions(n: int, positions: int | None) -> None:
         raise ValueError(f"a prompt of {n} tokens does not fit the model's {positions} positions")
 
 
-def _layers(model: PreTrainedModel) -> list[tuple[Any, bool]]:
-    """The library's cache layers of this model, and which of them a method serves.
-
-    Raises ValueError, one line, for what would be answered wrongly.
-    """
-    config = model.config.get_text_config(decoder=True)
-    who, parts = type(model).__name__, list[Any](model.modules())
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{who} cannot be served: it is an encoder-decoder")
-    for part in parts:
-        ours = isinstance(part, PreTrainedModel) and part.config.get_text_config(decoder=True) is config
-        if ours and not (part._supports_attention_backend and part._can_set_attn_implementation()):
-            raise ValueError(f"{who} cannot be served: it does not take another attention function")
-    if config.model_type in OWN_ATTENTION:
-        raise ValueError(f"{who} cannot be served: it changes keys, values or mask between cache and attention")
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "v_head_dim", None):
-        raise ValueError(f"{who} cannot be served: its keys and values differ in size (multi-head latent attention)")
-    try:
-        own = DynamicCache(config=config).layers
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{who} cannot be served: layers of an unknown kind ({error})") from None
-    if len(own) != config.num_hidden_layers:
-        raise ValueError(f"{who} cannot be served: its layers share their keys and values")
-    for layer in own:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(f"{who} cannot be served: it has layers of kind {type(layer).__name__}")
-    served = [type(layer) is DynamicLayer for layer in own]
-    for part in parts:
-        index = getattr(part, "layer_idx", None)
-        if not isinstance(index, int) or not served[index]:
-            continue
-        if getattr(part, "is_causal", True) is False:
-            raise ValueError(f"{who} cannot be served: layer {index} is not causal")
-        if any("sink" in name for name, _ in part.named_parameters()):
-            raise ValueError(f"{who} cannot be served: layer {index} has attention sinks")
-    return list(zip(own, served, strict=True))
-
-
 def _install(model: PreTrainedModel) -> _Seam:
     """Point the model's config at our attention function, and wrap the one method of generate() that makes caches."""
     if not isinstance(model, PreTrainedModel):
@@ -199,7 +165,7 @@ def _install(model: PreTrainedModel) -> _Seam:
     seam: _Seam | None = model.__dict__.get("_skimkv")
     if seam is not None:
         return seam
-    _layers(model)  # refuses
+    layers(model)  # refuses
     for name, base in BASES.items():
         AttentionInterface.register(name, partial(attention, base))
         AttentionMaskInterface.register(name, partial(mask, base))
@@ -216,7 +182,7 @@ def _install(model: PreTrainedModel) -> _Seam:
     )
     if text._attn_implementation != name:
         raise ValueError(f"{type(model).__name__} cannot be served: its attention function cannot be exchanged")
-    seam = model.__dict__["_skimkv"] = _Seam(before, None)
+    seam = model.__dict__["_skimkv"] = _Seam(before)
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = MethodType(_prepare, model)
     return seam

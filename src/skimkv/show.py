@@ -14,6 +14,7 @@ from rich.table import Table
 
 from . import __version__, ops
 from .methods import METHODS
+from .ops import gpu
 
 if TYPE_CHECKING:
     from .demo import Row
@@ -74,6 +75,7 @@ def facts() -> dict[str, Any]:
     for device in dict.fromkeys(name.split(":")[0] for name in devices):
         name, why = ops.chosen(device)
         backends[device] = {"backend": name, "why": why}
+    kernels = gpu.unavailable() or "Triton, wherever a cache is on a CUDA device"
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
     versions = {"skimkv": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in packages}
@@ -88,7 +90,9 @@ def facts() -> dict[str, Any]:
             "store": str(inspect.signature(method.store).return_annotation),
             "reads": (inspect.getdoc(method) or "").split("\n\n")[0].replace("\n", " "),
         })  # fmt: skip
-    return {"versions": versions, "devices": devices, "backends": backends, "methods": methods}
+    return {
+        "versions": versions, "devices": devices, "backends": backends, "gpu_kernels": kernels, "methods": methods,
+    }  # fmt: skip
 
 
 def info(facts: dict[str, Any]) -> None:
@@ -99,6 +103,7 @@ def info(facts: dict[str, Any]) -> None:
         console.print(f"device {name}: {what}")
     for name, chosen in facts["backends"].items():
         console.print(f"backend on {name}: {chosen['backend']} ({chosen['why']})")
+    console.print(f"GPU kernels: {facts['gpu_kernels']}")
     out = Table(show_lines=True)
     for column in ("method", "file", "paper", "what it reads", "store"):
         out.add_column(column, overflow="fold")

@@ -1,7 +1,7 @@
 """Make the bundled model from nothing: `python -m skimkv.models.train --text FOLDER --out FOLDER`.
 
 A curriculum. First random tokens that come again, at short length: looking back appears there, all at once, and not in
-text. Then text, facts and records of growing length; each doubling costs little. About two hours on two cores.
+text. Then text, facts and records of growing length; each doubling costs little. More than two hours on two cores.
 Ctrl-C keeps what was learnt, and the same command goes on from there.
 """
 
@@ -41,15 +41,15 @@ class Stage(NamedTuple):
     tokens: int = 8192
 
 
-COPY, MIX = (1.0, 0.0, 0.0, 0.0), (0.08, 0.47, 0.2, 0.25)
+COPY, MIX, LONG = (1.0, 0.0, 0.0, 0.0), (0.08, 0.5, 0.2, 0.22), (0.04, 0.62, 0.16, 0.18)
 STAGES = (
     Stage(128, 300, 2e-3, COPY),
     Stage(256, 300, 2e-3, COPY),
-    Stage(256, 1500, 2e-3, MIX),
-    Stage(512, 900, 1.5e-3, MIX),
-    Stage(1024, 900, 1e-3, MIX),
-    Stage(2048, 700, 1e-3, MIX),
-    Stage(4096, 700, 5e-4, MIX),
+    Stage(256, 900, 2e-3, MIX),
+    Stage(512, 700, 1.5e-3, MIX),
+    Stage(1024, 600, 1.5e-3, MIX),
+    Stage(2048, 500, 1.3e-3, LONG),
+    Stage(4096, 900, 1.2e-3, LONG),
 )
 
 

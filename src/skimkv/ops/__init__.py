@@ -104,6 +104,11 @@ slots: Callable[..., Tensor] = _dispatch("slots")
 stream: Callable[..., Tensor] = _dispatch("stream")
 
 
+def graphable(store: Store) -> bool:
+    """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device."""
+    return store.device.type == "cuda" and _module(store).__name__.endswith(".gpu")
+
+
 def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias with 8-bit weights: in C++ where the backend is cpu, else through dequantised tiles (linear.py)."""
     product = fast if _module(x).__name__.endswith(".cpu") else reference
@@ -117,6 +122,6 @@ def columns(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor
 
 
 __all__ = [
-    "append", "backend", "causal", "chosen", "columns", "dense", "linear8", "lowrank", "slots", "sparq", "stream",
-    "topk",
+    "append", "backend", "causal", "chosen", "columns", "dense", "graphable", "linear8", "lowrank", "slots", "sparq",
+    "stream", "topk",
 ]  # fmt: skip
