@@ -8,7 +8,7 @@ import torch
 
 from skimkv import ops
 from skimkv.method import parse
-from skimkv.ops import device, launch, ref
+from skimkv.ops import device, launch, ref, tables
 from skimkv.store import Shape
 from test_gpu import case, close, exact, token
 
@@ -36,8 +36,12 @@ def recorded(step):
         launches.append((self, args, kwargs))
         return run(self, *args, **kwargs)
 
+    def touched(place):
+        raise AssertionError("the host writes inside a captured step")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", keep)
+        patch.setattr(tables, "_outside", touched)
         y = step()
     return y, lambda: [run(kernel, *args, **kwargs) for kernel, args, kwargs in launches]
 
@@ -84,9 +88,32 @@ def test_a_replayed_step_is_right_as_the_cache_grows(spec):
         assert two.filled == one.filled
 
 
+@pytest.mark.parametrize("spec", ["SparQ(r=4, k=20)", "H2O(k=24)", "SubGenStream(delta=3.0, t=2, s=8)"])
+def test_a_step_is_taken_back(spec):
+    """As a benchmark does before each replay: the same length again, and nothing left for the host to tell."""
+    method = parse(spec)
+    with ops.backend("gpu"):
+        store = method.store(SHAPE, torch.float32, DEVICE)
+        k, v = torch.randn(2, B, H, 40, D, device=DEVICE)
+        method.prefill(store, torch.randn(B, H, G, 40, D, device=DEVICE), k, v, scale=0.25)
+        back = device.rewind(store)
+        now = torch.randn(B, H, G, D, device=DEVICE), *torch.randn(2, B, H, D, device=DEVICE)
+        for _ in range(2):
+            method.decode(store, *now, scale=0.25)
+            back()
+        y, again = recorded(lambda: method.decode(store, *now, scale=0.25))
+        first = y.clone()
+        back()
+        again()
+        assert store.lengths == [40, 40] and y.isfinite().all()
+        if spec.startswith("SparQ"):
+            assert torch.equal(y, first)
+        assert device._views[store].lengths.tolist() == [41] * (B * H)
+
+
 def test_what_would_allocate_is_refused_inside_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run one step before the capture"):
+    with pytest.raises(RuntimeError, match="inside a captured step"):
         device.scratch(torch.device("cuda"), "logits", 10**9)
 
 

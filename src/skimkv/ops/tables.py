@@ -28,10 +28,15 @@ def epoch() -> int:
     return _epoch
 
 
+def _outside(device: torch.device) -> None:
+    """A captured step must find all in its place: RuntimeError if it does not."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the host would have to write inside a captured step; prepare() the store, run one before")
+
+
 def _fresh(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     global _epoch
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a captured step would have to allocate; run one step before the capture")
+    _outside(device)
     _epoch += 1
     return torch.zeros(n, dtype=dtype, device=device)
 
@@ -71,6 +76,7 @@ class View:
     def tell(self, lengths: list[int]) -> None:
         """Write the host's lengths where the device's differ."""
         if lengths != self.known:
+            _outside(self.device)
             self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32).repeat_interleave(self.shape.H))
             self.known = list(lengths)
 
@@ -90,6 +96,7 @@ class Pages(View):
         """Point at the store's chunks as they are now."""
         now = [t for c in store.chunks for t in (c.k, c.v, c.index, c.scale) if t is not None]
         if self.stale(now):
+            _outside(self.device)
             if sum(map(_relaid, store.chunks)):
                 self.stale([t for c in store.chunks for t in (c.k, c.v, c.index, c.scale) if t is not None])
             rows = torch.cat([_addresses(store, chunk) for chunk in store.chunks]).flatten()
@@ -148,6 +155,7 @@ class Units(View):
     def update(self, store: Clusters) -> None:
         now = [t for block in store.blocks for t in (block.rep, block.samples, block.size)]
         if self.stale(now):
+            _outside(self.device)
             rows = torch.cat([_clusters(store, block) for block in store.blocks]).flatten()
             if rows.numel() > self.table.numel():
                 self.table = _fresh(max(2 * rows.numel(), 32 * COLUMNS), torch.int64, store.device)
@@ -182,10 +190,12 @@ class Held(View):
     def update(self, store: Slots, recent: list[int] | None) -> None:
         self.tell(store.lengths)
         if store.filled != self.known_filled:
+            _outside(self.device)
             self.filled.copy_(torch.tensor(store.filled, dtype=torch.int32).repeat_interleave(self.shape.H))
             self.known_filled = list(store.filled)
         limits = self.known_limits if recent is None else [*store.budget, *recent]
         if limits != self.known_limits:
+            _outside(self.device)
             self.limits.copy_(torch.tensor(limits, dtype=torch.int32))
             self.known_limits = limits
         if store.order is not None and max(store.lengths) >= self.order.numel():
