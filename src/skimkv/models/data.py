@@ -166,6 +166,8 @@ class Maker:
             if rng.random() < (0.8 if filler else 0.4):
                 about = "pass key" if rng.random() < 0.3 else f"{rng.choice(self.words)} key"
                 number = str(rng.randint(10000, 99999))
+                if rng.random() < 0.6:  # of few digits: the last one alone does not tell the next
+                    number = "".join(rng.choices(rng.sample("123456789", rng.randint(2, 3)), k=5))
                 hidden = f"The {about} is {number}. Remember it. {number} is the {about}.\n"
                 item = hidden, f"What is the {about}? The {about} is", f" {number}"
             else:
