@@ -95,6 +95,21 @@ def test_what_is_no_step_runs_as_without():
             model(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 5))
 
 
+def test_slices_of_a_growing_text_are_compiled_once():
+    """Tokens and positions whose strides differ from step to step."""
+    model, ids = family("llama"), prompt(3, 40)
+    with skimkv.attach(model, "Dense()", compile="eager"), torch.no_grad():
+        for rows in (1, 3):
+            cache = skimkv.Cache(model, "Dense()")
+            model(ids[:rows, :20], past_key_values=cache)
+            counters.clear()
+            for n in range(20, 40):
+                places = torch.arange(n + 1).expand(rows, -1)[:, -1:]
+                model(ids[:rows, : n + 1][:, -1:], past_key_values=cache, position_ids=places)
+                model(torch.cat([ids] * (n - 18), 1)[:rows, n : n + 1], past_key_values=cache)
+            assert counters["stats"]["unique_graphs"] <= 2, rows  # positions of each row, and one for all
+
+
 def test_attach_within_attach_and_detach():
     model = family("llama")
     assert "forward" not in model.__dict__

@@ -180,6 +180,8 @@ class Compiled:
 
     def _plain(self, cache: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         before, _now.layers = _now.layers, cache.layers
+        # a slice of a growing text has other strides at every step, which would be compiled anew
+        inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in inputs)
         try:
             return self.step(*inputs)
         finally:
