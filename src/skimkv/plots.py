@@ -31,8 +31,9 @@ def quality(points: Sequence[tuple[str, float, float, bool]], path: Path, title:
     (_, dense, best, _), points = points[0], points[1:]
     names = list(dict.fromkeys(name for name, *_ in points))
     ends: list[tuple[float, float, str, str]] = []
+    looks = styles(names)
     for i, name in enumerate(names):
-        colour, marker = STYLES[i % len(STYLES)]
+        colour, marker = looks[name]
         line = sorted((moved / dense, right, held) for at, moved, right, held in points if at == name)
         x, style = [p[0] for p in line], "-" if line[0][2] else ":"
         # drawn a little apart, so that equal results do not hide one another
