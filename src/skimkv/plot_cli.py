@@ -140,6 +140,9 @@ def _needles(records: Sequence[dict[str, Any]], out: Path) -> list[Path]:
     return figures
 
 
+MOST = 12  # lines of a panel; a grid of settings is compared at one share of the bytes instead
+
+
 def _scaling(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[str, list[tuple[float, float, Any]]]]]:
     """A panel for each task that was run at several sizes: methods at one share of dense's bytes, or one setting."""
     from .results import summary
@@ -171,7 +174,7 @@ def _scaling(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[str
                     line.append((tokens, row.mean, row.stderr))
         for how, lines in shares.items():
             long = {name: line for name, line in lines.items() if len(line) > 1}
-            if long:
+            if 0 < len(long) <= MOST:
                 panels.append((f"{task}, {mode}, {how}", score, {**({"Dense": dense} if dense else {}), **long}))
     return panels
 
