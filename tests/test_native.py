@@ -78,7 +78,7 @@ def test_a_c_program_calls_the_library(isa, tmp_path, monkeypatch):
 @pytest.mark.skipif(not (CROSS and QEMU), reason="no cross compiler and emulator for aarch64")
 @pytest.mark.timeout(600)
 def test_neon_under_an_emulator(tmp_path, monkeypatch):
-    for name in ("isa_neon", "isa_scalar", "dispatch"):
+    for name in ("isa_neon", "isa_scalar", "dispatch", "check", "columns", "linear", "read"):
         run(CROSS, "-O1", *COMMON, "-c", SOURCE / f"{name}.cpp", "-o", tmp_path / f"{name}.o")
     run(CROSS.replace("g++", "gcc"), "-std=c11", "-iquote", SOURCE, "-c", EXAMPLE, "-o", tmp_path / "decode.o")
     run(CROSS, "-static", *tmp_path.glob("*.o"), "-lm", "-o", tmp_path / "decode")
