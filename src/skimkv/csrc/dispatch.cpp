@@ -31,7 +31,9 @@ bool always() { return true; }
 const Isa isas[] = {
 #if defined(__x86_64__)
     {"avx512vnni", &skimkv::vnni_kernels, has_vnni},
+#ifndef SKIMKV_FEWER
     {"avx512", &skimkv::avx512_kernels, has_avx512},
+#endif
     {"avx2", &skimkv::avx2_kernels, has_avx2},
 #elif defined(__aarch64__)
     {"neon", &skimkv::neon_kernels, always},
