@@ -27,7 +27,7 @@ sanitize: $(VENV)/.dev
 	$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DSKIMKV_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 SKIMKV_LIBRARY=build/sanitize \
-	    $(BIN)/python -m pytest $(addprefix tests/test_,ops.py coded_rows.py bad_calls.py linear.py stream.py) $(ARGS)
+	    $(TEST) $(addprefix tests/test_,ops.py coded_rows.py bad_calls.py linear.py stream.py) $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests
