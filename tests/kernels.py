@@ -10,7 +10,8 @@ from skimkv import ops
 from skimkv.codes import GROUP
 from skimkv.full import Full
 from skimkv.ops import native, ref
-from skimkv.store import Shape, Slots, _map
+from skimkv.slots import Slots
+from skimkv.store import Shape, _map
 
 NATIVE = ops.chosen("cpu")[0] == "cpu"
 ISAS = native.isas() if NATIVE else []

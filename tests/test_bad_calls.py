@@ -14,7 +14,8 @@ from skimkv import ops
 from skimkv.full import Full
 from skimkv.method import parse
 from skimkv.ops import native
-from skimkv.store import Shape, Slots
+from skimkv.slots import Slots
+from skimkv.store import Shape
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 

@@ -9,7 +9,8 @@ from kernels import ISAS, NATIVE, TYPES, close, compare, exact, filled, held, on
 from skimkv import ops
 from skimkv.full import Full
 from skimkv.ops import native, ref
-from skimkv.store import Shape, Slots
+from skimkv.slots import Slots
+from skimkv.store import Shape
 
 pytestmark = [
     pytest.mark.skipif(not NATIVE, reason="the native library is not built"),

@@ -12,7 +12,8 @@ from skimkv import ops
 from skimkv.clusters import Clusters
 from skimkv.method import parse
 from skimkv.ops import device, launch, ref
-from skimkv.store import Shape, Slots, _map
+from skimkv.slots import Slots
+from skimkv.store import Shape, _map
 
 pytestmark = [
     pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing)),

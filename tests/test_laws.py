@@ -10,7 +10,8 @@ import torch
 from skimkv import ops
 from skimkv.method import Method, parse
 from skimkv.methods import H2O, METHODS, Dense, SubGenStream
-from skimkv.store import Shape, Slots
+from skimkv.slots import Slots
+from skimkv.store import Shape
 
 SMALL = [
     "Dense()",

@@ -17,7 +17,8 @@ from kernels import EPS, ISAS, NATIVE, TYPES, close, compare, exact, filled, hel
 from skimkv import ops
 from skimkv.clusters import Clusters
 from skimkv.ops import ref
-from skimkv.store import Shape, Slots
+from skimkv.slots import Slots
+from skimkv.store import Shape
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 KINDS = (None, "int8", "int4")

@@ -10,7 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from skimkv import ops
 from skimkv.full import Full
 from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
-from skimkv.store import Shape, Slots
+from skimkv.slots import Slots
+from skimkv.store import Shape
 from test_spec import EACH
 
 pytestmark = pytest.mark.usefixtures("backend")

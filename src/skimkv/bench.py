@@ -28,7 +28,8 @@ from .full import Chunk, Full
 from .method import Method, Traffic, parse
 from .methods import Dense
 from .ops import native
-from .store import Shape, Slots, Store
+from .slots import Slots
+from .store import Shape, Store
 
 FLUSH = 192 << 20  # bytes read before a timed call
 BLOCK = 4096  # tokens filled at once

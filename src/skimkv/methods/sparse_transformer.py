@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import ops
 from ..method import Method, Traffic, check
-from ..store import Shape, Slots, Store
+from ..slots import Slots
+from ..store import Shape, Store
 from .window import LMInfinite
 
 

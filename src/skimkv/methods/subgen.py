@@ -16,7 +16,8 @@ from torch import Tensor
 from .. import ops
 from ..clusters import Clusters
 from ..method import Method, Traffic, check
-from ..store import Shape, Slots, Store, compute_dtype
+from ..slots import Slots
+from ..store import Shape, Store, compute_dtype
 from .window import LMInfinite
 
 

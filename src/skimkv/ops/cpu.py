@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..clusters import Clusters
 from ..full import Full
-from ..store import Slots, Store
+from ..slots import Slots
+from ..store import Store
 from . import native, views
 from .views import code, expect
 

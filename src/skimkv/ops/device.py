@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from ..clusters import Clusters
 from ..full import Full
-from ..store import Slots, Store
+from ..slots import Slots
+from ..store import Store
 from .tables import COLUMNS, Held, Pages, Units, View, epoch, scratch
 
 _views: weakref.WeakKeyDictionary[Store, View] = weakref.WeakKeyDictionary()

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..clusters import Clusters
 from ..codes import GROUP
 from ..full import Full
-from ..store import Slots, Store
+from ..slots import Slots
+from ..store import Store
 from . import device, launch
 from .launch import LAUNCH, block, dot, pad, splits, types, units
 

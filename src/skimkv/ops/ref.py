@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..clusters import Clusters
 from ..full import Full
-from ..store import Slots, Store, compute_dtype
+from ..slots import Slots
+from ..store import Store, compute_dtype
 from .causal import softcapped
 
 Token = tuple[Tensor, Tensor]

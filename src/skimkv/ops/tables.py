@@ -16,7 +16,8 @@ from torch import Tensor
 from ..clusters import Block, Clusters
 from ..codes import GROUP
 from ..full import Chunk, Full
-from ..store import Slots, Store
+from ..slots import Slots
+from ..store import Store
 
 COLUMNS = 8  # of the table: addresses of k, v, index and scale; tokens in the chunk; the rest is padding
 CAP = 4

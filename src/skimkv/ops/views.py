@@ -12,7 +12,8 @@ from torch import Tensor
 from ..clusters import Clusters
 from ..codes import GROUP
 from ..full import Full
-from ..store import Slots, Store
+from ..slots import Slots
+from ..store import Store
 from . import native
 from .native import CBlock, CCache, CChunk, CClusters, COp, CTokens
 
