@@ -17,7 +17,7 @@ struct Weights {  // of one tile, for one set of channels
     float step, init;
 };
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(SKIMKV_NEON)
 template <class E> constexpr bool in_integers = sizeof(E) == 1;
 #elif defined(__AVX2__)
 template <class E> constexpr bool in_integers = is_code4<E>;  // products of two bytes of 8 bits would not fit in 16
@@ -86,6 +86,8 @@ static inline void coded_group(const uint8_t *const *p, int64_t at, const Weight
 #include "coded_vnni.h"
 #elif defined(__AVX2__)
 #include "coded_avx2.h"
+#elif defined(SKIMKV_NEON)
+#include "coded_neon.h"
 #endif
 
 namespace skimkv::SKIMKV_NS {

@@ -1,6 +1,7 @@
 // NEON of arm64: four floats. The operations are described in simd_avx512.h.
 #pragma once
 #include <arm_neon.h>
+#define SKIMKV_NEON
 
 #include "types.h"
 
