@@ -242,8 +242,12 @@ def test_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "least"),
     [
-        ("repetition", 700), ("bpc", 40), ("squad", 826), ("needle", 30),
-        ("lines(lines=200)", 50), ("lines(lines=300)", 50),
+        ("repetition", 700),
+        ("bpc", 40),
+        ("squad", 826),
+        ("needle", 30),
+        ("lines(lines=200)", 50),
+        ("lines(lines=300)", 50),
     ],
 )
 def test_shared_data(spec, least):

@@ -96,9 +96,7 @@ def _closed(method: Method, n: int, shape: Shape, dtype: torch.dtype, data: tupl
     return [own.elements, own.bytes, own.paper, dense.elements, dense.bytes]
 
 
-def _step(
-    method: Method, stores: Sequence[Store], row: int, later: int, known: dict[Any, list[int]]
-) -> list[int]:
+def _step(method: Method, stores: Sequence[Store], row: int, later: int, known: dict[Any, list[int]]) -> list[int]:
     """The closed forms of the last step of that row, or of the `later`-th before, summed over layers.
 
     `known`: those of the same cache that are no more than functions of their length.

@@ -135,9 +135,7 @@ def _nearest(tried: list[Tried], target: float) -> str:
     )
 
 
-def _show(
-    chosen: Tried, checked: Tried | None, tried: list[Tried], dense: Loss, target: float, others: int
-) -> None:
+def _show(chosen: Tried, checked: Tried | None, tried: list[Tried], dense: Loss, target: float, others: int) -> None:
     """What was tried, cheapest first, and the answer."""
     from .show import wide
 
