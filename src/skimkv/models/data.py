@@ -169,7 +169,7 @@ class Maker:
                 if rng.random() < 0.6:  # of few digits: the last one alone does not tell the next
                     number = "".join(rng.choices(rng.sample("123456789", rng.randint(2, 3)), k=5))
                 hidden = f"The {about} is {number}. Remember it. {number} is the {about}.\n"
-                item = hidden, f"What is the {about}? The {about} is", f" {number}"
+                item = hidden, f"What is the {about}? The {about} is", f" {number}."
             else:
                 about, answer = f"{rng.choice(self.words)} {self._phrase(rng, 1, 8)}", self._phrase(rng, 3, 14)
                 item = f"The {about} is {answer}. ", f"\n\nWhat is the {about}? The {about} is", f" {answer}."
