@@ -76,9 +76,10 @@ static void narrow_weights(const skimkv_op *op, const Unit &u, const skimkv_chun
         }
 }
 
-// One set of channels of 256 tokens, codes from byte or nibble `at` on, to logits or to what the next set adds to.
+// One set of channels of 256 tokens, codes from byte or nibble `at` on, to logits or to what the next set adds to; what
+// lies as far into `ahead` is fetched.
 template <bool FOUR, bool FIRST, bool LAST>
-static inline void coded_group(const uint8_t *const *p, int64_t at, const Weights &w, float *s);
+static inline void coded_group(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at, const Weights &w, float *s);
 
 }  // namespace skimkv::SKIMKV_NS
 
@@ -94,17 +95,17 @@ namespace skimkv::SKIMKV_NS {
 
 // One tile, one set of channels, every query.
 template <bool FOUR>
-static inline void coded_tile(const skimkv_op *op, const Unit &u, const uint8_t *const *p, int64_t at, const Narrow &n,
-                              int64_t tile, int64_t c0, float *s) {
+static inline void coded_tile(const skimkv_op *op, const Unit &u, const uint8_t *const *p, const uint8_t *const *ahead,
+                              int64_t at, const Narrow &n, int64_t tile, int64_t c0, float *s) {
     const int64_t quads = roundup(u.r, TOGETHER) / 4;
     const bool first = c0 == 0, last = c0 + TOGETHER >= u.r;
     for (int g = 0; g < op->cache->G; g++, s += u.np) {
         const int64_t weights = (g * quads + c0 / 4) * n.tiles + tile, one = g * n.tiles + tile;
         const Weights w{n.high + weights, n.low + weights, n.tiles, n.step[one], n.init[one]};
-        if (first && last) coded_group<FOUR, true, true>(p, at, w, s);
-        else if (first) coded_group<FOUR, true, false>(p, at, w, s);
-        else if (last) coded_group<FOUR, false, true>(p, at, w, s);
-        else coded_group<FOUR, false, false>(p, at, w, s);
+        if (first && last) coded_group<FOUR, true, true>(p, ahead, at, w, s);
+        else if (first) coded_group<FOUR, true, false>(p, ahead, at, w, s);
+        else if (last) coded_group<FOUR, false, true>(p, ahead, at, w, s);
+        else coded_group<FOUR, false, false>(p, ahead, at, w, s);
     }
 }
 

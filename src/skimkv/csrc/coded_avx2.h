@@ -28,13 +28,13 @@ static inline void spread(const __m256 *in, float *s) {
 
 // 64 tokens of int4 codes, 32 bytes: s has place for the 128 of the block, which begins `half` of it before.
 template <bool FIRST, bool LAST>
-static inline void coded4(const uint8_t *const *p, int64_t x, const Weights &w, float *block, int half) {
+static inline void coded4(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, const Weights &w, float *block, int half) {
     const __m256i nibble = _mm256_set1_epi8(15);
     __m256i high[4] = {}, low[4] = {};  // bytes 0-7 and 16-23, then 8-15 and 24-31, of low nibbles; the same of high ones
 #pragma GCC unroll 4
     for (int c = 0; c < TOGETHER; c += 2) {
         const __m256i a = _mm256_loadu_si256((const __m256i *)(p[c] + x)), b = _mm256_loadu_si256((const __m256i *)(p[c + 1] + x));
-        prefetch(p[c] + x + 1024), prefetch(p[c + 1] + x + 1024);
+        prefetch(ahead[c] + x), prefetch(ahead[c + 1] + x);
         const __m256i both[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)};
         const __m256i h = _mm256_set1_epi16((int16_t)(w.high[c / 4 * w.ld] >> 8 * (c % 4)));
         const __m256i l = _mm256_set1_epi16((int16_t)(w.low[c / 4 * w.ld] >> 8 * (c % 4)));
@@ -59,9 +59,9 @@ static inline void coded4(const uint8_t *const *p, int64_t x, const Weights &w, 
 }
 
 template <bool FOUR, bool FIRST, bool LAST>
-static inline void coded_group(const uint8_t *const *p, int64_t at, const Weights &w, float *s) {
+static inline void coded_group(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at, const Weights &w, float *s) {
     static_assert(FOUR, "eight bits do not fit");
-    for (int i = 0; i < 4; i++) coded4<FIRST, LAST>(p, at / 2 + i * 32, w, s + i / 2 * 128, i % 2);
+    for (int i = 0; i < 4; i++) coded4<FIRST, LAST>(p, ahead, at / 2 + i * 32, w, s + i / 2 * 128, i % 2);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -24,13 +24,13 @@ static inline void add(int32x4_t *sum, uint16x8_t codes, int16_t weight) {
 
 // 32 tokens of int8 codes.
 template <bool FIRST, bool LAST>
-static inline void coded8(const uint8_t *const *p, int64_t x, const Weights &w, const int16_t *word, float *s) {
+static inline void coded8(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, const Weights &w, const int16_t *word, float *s) {
     int32x4_t sum[8];
     for (int i = 0; i < 8; i++) sum[i] = begun<FIRST>(s + 4 * i);
 #pragma GCC unroll 8
     for (int c = 0; c < TOGETHER; c++) {
         const uint8x16_t a = vld1q_u8(p[c] + x), b = vld1q_u8(p[c] + x + 16);
-        prefetch(p[c] + x + 1024);
+        prefetch(ahead[c] + x);
         add(sum, vmovl_u8(vget_low_u8(a)), word[c]), add(sum + 2, vmovl_high_u8(a), word[c]);
         add(sum + 4, vmovl_u8(vget_low_u8(b)), word[c]), add(sum + 6, vmovl_high_u8(b), word[c]);
     }
@@ -39,14 +39,14 @@ static inline void coded8(const uint8_t *const *p, int64_t x, const Weights &w, 
 
 // 64 tokens of int4 codes: nibble n of dword d is token 16 * n + d, and nibbles 4 * HALF .. 4 * HALF + 3 are taken.
 template <bool FIRST, bool LAST, int HALF>
-static inline void coded4(const uint8_t *const *p, int64_t x, const Weights &w, const int16_t *word, float *s) {
+static inline void coded4(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, const Weights &w, const int16_t *word, float *s) {
     const uint16x8_t nibble = vdupq_n_u16(15);
     int32x4_t sum[4][4];
     for (int n = 0; n < 4; n++)
         for (int i = 0; i < 4; i++) sum[n][i] = begun<FIRST>(s + 16 * n + 4 * i);
 #pragma GCC unroll 8
     for (int c = 0; c < TOGETHER; c++) {
-        if (HALF == 0) prefetch(p[c] + x + 1024);
+        if (HALF == 0) prefetch(ahead[c] + x);
         for (int i = 0; i < 2; i++) {  // eight dwords, of which one half each
             const uint16x8_t codes = vld2q_u16((const uint16_t *)(p[c] + x + 32 * i)).val[HALF];
             add(sum[0] + 2 * i, vandq_u16(codes, nibble), word[c]);
@@ -60,14 +60,14 @@ static inline void coded4(const uint8_t *const *p, int64_t x, const Weights &w, 
 }
 
 template <bool FOUR, bool FIRST, bool LAST>
-static inline void coded_group(const uint8_t *const *p, int64_t at, const Weights &w, float *s) {
+static inline void coded_group(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at, const Weights &w, float *s) {
     int16_t word[TOGETHER];
     joined(w, word);
     for (int i = 0; i < 2 && FOUR; i++) {
-        coded4<FIRST, LAST, 0>(p, at / 2 + i * 64, w, word, s + i * 128);
-        coded4<FIRST, LAST, 1>(p, at / 2 + i * 64, w, word, s + i * 128 + 64);
+        coded4<FIRST, LAST, 0>(p, ahead, at / 2 + i * 64, w, word, s + i * 128);
+        coded4<FIRST, LAST, 1>(p, ahead, at / 2 + i * 64, w, word, s + i * 128 + 64);
     }
-    for (int i = 0; i < 8 && !FOUR; i++) coded8<FIRST, LAST>(p, at + i * 32, w, word, s + i * 32);
+    for (int i = 0; i < 8 && !FOUR; i++) coded8<FIRST, LAST>(p, ahead, at + i * 32, w, word, s + i * 32);
 }
 
 }  // namespace skimkv::SKIMKV_NS

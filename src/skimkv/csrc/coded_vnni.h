@@ -4,9 +4,9 @@
 namespace skimkv::SKIMKV_NS {
 
 // Dword e of lane l of t[j] is byte 16*l + 4*j + e of each of the four channels.
-static inline void interleave(const uint8_t *const *p, int64_t x, __m512i *t) {
+static inline void interleave(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, __m512i *t) {
     __m512i c[4];
-    for (int i = 0; i < 4; i++) c[i] = _mm512_loadu_si512(p[i] + x), prefetch(p[i] + x + 1024);
+    for (int i = 0; i < 4; i++) c[i] = _mm512_loadu_si512(p[i] + x), prefetch(ahead[i] + x);
     const __m512i a = _mm512_unpacklo_epi8(c[0], c[1]), b = _mm512_unpackhi_epi8(c[0], c[1]);
     const __m512i d = _mm512_unpacklo_epi8(c[2], c[3]), e = _mm512_unpackhi_epi8(c[2], c[3]);
     t[0] = _mm512_unpacklo_epi16(a, d), t[1] = _mm512_unpackhi_epi16(a, d);
@@ -24,11 +24,11 @@ template <bool FIRST, bool LAST> static inline __m512i total(__m512i high, __m51
 }
 
 // 64 tokens of int8 codes.
-template <bool FIRST, bool LAST> static inline void coded8(const uint8_t *const *p, int64_t x, const Weights &w, float *s) {
+template <bool FIRST, bool LAST> static inline void coded8(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, const Weights &w, float *s) {
     __m512i high[4] = {}, low[4] = {}, t[4];
 #pragma GCC unroll 1  // unrolled, the compiler loads all channels first and spills the sums
     for (int c = 0; c < TOGETHER / 4; c++) {
-        interleave(p + 4 * c, x, t);
+        interleave(p + 4 * c, ahead + 4 * c, x, t);
         const __m512i h = _mm512_set1_epi32(w.high[c * w.ld]), l = _mm512_set1_epi32(w.low[c * w.ld]);
         for (int j = 0; j < 4; j++) {
             high[j] = _mm512_dpbusd_epi32(high[j], t[j], h);
@@ -57,11 +57,11 @@ static inline void spread(const vf *in, float *s) {
 }
 
 // 128 tokens of int4 codes. Whole bytes are multiplied as they are, high nibble and low, and the low ones again alone.
-template <bool FIRST, bool LAST> static inline void coded4(const uint8_t *const *p, int64_t x, const Weights &w, float *s) {
+template <bool FIRST, bool LAST> static inline void coded4(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, const Weights &w, float *s) {
     __m512i high[8] = {}, low[8] = {}, t[4];
 #pragma GCC unroll 1
     for (int c = 0; c < TOGETHER / 4; c++) {
-        interleave(p + 4 * c, x, t);
+        interleave(p + 4 * c, ahead + 4 * c, x, t);
         const __m512i h = _mm512_set1_epi32(w.high[c * w.ld]), l = _mm512_set1_epi32(w.low[c * w.ld]);
         for (int j = 0; j < 4; j++) {
             const __m512i nibble = _mm512_and_si512(t[j], _mm512_set1_epi8(15));
@@ -83,11 +83,11 @@ template <bool FIRST, bool LAST> static inline void coded4(const uint8_t *const 
 }
 
 template <bool FOUR, bool FIRST, bool LAST>
-static inline void coded_group(const uint8_t *const *p, int64_t at, const Weights &w, float *s) {
+static inline void coded_group(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at, const Weights &w, float *s) {
     if (FOUR)
-        for (int i = 0; i < 2; i++) coded4<FIRST, LAST>(p, at / 2 + i * 64, w, s + i * 128);
+        for (int i = 0; i < 2; i++) coded4<FIRST, LAST>(p, ahead, at / 2 + i * 64, w, s + i * 128);
     else
-        for (int i = 0; i < 4; i++) coded8<FIRST, LAST>(p, at + i * 64, w, s + i * 64);
+        for (int i = 0; i < 4; i++) coded8<FIRST, LAST>(p, ahead, at + i * 64, w, s + i * 64);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -88,13 +88,13 @@ static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const
 
 // Tile t of a chunk, channels c0 .. c0+nc-1 of the unit's, whose rows of the index (of type E) start at p.
 template <class E>
-static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const E *const *p, int64_t c0,
-                       int nc, const Scores &z, [[maybe_unused]] const Narrow &narrow, int64_t t, [[maybe_unused]] int64_t t0) {
+static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const E *const *p,
+                       const E *const *ahead, int64_t c0, int nc, const Scores &z, [[maybe_unused]] const Narrow &narrow, int64_t t, [[maybe_unused]] int64_t t0) {
     const int G = op->cache->G;
     const int64_t at = t * GROUP - chunk->start;
     float *s = z.s + t * GROUP;
     if constexpr (in_integers<E>) {
-        coded_tile<is_code4<E>>(op, u, (const uint8_t *const *)p, at, narrow, t - t0, c0, s);
+        coded_tile<is_code4<E>>(op, u, (const uint8_t *const *)p, (const uint8_t *const *)ahead, at, narrow, t - t0, c0, s);
     } else if constexpr (sizeof(E) == 1) {
         const float *scale = chunk->scale + u.b * chunk->s_b + u.h * chunk->s_h + at / GROUP * chunk->s_g;
         float w[4 * TOGETHER], init[4], step[TOGETHER], zero[TOGETHER];
@@ -109,7 +109,7 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
                 init[g] = 0;
                 for (int i = 0; i < nc; i++) w[g * TOGETHER + i] = own[i] * step[i], init[g] += own[i] * zero[i];
             }
-            stream_heads<E>(p, is_code4<E> ? at / 2 : at, GROUP, nc, w, TOGETHER, gn, c0 == 0, init, s + g0 * u.np, u.np);
+            stream_heads<E>(p, ahead, is_code4<E> ? at / 2 : at, GROUP, nc, w, TOGETHER, gn, c0 == 0, init, s + g0 * u.np, u.np);
         }
     } else {
         const float none[4] = {};
@@ -123,7 +123,7 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             __builtin_memset(copy + i * GROUP + chunk->cap - at, 0, (GROUP - chunk->cap + at) * sizeof(E));
         }
         for (int g = 0; g < G; g += 4)
-            stream_heads<E>(whole ? p : own, whole ? at : 0, n, nc, u.w + g * u.r + c0, u.r, (int)min(G - g, 4), c0 == 0,
+            stream_heads<E>(whole ? p : own, whole ? ahead : own, whole ? at : 0, n, nc, u.w + g * u.r + c0, u.r, (int)min(G - g, 4), c0 == 0,
                             none, s + g * u.np, u.np);
     }
 }
@@ -139,12 +139,19 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
         }
     if constexpr (in_integers<E>) narrow_weights(op, u, chunk, narrow, t0, t1);
+    // what is fetched ahead at the end of a run is the beginning of the next set's
+    const int64_t tile = is_code4<E> ? GROUP / 2 : GROUP, run = (t1 - t0) * tile, far = min(run, (in_integers<E> ? 4 : 1) * AHEAD / (int)sizeof(E));
     for (int64_t c0 = 0; c0 < u.r; c0 += TOGETHER) {
         const int nc = (int)min(TOGETHER, u.r - c0);
-        const E *p[TOGETHER];
-        for (int i = 0; i < TOGETHER; i++) p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
+        const E *p[TOGETHER], *ahead[TOGETHER], *over[TOGETHER];
+        for (int i = 0; i < TOGETHER; i++) {
+            const int64_t next = c0 + TOGETHER + i;
+            p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
+            ahead[i] = p[i] + far;
+            over[i] = next < u.r ? index + u.channel[next] * chunk->x_r + far - run : p[i];
+        }
         for (int64_t t = t0; t < t1; t++) {
-            score_tile<E>(op, u, chunk, p, c0, nc, z, narrow, t, t0);
+            score_tile<E>(op, u, chunk, p, (t - t0) * tile + far < run ? ahead : over, c0, nc, z, narrow, t, t0);
             if (c0 + TOGETHER >= u.r) finish_tile(op, u, z, sums, t, begin, end);
         }
     }
