@@ -45,11 +45,11 @@ COPY, MIX, LONG = (1.0, 0.0, 0.0, 0.0), (0.08, 0.5, 0.2, 0.22), (0.04, 0.62, 0.1
 STAGES = (
     Stage(128, 300, 2e-3, COPY),
     Stage(256, 300, 2e-3, COPY),
-    Stage(256, 900, 2e-3, MIX),
+    Stage(256, 700, 2e-3, MIX),
     Stage(512, 700, 1.5e-3, MIX),
-    Stage(1024, 600, 1.5e-3, MIX),
-    Stage(2048, 500, 1.3e-3, LONG),
-    Stage(4096, 900, 1.2e-3, LONG),
+    Stage(1024, 500, 1.5e-3, MIX),
+    Stage(2048, 400, 1.3e-3, LONG),
+    Stage(4096, 600, 1.2e-3, LONG),
 )
 
 
