@@ -18,7 +18,7 @@ from skimkv.checkpoint import BUILTIN
 from skimkv.cli import carry_out
 from skimkv.models import folder, train
 from skimkv.models.data import KINDS, Maker, read
-from skimkv.models.network import Network
+from skimkv.models.network import Network, _turn
 from skimkv.tasks.record import WORDS
 
 SHAPE = {
@@ -92,6 +92,29 @@ def test_copies_are_of_what_came_before(maker: Maker) -> None:
         for i, weight in enumerate(row.weights[:256]):
             if weight:
                 assert row.ids[i] in row.ids[:i]
+
+
+def test_short_rows_are_copied_whole(maker: Maker) -> None:
+    row = maker.copies(random.Random(0), 64)
+    n = row.weights.index(1.0) - 1
+    assert row.ids[1 + n : 64] == row.ids[1 : 64 - n]
+    assert set(row.weights[1 + n : 64]) == {1.0}
+
+
+def test_a_head_looks_back_from_the_start() -> None:
+    torch.manual_seed(0)
+    network = Network(folder.config(BUILTIN / "config.json"))
+    seen: list[torch.Tensor] = []
+    attention = network.layers[0].self_attn
+    for name in ("q_proj", "k_proj"):
+        attention[name].register_forward_hook(lambda module, inputs, out: seen.append(out[..., :64]))
+    ids = torch.randint(2, 2048, (2, 64))
+    network(ids)
+    angle = torch.arange(64)[:, None] * network.theta ** (-torch.arange(32) / 32)
+    q, k = (_turn(x[:, :, None], angle.cos()[:, None], angle.sin()[:, None])[:, :, 0] for x in seen)
+    later = torch.ones(64, 64, dtype=torch.bool).triu(1)
+    weights = (q @ k.transpose(1, 2) / 8).masked_fill(later, -torch.inf).softmax(-1)
+    assert weights.diagonal(-1, 1, 2).mean() > 0.8
 
 
 def test_batches_are_functions_of_their_seed(maker: Maker) -> None:

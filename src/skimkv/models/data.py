@@ -27,6 +27,7 @@ HELD_OUT = 0.1  # the last share of every file, never trained on
 BOS, EOS = 0, 1
 FORMS = ("{}: {}\n", lines.LINE)
 MOST = 20.0  # of a token's weight
+SHORT = 64  # tokens of a row for beginners
 Piece = tuple[str, bool]  # a text, and whether it is an answer
 
 
@@ -118,14 +119,17 @@ class Maker:
     def copies(self, rng: random.Random, length: int) -> Row:
         """Random tokens of a large or small alphabet, then parts of them until the row is full.
 
-        Of a small alphabet a part is known only by several tokens in a row, as in text; those weigh nothing.
+        Of a small alphabet a part is known only by several tokens in a row, as in text; those weigh nothing. Short rows
+        are of the large one and whole: there looking back appears first.
         """
-        n = rng.randint(8, length // 2)
-        size = self.vocabulary - 2 if rng.random() < 0.5 else round(4 * (self.vocabulary / 8) ** rng.random())
+        short = length <= SHORT
+        n = rng.randint(4 if short else 8, length // (3 if short else 2))
+        large = short or rng.random() < 0.5
+        size = self.vocabulary - 2 if large else round(4 * (self.vocabulary / 8) ** rng.random())
         letters = rng.sample(range(2, self.vocabulary), size)
         base = rng.choices(letters, k=n)
         ids, weights = [BOS, *base], [0.0] * (n + 1)
-        if size > 256 and rng.random() < 0.5:  # the whole, again and again
+        if short or (size > 256 and rng.random() < 0.5):  # the whole, again and again
             while len(ids) < length:
                 ids, weights = ids + base, weights + [1.0] * n
             return Row(ids, weights)

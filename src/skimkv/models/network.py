@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+BORN = 7.0  # A of the head that looks back from the start
+
 
 class Layer(nn.Module):
     """x (B,N,C) -> (B,N,C): causal attention with rotary positions, then a gated unit, each on a normalised x."""
@@ -69,6 +71,25 @@ class Network(nn.Module):
             if p.ndim == 2:
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.num_hidden_layers) if last else 1))
+        self._look_back(d)
+
+    @torch.no_grad()
+    def _look_back(self, d: int) -> None:
+        """Begin with a head of the first layer that attends to the token before: what induction is built on.
+
+        All embeddings share a direction u, of which that head makes q and k with a phase of one position between
+        them, so that rotary positions give the logit sum_i A^2 cos(theta^(-2i/d) (Delta - 1)) / sqrt(d).
+        """
+        u = torch.randn_like(self.embed_tokens.weight[0]).sign()
+        self.embed_tokens.weight += 0.02 * u
+        attention, half = "layers.0.self_attn", d // 2
+        fast = min(8, half)  # pairs that turn far enough from one position to the next
+        rate = self.theta ** (-torch.arange(fast) / half)
+        q, k = torch.zeros(d), torch.zeros(d)
+        q[:fast], k[:fast], k[half : half + fast] = BORN, BORN * rate.cos(), BORN * rate.sin()
+        for name, x in (("q_proj", q), ("k_proj", k)):  # a normalised embedding holds u / sqrt(2)
+            self.get_parameter(f"{attention}.{name}.weight")[:d] = torch.outer(x, u) * math.sqrt(2) / len(u)
+        nn.init.normal_(self.get_parameter(f"{attention}.v_proj.weight")[:d], std=len(u) ** -0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         rate = self.theta ** (-torch.arange(self.turns, device=ids.device) / self.turns)
