@@ -42,8 +42,8 @@ class Stage(NamedTuple):
 
 COPY, MIX, LONG = (1.0, 0.0, 0.0, 0.0), (0.08, 0.5, 0.2, 0.22), (0.04, 0.62, 0.16, 0.18)
 STAGES = (
-    Stage(64, 400, 2e-3, COPY, 4096),
-    Stage(256, 100, 2e-3, COPY),
+    Stage(64, 800, 2e-3, COPY, 4096),
+    Stage(256, 200, 2e-3, COPY),
     Stage(256, 700, 2e-3, MIX),
     Stage(512, 700, 1.5e-3, MIX),
     Stage(1024, 500, 1.5e-3, MIX),
