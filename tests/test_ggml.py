@@ -31,8 +31,8 @@ def tensor(context, values):
 class Attention:
     """The custom operation: y, q [D,H*G] and K, V [D,N,H], whose addresses and strides come from ggml."""
 
-    def __init__(self, method: int, threads: int, index: torch.Tensor | None = None, **hyper: int) -> None:
-        self.method, self.threads, self.index, self.hyper = method, threads, index, hyper
+    def __init__(self, method: int, index: torch.Tensor | None = None, **hyper: int) -> None:
+        self.method, self.index, self.hyper = method, index, hyper
         self.work, self.seen = None, []
         self.function = ggml.ggml_custom3_op_t(self)
 
@@ -102,7 +102,7 @@ def layer():
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("isa", ISAS)
 def test_dense_is_what_ggml_computes_itself(layer, isa, threads):
-    attention = Attention(native.DENSE, threads)
+    attention = Attention(native.DENSE)
     with on(isa):
         got = computed(*layer, attention, threads)
     assert sorted(attention.seen) == [(i, threads) for i in range(threads)]
@@ -119,7 +119,7 @@ def test_sparq_is_the_reference(layer, channels, threads):
     q = (wq @ x).reshape(1, H, G, D)
     want = wo @ ref.sparq(store, q, D**-0.5, None, 16, 64, 8, "coverage", False).reshape(-1)
     index = k.transpose(1, 2).contiguous() if channels == "copy" else None
-    attention = Attention(native.SPARQ, threads, index, r=16, k=64, local=8)
+    attention = Attention(native.SPARQ, index, r=16, k=64, local=8)
     got = computed(x, wq, wo, k, v, attention, threads)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
     assert (got - computed(*layer)).abs().max() > 4e-3  # and not dense attention's

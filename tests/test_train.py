@@ -189,6 +189,23 @@ def test_going_on_is_as_never_having_stopped(tmp_path: Path, maker: Maker) -> No
             assert torch.equal(p, again.network.state_dict()[name]), name
 
 
+def test_copies_have_an_optimizer_of_their_own(tmp_path: Path, maker: Maker) -> None:
+    stages = [train.Stage(64, 2, 1e-3, train.COPY, 256), train.Stage(64, 2, 1e-3, (1, 1, 1, 1), 256)]
+
+    def new() -> train.Trainer:
+        return train.Trainer(Network(SimpleNamespace(**SHAPE)), maker, stages, 0, torch.device("cpu"))
+
+    one = new()
+    for stage, kind in enumerate((torch.optim.AdamW, torch.optim.Muon)):
+        one.start(stage)
+        assert type(one.optimizers[0][0]) is kind
+        one.train(next(iter(one.batches(0))))
+        torch.save(one.state(), tmp_path / "state.pt")
+        two = new()
+        two.restore(tmp_path / "state.pt")
+        assert (two.stage, two.step, type(two.optimizers[0][0])) == (stage, 1, kind)
+
+
 def test_a_state_of_other_stages_or_no_state(tmp_path: Path, maker: Maker) -> None:
     torch.save(trainer(maker).state(), tmp_path / "state.pt")
     with pytest.raises(ValueError, match="other stages or another seed"):

@@ -18,8 +18,8 @@ template <> constexpr bool is_code4<Code4> = true;
 // s[g*ld + x] = init[g] + sum_c w[g*wld + c] p_c[at + x] for n tokens and perhaps some more of the 256, added to what
 // is there unless `first`. What lies as far into `ahead` is prefetched.
 template <class T, int GB>
-static inline void stream(const T *const *p, const T *const *ahead, int64_t at, int n, int nc, const float *w, int64_t wld, bool first,
-                          const float *init, float *s, int64_t ld) {
+static inline void stream(const T *const *p, const T *const *ahead, int64_t at, int n, int nc, const float *w, int64_t wld,
+                          bool first, const float *init, float *s, int64_t ld) {
     constexpr int U = (W == 16 ? 16 : 8) / GB < 8 ? (W == 16 ? 16 : 8) / GB : 8;
     for (int x = 0; x < n; x += U * W) {
         vf a[GB][U];
@@ -79,7 +79,8 @@ static inline void stream4(const uint8_t *const *p, const uint8_t *const *ahead,
 template <class T, int GB>
 static inline void stream_any(const T *const *p, const T *const *ahead, int64_t at, int n, int nc, const float *w,
                               int64_t wld, bool first, const float *init, float *s, int64_t ld) {
-    if constexpr (is_code4<T>) stream4<GB>((const uint8_t *const *)p, (const uint8_t *const *)ahead, at, nc, w, wld, first, init, s, ld);
+    using bytes = const uint8_t *const *;
+    if constexpr (is_code4<T>) stream4<GB>((bytes)p, (bytes)ahead, at, nc, w, wld, first, init, s, ld);
     else stream<T, GB>(p, ahead, at, n, nc, w, wld, first, init, s, ld);
 }
 

@@ -71,10 +71,10 @@ class Network(nn.Module):
             if p.ndim == 2:
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.num_hidden_layers) if last else 1))
-        self._look_back(d)
+        self._look_back()
 
     @torch.no_grad()
-    def _look_back(self, d: int) -> None:
+    def _look_back(self) -> None:
         """Begin with a head of the first layer that attends to the token before: what induction is built on.
 
         All embeddings share a direction u, of which that head makes q and k with a phase of one position between
@@ -82,18 +82,21 @@ class Network(nn.Module):
         """
         u = torch.randn_like(self.embed_tokens.weight[0]).sign()
         self.embed_tokens.weight += 0.02 * u
-        attention, half = "layers.0.self_attn", d // 2
-        fast = min(8, half)  # pairs that turn far enough from one position to the next
-        rate = self.theta ** (-torch.arange(fast) / half)
+        attention, half, d = "layers.0.self_attn", self.turns, 2 * self.turns
+        rate = self._rate()[:8]  # of the pairs that turn far enough from one position to the next
         q, k = torch.zeros(d), torch.zeros(d)
-        q[:fast], k[:fast], k[half : half + fast] = BORN, BORN * rate.cos(), BORN * rate.sin()
+        q[: len(rate)], k[: len(rate)], k[half : half + len(rate)] = BORN, BORN * rate.cos(), BORN * rate.sin()
         for name, x in (("q_proj", q), ("k_proj", k)):  # a normalised embedding holds u / sqrt(2)
             self.get_parameter(f"{attention}.{name}.weight")[:d] = torch.outer(x, u) * math.sqrt(2) / len(u)
         nn.init.normal_(self.get_parameter(f"{attention}.v_proj.weight")[:d], std=len(u) ** -0.5)
 
+    def _rate(self, device: torch.device | None = None) -> Tensor:
+        """Radians that each pair turns by from one position to the next."""
+        rate: Tensor = self.theta ** (-torch.arange(self.turns, device=device) / self.turns)
+        return rate
+
     def forward(self, ids: Tensor) -> Tensor:
-        rate = self.theta ** (-torch.arange(self.turns, device=ids.device) / self.turns)
-        angle = torch.arange(ids.shape[1], device=ids.device)[:, None, None] * rate
+        angle = torch.arange(ids.shape[1], device=ids.device)[:, None, None] * self._rate(ids.device)
         cos, sin = angle.cos(), angle.sin()
         x = self.embed_tokens(ids)
         for layer in self.layers:
