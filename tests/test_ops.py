@@ -34,7 +34,12 @@ CASES = [
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:: len(CHANNELS)], (64, [4097], "bfloat16", 1, "none"), (200, [4097], "float32", 1, "none")],
+    [
+        *CASES[:: len(CHANNELS)],
+        (64, [4097], "bfloat16", 1, "none"),
+        (200, [4097], "float32", 1, "none"),
+        *((D, [700, 256, 1], "bfloat16", G, "none") for D, G in ((24, 2), (80, 7), (128, 8), (256, 6))),
+    ],
     ids=str,
 )
 def test_dense(isa, case):

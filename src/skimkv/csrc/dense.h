@@ -4,14 +4,14 @@
 namespace skimkv::SKIMKV_NS {
 
 struct DenseScratch {
-    float *q;       // [G][P]
+    float *q;       // query_floats
     float *s;       // [G][BLOCK], or [G][np + BLOCK] where weights are kept
     float *online;
     uint8_t *row;   // the new row's k and v where rows are coded
 };
 static DenseScratch take_dense(Arena &a, const skimkv_op *op, int64_t n) {
     const int G = op->cache->G, P = padded(op->cache->D);
-    return {a.take<float>(G * P), a.take<float>(G * ((op->score ? roundup(n, 256) : 0) + BLOCK)),
+    return {a.take<float>(query_floats(op->cache)), a.take<float>(G * ((op->score ? roundup(n, 256) : 0) + BLOCK)),
             a.take<float>(online_floats(G, P)), a.take<uint8_t>(op->cache->bits ? 2 * row_bytes(op->cache) : 0)};
 }
 
@@ -54,13 +54,15 @@ static void dense_part(const skimkv_op *op, int64_t b, int64_t h, int64_t from, 
     Unit u{};
     u.q = x.q;
     load_query(op, u, b, h);
-    const R *k[BLOCK + W], *v[BLOCK + W];
+    const R *rows[2][2][BLOCK + W];  // [this block or the next][k, v]
     reset(o, G, P);
-    for (int64_t p = from; p < to; p += BLOCK) {
+    if (from < to) block_rows<T>(op, b, h, from, min(from + BLOCK, to), x, rows[0][0], rows[0][1]);
+    for (int64_t p = from, i = 0; p < to; p += BLOCK, i ^= 1) {
         const int n = (int)min(BLOCK, to - p);
-        block_rows<T>(op, b, h, p, p + n, x, k, v);
-        dots<R, D_>(u.q, P, G, c->D, k, n, x.s, BLOCK);
-        update<R, D_>(o, P, G, c->D, v, n, x.s, BLOCK, op_cap(op));
+        const R **k = rows[i][0], **v = rows[i][1], **next = rows[i ^ 1][0];
+        if (p + n < to) block_rows<T>(op, b, h, p + n, min(p + n + BLOCK, to), x, next, rows[i ^ 1][1]);
+        key_dots<R, D_>(op, u, k, n, x.s, BLOCK, v);
+        update<R, D_>(o, P, G, c->D, v, n, x.s, BLOCK, op_cap(op), p + 2 * BLOCK <= to ? next : nullptr);
     }
 }
 
@@ -116,7 +118,7 @@ static void dense_scored(const skimkv_op *op, int64_t b, int64_t h, const DenseS
     for (int64_t p = 0; p < n; p += BLOCK) {
         const int m = (int)min(BLOCK, n - p);
         block_rows<T>(op, b, h, p, p + m, x, k, v);
-        dots<R, D_>(u.q, P, G, c->D, k, m, x.s + p, ld);
+        key_dots<R, D_>(op, u, k, m, x.s + p, ld);
     }
     for (int g = 0; g < G; g++) {
         float *s = x.s + g * ld, m = LOWEST, l = 0;

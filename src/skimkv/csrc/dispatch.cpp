@@ -15,6 +15,7 @@ struct Isa {
     const char *name;
     const Kernels *kernels;
     bool (*available)();
+    bool bf16 = false;
 };
 
 #if defined(__x86_64__)
@@ -24,12 +25,14 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 bool always() { return true; }
 
 // Best first.
 const Isa isas[] = {
 #if defined(__x86_64__)
+    {"avx512bf16", &skimkv::vnni_kernels, has_bf16, true},
     {"avx512vnni", &skimkv::vnni_kernels, has_vnni},
 #ifndef SKIMKV_FEWER
     {"avx512", &skimkv::avx512_kernels, has_avx512},
@@ -108,6 +111,11 @@ int usable(int threads, skimkv_parallel parallel) { return threads < 1 || !paral
 const Kernels *skimkv::kernels() {
     const Isa *isa = chosen();
     return isa ? isa->kernels : nullptr;
+}
+
+bool skimkv::bf16_products() {
+    const Isa *isa = chosen();
+    return isa && isa->bf16;
 }
 
 extern "C" {

@@ -4,6 +4,9 @@
 #include "vmath.h"
 #include "rowcode.h"
 #include "rows.h"
+#ifdef SKIMKV_PAIRS
+#include "rows_bf16.h"
+#endif
 #include "channels.h"
 #include "select.h"
 #include "unit.h"

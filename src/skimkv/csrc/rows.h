@@ -7,13 +7,28 @@ namespace skimkv::SKIMKV_NS {
 constexpr int BLOCK = 64;                    // rows a softmax update takes at once
 constexpr int ACCS = W == 16 ? 16 : 8;       // vector registers the weighted sum may hold
 
+// Rows to be asked for while others are worked on: with several queries a row, arithmetic takes so long that nothing
+// else keeps the memory busy. Each of the passes over the rows at hand asks for its share of the lines.
+template <class T> struct Ahead {
+    const T *const *rows = nullptr;
+    int pass = 0, passes = 1;
+    inline void ask(int j, int D) const {
+        constexpr int LINE = 64 / (int)sizeof(T);
+        if (rows)
+            for (int i = pass * LINE; i < D; i += passes * LINE) prefetch_far(rows[j] + i);
+    }
+};
+// Groups of 4 and 2 queries, the passes that ask: one with a single query is fast enough for the hardware's prefetch.
+static inline int groups(int G) { return G / 4 + (G % 4 >= 2); }
+
 // s[g*ld + j] = q_g . row_j for one block of W rows. q is [GB][P], zero beyond D.
 template <class T, int D_, int GB>
-static inline void dots_block(const float *q, int P, int D, const T *const *rows, float *s, int64_t ld) {
+static inline void dots_block(const float *q, int P, int D, const T *const *rows, float *s, int64_t ld, const Ahead<T> &next) {
     vf part[GB][W];
     const int whole = (D_ ? D_ : D) / W * W;
     for (int j = 0; j < W; j++) {
         const T *x = rows[j];
+        if (GB > 1) next.ask(j, D_ ? D_ : D);
         vf a[GB] = {}, b[GB] = {};
         int i = 0;
         if constexpr (D_ / W >= 2) {
@@ -40,9 +55,9 @@ static inline void dots_block(const float *q, int P, int D, const T *const *rows
     for (int g = 0; g < GB; g++) put(s + g * ld, rowsum(part[g]));
 }
 
-// s[g*ld + j] for j < n; writes up to the next multiple of W, and rows[] must be readable that far.
+// s[g*ld + j] for j < n; writes up to the next multiple of W, and rows[] (and next's) must be readable that far.
 template <class T, int D_>
-static void dots(const float *q, int P, int G, int D, const T *const *rows, int n, float *s, int64_t ld) {
+static void dots(const float *q, int P, int G, int D, const T *const *rows, int n, float *s, int64_t ld, const T *const *next = nullptr) {
     if constexpr (row_bits<T> != 0) {
         float x[DECODED * 256];
         const float *own[DECODED];
@@ -53,21 +68,23 @@ static void dots(const float *q, int P, int G, int D, const T *const *rows, int 
         return;
     } else
     for (int j = 0; j < n; j += W) {
+        Ahead<T> ahead{next ? next + j : next, 0, groups(G)};
         int g = 0;
-        for (; g + 4 <= G; g += 4) dots_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld);
-        if (g + 2 <= G) dots_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld), g += 2;
-        if (g < G) dots_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld);
+        for (; g + 4 <= G; g += 4, ahead.pass++) dots_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
+        if (g + 2 <= G) dots_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead), g += 2;
+        if (g < G) dots_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
     }
 }
 
 // acc[g] += sum_j w[g*ld + j] row_j over NV vectors starting at column `at`, the accumulators in registers.
 template <class T, int GB, int NV, bool HALF = false>
-static inline void add_piece(float *acc, int P, const T *const *rows, int at, const float *w, int64_t ld, int n) {
+static inline void add_piece(float *acc, int P, const T *const *rows, int at, const float *w, int64_t ld, int n, int D, const Ahead<T> &next) {
     vf a[GB][NV];
     for (int g = 0; g < GB; g++)
         for (int i = 0; i < NV; i++) a[g][i] = get(acc + g * P + at + i * W);
     for (int j = 0; j < n; j++) {
         const T *x = rows[j] + at;
+        if (GB > 1) next.ask(j, D);
 #pragma GCC unroll 16
         for (int i = 0; i < NV; i++) {
             vf v = HALF ? get8(x + i * W) : get(x + i * W);
@@ -79,26 +96,28 @@ static inline void add_piece(float *acc, int P, const T *const *rows, int at, co
 }
 
 template <class T, int D_, int GB>
-static inline void add_group(float *acc, int P, int D, const T *const *rows, const float *w, int64_t ld, int n) {
+static inline void add_group(float *acc, int P, int D, const T *const *rows, const float *w, int64_t ld, int n, const T *const *next, int pass, int passes) {
     constexpr int NV = ACCS / GB < 8 ? ACCS / GB : 8;
-    const int whole = (D_ ? D_ : D) / W * W;
+    const int whole = (D_ ? D_ : D) / W * W, pieces = whole >= NV * W ? whole / (NV * W) : 1;
+    Ahead<T> ahead{next, pass * pieces, passes * pieces};
     int at = 0;
-    for (; at + NV * W <= whole; at += NV * W) add_piece<T, GB, NV>(acc, P, rows, at, w, ld, n);
+    for (; at + NV * W <= whole; at += NV * W, ahead.pass++) add_piece<T, GB, NV>(acc, P, rows, at, w, ld, n, D, ahead);
+    ahead.rows = whole >= NV * W ? nullptr : next;  // what is left is short
     if constexpr (NV > 4)
-        if (at + 4 * W <= whole) add_piece<T, GB, 4>(acc, P, rows, at, w, ld, n), at += 4 * W;
+        if (at + 4 * W <= whole) add_piece<T, GB, 4>(acc, P, rows, at, w, ld, n, D, ahead), at += 4 * W;
     if constexpr (NV > 2)
-        if (at + 2 * W <= whole) add_piece<T, GB, 2>(acc, P, rows, at, w, ld, n), at += 2 * W;
-    if (at + W <= whole) add_piece<T, GB, 1>(acc, P, rows, at, w, ld, n), at += W;
-    if (W == 16 && (D_ ? D_ : D) % 16 >= 8) add_piece<T, GB, 1, true>(acc, P, rows, at, w, ld, n), at += 8;
+        if (at + 2 * W <= whole) add_piece<T, GB, 2>(acc, P, rows, at, w, ld, n, D, ahead), at += 2 * W;
+    if (at + W <= whole) add_piece<T, GB, 1>(acc, P, rows, at, w, ld, n, D, ahead), at += W;
+    if (W == 16 && (D_ ? D_ : D) % 16 >= 8) add_piece<T, GB, 1, true>(acc, P, rows, at, w, ld, n, D, ahead), at += 8;
     if constexpr (D_ == 0)
         for (; at < D; at++)
             for (int j = 0; j < n; j++)
                 for (int g = 0; g < GB; g++) acc[g * P + at] += w[g * ld + j] * scalar(rows[j][at]);
 }
 
-// acc[g*P ..] += sum_j w[g*ld + j] row_j for j < n.
+// acc[g*P ..] += sum_j w[g*ld + j] row_j for j < n; `next` as above.
 template <class T, int D_>
-static void add(float *acc, int P, int G, int D, const T *const *rows, const float *w, int64_t ld, int n) {
+static void add(float *acc, int P, int G, int D, const T *const *rows, const float *w, int64_t ld, int n, const T *const *next = nullptr) {
     if constexpr (row_bits<T> != 0) {
         float x[DECODED * 256];
         const float *own[DECODED];
@@ -108,9 +127,9 @@ static void add(float *acc, int P, int G, int D, const T *const *rows, const flo
         }
     } else {
         int g = 0;
-        for (; g + 4 <= G; g += 4) add_group<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n);
-        if (g + 2 <= G) add_group<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n), g += 2;
-        if (g < G) add_group<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n);
+        for (; g + 4 <= G; g += 4) add_group<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n, next, g / 4, groups(G));
+        if (g + 2 <= G) add_group<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, next, g / 4, groups(G)), g += 2;
+        if (g < G) add_group<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, next, g / 4, groups(G));
     }
 }
 
@@ -129,7 +148,7 @@ static inline void reset(const Online &o, int G, int P) {
 
 // Take n rows whose dot products are in s[g*ld + j]; s becomes 2^(logit - maximum).
 template <class T, int D_>
-static void update(const Online &o, int P, int G, int D, const T *const *values, int n, float *s, int64_t ld, float cap) {
+static void update(const Online &o, int P, int G, int D, const T *const *values, int n, float *s, int64_t ld, float cap, const T *const *next = nullptr) {
     for (int g = 0; g < G; g++) {
         float *x = s + g * ld;
         for (int j = n; j < roundup(n, W); j++) x[j] = LOWEST;
@@ -154,7 +173,7 @@ static void update(const Online &o, int P, int G, int D, const T *const *values,
         }
         o.l[g] += hsum(sum);
     }
-    add<T, D_>(o.acc, P, G, D, values, s, ld, n);
+    add<T, D_>(o.acc, P, G, D, values, s, ld, n, next);
 }
 
 // Merge a part's state into another's.

@@ -67,7 +67,7 @@ static void finish_tile(const skimkv_op *op, const Unit &u, const Scores &z, con
     for (int g = 0; g < G; g++) finish_query<false>(u, z, sums, t, t0, t1, g, op_cap(op));
 }
 
-// Tiles t0 .. t1-1 from row-major keys with the queries q [G][P].
+// Tiles t0 .. t1-1 from row-major keys with the queries q [G][P]: those of u or others.
 template <class T, int D_>
 static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const Scores &z, const Sums &sums,
                        int64_t t0, int64_t t1) {
@@ -81,7 +81,8 @@ static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const
         });
         const int n = have;
         while (have % W) rows[have] = rows[have - 1], have++;
-        dots<T, D_>(q, P, c->G, c->D, rows, n, z.s + t * GROUP, u.np);
+        if (q == u.q) key_dots<T, D_>(op, u, rows, n, z.s + t * GROUP, u.np);
+        else dots<T, D_>(q, P, c->G, c->D, rows, n, z.s + t * GROUP, u.np);
         finish_tile(op, u, z, sums, t, t0, t1);
     }
 }

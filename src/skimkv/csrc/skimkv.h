@@ -177,8 +177,8 @@ typedef struct skimkv_columns {
 SKIMKV_API const char *skimkv_columns_check(const skimkv_columns *op);
 SKIMKV_API int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel);
 
-/* The instruction set in use ("scalar", "avx2", "avx512", "avx512vnni", "neon"), chosen at first use or by SKIMKV_ISA; NULL if that
- * names none of this machine. skimkv_isas lists those available, comma separated, best first. */
+/* The instruction set in use ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "neon"), chosen at first use or by
+ * SKIMKV_ISA; NULL if that names none of this machine. skimkv_isas lists those available, comma separated, best first. */
 SKIMKV_API const char *skimkv_isa(void);
 SKIMKV_API const char *skimkv_isas(void);
 SKIMKV_API int skimkv_force(const char *isa); /* 0, or -1 if unknown or unavailable; NULL chooses again */

@@ -101,7 +101,7 @@ template <class T, int D_> static void attend(const skimkv_op *op, Unit &u, cons
                 }
             add<T, D_>(o.acc, P, G, c->D, v, x.s, CHOSEN, n);
         } else {
-            dots<T, D_>(u.q, P, G, c->D, k, n, x.s, CHOSEN);
+            key_dots<T, D_>(op, u, k, n, x.s, CHOSEN);
             update<T, D_>(o, P, G, c->D, v, n, x.s, CHOSEN, op_cap(op));
         }
     }

@@ -33,6 +33,7 @@ struct Kernels {
 extern const Kernels scalar_kernels, avx2_kernels, avx512_kernels, vnni_kernels, neon_kernels;
 
 const Kernels *kernels();  // of the instruction set in use, or nullptr
+bool bf16_products();      // whether that set multiplies bfloat16 pairs
 
 // The new row of an operation as an append.
 static inline skimkv_tokens tokens(const skimkv_op *op) {

@@ -24,6 +24,7 @@ struct Scores {          // step 1 of one unit, shared by the threads that split
 struct Unit {
     int64_t b, h, n, np, nt;
     float *q, *w, *full;  // scaled query [G][P]; weights of the r chosen channels [G][r]; masked query [G][P]
+    bf16 *raw;            // the query as it came [G][raw_padded(D)], where key_dots can multiply that, or nullptr
     int32_t *channel;     // [r]
     int64_t r;
     int32_t *chosen;      // positions step 3 reads, ascending
@@ -33,6 +34,9 @@ struct Unit {
 };
 
 static inline int padded(int D) { return (int)roundup(D, 16); }
+static inline int raw_padded(int D) { return (int)roundup(D, 32); }
+// A query and, behind it, room for it as it came.
+static inline int64_t query_floats(const skimkv_cache *c) { return c->G * (padded(c->D) + raw_padded(c->D) / 2); }
 static inline bool appends(const skimkv_op *op) { return op->k_new && op->keep == SKIMKV_APPEND; }
 // Tokens in row b of the cache during the step.
 static inline int64_t held(const skimkv_op *op, int64_t b) { return op->cache->lengths[b] + appends(op); }
@@ -51,7 +55,7 @@ static Unit take_unit(Arena &a, const skimkv_op *op, int64_t n) {
     const int P = padded(c->D);
     const int64_t R = max(c->R, c->D), k = min(op->k, n) + 1;
     Unit u{};
-    u.q = a.take<float>(c->G * P), u.w = a.take<float>(c->G * R), u.full = a.take<float>(c->G * P);
+    u.q = a.take<float>(query_floats(c)), u.w = a.take<float>(c->G * R), u.full = a.take<float>(c->G * P);
     u.channel = a.take<int32_t>(R), u.chosen = a.take<int32_t>(k + 16);
     u.alpha = a.take<float>(c->G), u.m = a.take<float>(c->G), u.l = a.take<float>(c->G);
     return u;
@@ -103,6 +107,24 @@ static void fetch_rows(const skimkv_op *op, const Unit &u, const int32_t *list, 
 // The soft cap in units of log 2, as logits are.
 static inline float op_cap(const skimkv_op *op) { return op->softcap * LOG2E; }
 
+template <class T> constexpr bool is_bf16 = false;
+template <> constexpr bool is_bf16<bf16> = true;
+
+// The query as it came, if query and keys are bfloat16, a key meets several queries and the CPU multiplies them so.
+static void load_raw([[maybe_unused]] const skimkv_op *op, Unit &u) {
+    u.raw = nullptr;
+#ifdef SKIMKV_PAIRS
+    const skimkv_cache *c = op->cache;
+    const int D = c->D, P = raw_padded(D);
+    if (c->G == 1 || c->bits || c->dtype != SKIMKV_BF16 || op->dtype != SKIMKV_BF16 || !bf16_products()) return;
+    u.raw = (bf16 *)(u.q + c->G * padded(D));
+    for (int g = 0; g < c->G; g++) {
+        __builtin_memcpy(u.raw + g * P, (const bf16 *)op->q + u.b * op->q_b + u.h * op->q_h + g * op->q_g, D * 2);
+        __builtin_memset(u.raw + g * P + D, 0, (P - D) * 2);
+    }
+#endif
+}
+
 // The query of a unit as floats, scaled, zero beyond D.
 static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
     const int D = op->cache->D, P = padded(D);
@@ -113,6 +135,18 @@ static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
         for (int i = 0; i < D; i++) q[i] *= op->scale * LOG2E;
         for (int i = D; i < P; i++) q[i] = 0;
     }
+    load_raw(op, u);
+}
+
+// s[g*ld + j] = q_g . row_j for n keys, as dots does it.
+template <class R, int D_>
+static void key_dots(const skimkv_op *op, const Unit &u, const R *const *rows, int n, float *s, int64_t ld, const R *const *next = nullptr) {
+    const int G = op->cache->G, D = op->cache->D;
+#ifdef SKIMKV_PAIRS
+    if constexpr (is_bf16<R>)
+        if (u.raw) return dots_bf16<D_>(u.raw, raw_padded(D), G, D, rows, n, op->scale * LOG2E, s, ld, next);
+#endif
+    dots<R, D_>(u.q, padded(D), G, D, rows, n, s, ld, next);
 }
 
 // i1, the r channels with the largest sum of |q| over the group, and their weights at the chosen temperature.

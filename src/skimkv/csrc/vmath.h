@@ -13,6 +13,11 @@ static inline void prefetch(const void *p) {
     __builtin_prefetch(p, 0, 3);
     __asm__ volatile("");
 }
+// Into the L2 cache, which has far more lines on their way at once than L1.
+static inline void prefetch_far(const void *p) {
+    __builtin_prefetch(p, 0, 2);
+    __asm__ volatile("");
+}
 
 // 2^x for x < 127, relative error 2e-7; NaN stays NaN, and below -126 it is all but zero. Logits are kept in units of
 // log 2 (the scale carries log2 e), so that this serves every softmax.
