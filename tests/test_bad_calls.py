@@ -13,7 +13,8 @@ from kernels import NATIVE, compare, filled, on
 from skimkv import ops
 from skimkv.full import Full
 from skimkv.method import parse
-from skimkv.ops import native
+from skimkv.ops import linear, native
+from skimkv.ops.columns import fast as column_sums
 from skimkv.slots import Slots
 from skimkv.store import Shape
 
@@ -21,17 +22,22 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not bu
 
 
 @pytest.fixture
-def parts(monkeypatch):
-    """q and a store of which no operation may reach the library."""
-    q, store = filled(16, [300, 20], torch.float32, 2, "copy")
-    for name in ("skimkv_run", "skimkv_append"):
+def numbers():
+    """q and a store: a step's numbers are checked in skimkv_step itself, before it follows an address."""
+    with on(None):
+        yield filled(16, [300, 20], torch.float32, 2, "copy")
+
+
+@pytest.fixture
+def parts(numbers, monkeypatch):
+    """The same, and no operation may reach the library."""
+    for name in ("skimkv_run", "skimkv_step", "skimkv_append"):
 
         def called(*args):
             raise AssertionError("a pointer was passed")
 
         monkeypatch.setattr(native.library(), name, called)
-    with on(None):
-        yield q, store
+    return numbers
 
 
 def misaligned(t):
@@ -91,8 +97,8 @@ def test_a_store_that_does_not_fit(parts, change, says):
         ops.dense(store, q, 0.25, None)
 
 
-def test_a_length_beyond_the_capacity(parts):
-    q, store = parts
+def test_a_length_beyond_the_capacity(numbers):
+    q, store = numbers
     store.lengths = [store.chunks[-1].start + store.chunks[-1].cap + 1, 20]
     with pytest.raises(ValueError, match="exceeds the capacity"):
         ops.dense(store, q, 0.25, None)
@@ -112,8 +118,8 @@ def test_a_length_beyond_the_capacity(parts):
         ((4, 8, 2, "warm", True), "temperature"),
     ],
 )
-def test_numbers_out_of_range(parts, args, says):
-    q, store = parts
+def test_numbers_out_of_range(numbers, args, says):
+    q, store = numbers
     with pytest.raises(ValueError, match=says):
         ops.sparq(store, q, 0.25, None, *args)
     with pytest.raises(ValueError, match="softcap"):
@@ -122,7 +128,7 @@ def test_numbers_out_of_range(parts, args, says):
         ops.lowrank(store, q, 0.25, None, 8)
 
 
-def test_a_projection_wider_than_a_head(parts):
+def test_a_projection_wider_than_a_head(numbers):
     store = Full(Shape(1, 1, 1, 16), torch.float32, "cpu", "copy", projection=torch.randn(1, 16, 24))
     store.append(*torch.randn(2, 1, 1, 5, 16))
     with pytest.raises(ValueError, match=r"R <= D|index has D"):
@@ -143,6 +149,17 @@ def test_a_head_size_above_256(parts):
         k = torch.randn(1, 1, 264)
         with pytest.raises(ValueError, match="at most 256"):
             ops.append(store, k, k)
+
+
+def test_products_and_sums_off_their_alignment():
+    x, packed = torch.zeros(1, 32), torch.zeros(linear.packed_shape(16, 32), dtype=torch.int16)
+    q, k = torch.zeros(1, 1, 4, 16), torch.zeros(1, 4, 16)
+    with pytest.raises(ValueError, match="aligned"):
+        linear.fast(misaligned(x), packed, 16)
+    with pytest.raises(ValueError, match="aligned"):
+        column_sums(misaligned(q), k, 0.25, None)
+    with pytest.raises(ValueError, match="aligned"):
+        column_sums(q, misaligned(k), 0.25, None)
 
 
 def run(code, **env):

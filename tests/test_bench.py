@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from skimkv import bench, bench_token
+from skimkv import bench, bench_cli, bench_token
 from skimkv.cli import app
 from skimkv.method import parse
 from skimkv.methods import Dense
@@ -87,6 +87,13 @@ def test_crossover_is_where_the_bytes_cross():
     assert fewer == [True, False]
 
 
+def test_a_method_is_faster_from_the_length_after_which_it_never_is_slower():
+    speeds = {"A": (2, 0.5, 2, 3), "B": (2, 2, 2, 2), "C": (2, 2, 2, 1)}
+    rows = [{"method": m, "backend": "cpu", "length": n, "speedup_dense": x}
+            for m, all_ in speeds.items() for n, x in zip((1, 2, 4, 8), all_, strict=True)]  # fmt: skip
+    assert bench_cli._faster_from(rows) == {"A": 4, "B": 1, "C": None}
+
+
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 def test_token_keeps_the_contract(weights):
     args = ["--shape", "tiny", "--layers", "2", "--length", "300", "--rounds", "2", "--weights", weights]
@@ -101,17 +108,21 @@ def test_token_keeps_the_contract(weights):
     assert dense["weight_bytes"] == pytest.approx(matrices * size, rel=0.01)
 
 
-def test_token_at_several_lengths():
+def test_token_at_several_lengths(tmp_path):
     """The library's own attention and ours take turns on one model."""
     args = ["--shape", "tiny", "--layers", "1", "--length", "300", "--length", "600", "--rounds", "2"]
-    rows = run("token", *args, "--method", "Dense()")["rows"]
+    figure = tmp_path / "f.png"
+    rows = run("token", *args, "--method", "Dense()", "--plot", str(figure))["rows"]
+    assert figure.stat().st_size > 10_000
     assert [(row["method"], row["length"]) for row in rows] == [
         ("transformers", 300), ("Dense()", 300), ("transformers", 600), ("Dense()", 600),
     ]  # fmt: skip
 
 
-def test_memory_reports_what_is_held():
-    out = run("memory", "--length", "1000", "--heads", "2", "--method", "Dense()", "--method", "LMInfinite(k=100)")
+def test_memory_reports_what_is_held(tmp_path):
+    figure, methods = tmp_path / "f.png", ("--method", "Dense()", "--method", "LMInfinite(k=100)")
+    out = run("memory", "--length", "1000", "--heads", "2", *methods, "--plot", str(figure))
+    assert figure.stat().st_size > 10_000
     dense, window = out["rows"]
     assert dense["nbytes"] == 1001 * 2 * 2 * 64 * 2
     assert window["nbytes"] == 100 * 2 * 2 * 64 * 2

@@ -117,6 +117,27 @@ def test_mistakes_are_one_line(tmp_path, capsys, options, named):
     assert error.startswith("skimkv: ") and named in error
 
 
+def test_records_of_another_model_or_other_data_are_not_taken(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "r.jsonl"
+    assert main(eval_(out)) == 0
+    before = out.read_bytes()
+    rows = [json.loads(line) for line in before.splitlines()]
+    assert len({row["source"] for row in rows}) == 6, "one for each example"
+    weights = evaluate.fingerprint
+    monkeypatch.setattr(evaluate, "fingerprint", lambda model: weights(model)[::-1])
+    assert main(eval_(out)) == 2 and out.read_bytes() == before
+    assert "r.jsonl has record(lines=12, asked=3), blind, Dense(), 0-0 of another model" in capsys.readouterr().err
+
+
+def test_a_fingerprint_is_of_the_weights():
+    model = torch.nn.Linear(30, 40)
+    first = evaluate.fingerprint(model)
+    assert evaluate.fingerprint(model) == first
+    with torch.no_grad():
+        model.weight += 1e-3
+    assert evaluate.fingerprint(model) != first
+
+
 def test_other_files_are_left_alone(tmp_path, capsys):
     for text in ("hello", "hello\n", '{"a": 1}\n', '{"model": 1}\n{"mo'):
         path = tmp_path / "notes.txt"

@@ -163,7 +163,7 @@ def test_summary():
 def test_sweeps(builtin):
     run, job = make(builtin, task="record(lines=60, asked=1)", methods=[], limit=1)
     grid, none = plan.servable(run, [skimkv.parse(spec) for spec in plan.PAPER])
-    assert len(grid) == 20 and none == []
+    assert len(grid) == 39 and none == []
     _, (why,) = plan.servable(run, [skimkv.parse("SparQ(r=65, k=8)")])
     assert "65" in why
     found, none = plan.matched(run, job)

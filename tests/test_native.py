@@ -20,6 +20,7 @@ from skimkv.ops import native
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/skimkv/csrc"
 EXAMPLE = ROOT / "examples/decode.c"
+SETS = ROOT / "tests/sets.cpp"
 COMMON = "-std=c++17 -fPIC -fno-math-errno -fno-trapping-math -fno-exceptions -fno-rtti -Wno-psabi".split()
 CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 native_only = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -78,6 +79,16 @@ def test_a_c_program_calls_the_library(isa, tmp_path, monkeypatch):
     assert len(re.findall(rf"^{isa} .*error", out, re.M)) == 6 and "refused: k must" in out
 
 
+@native_only
+@pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
+def test_every_set_is_the_scalar_one_from_c(tmp_path):
+    path, program = native._path(), tmp_path / "sets"
+    strict = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-iquote", SOURCE)
+    run("g++", *strict, SETS, path, f"-Wl,-rpath,{Path(path).parent}", "-o", program)
+    lines = run(program).splitlines()
+    assert lines == [f"{isa}: 324 of 324 cases as scalar" for isa in ISAS if isa != "scalar"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (CROSS and QEMU), reason="no cross compiler and emulator for aarch64")
 @pytest.mark.timeout(600)
@@ -89,6 +100,11 @@ def test_neon_under_an_emulator(tmp_path, monkeypatch):
     for isa in ("neon", "scalar"):
         monkeypatch.setenv("SKIMKV_ISA", isa)
         assert len(re.findall(rf"^{isa} .*error", run(QEMU, tmp_path / "decode"), re.M)) == 6
+    monkeypatch.delenv("SKIMKV_ISA")
+    (tmp_path / "decode.o").unlink()
+    run(CROSS, "-O1", "-std=c++17", "-iquote", SOURCE, "-c", SETS, "-o", tmp_path / "sets.o")
+    run(CROSS, "-static", *tmp_path.glob("*.o"), "-o", tmp_path / "sets")
+    assert "neon: 324 of 324 cases as scalar" in run(QEMU, tmp_path / "sets")
 
 
 @native_only

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skimkv import plan, plot_cli, plots, plots_sweeps
+from skimkv import plan, plot_cli, plots, plots_gpu, plots_sweeps
 from skimkv.cli import main
 
 BASE = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "mode": "blind", "steps": 2}
@@ -39,6 +39,7 @@ def drawn(monkeypatch):
         watch(plots, name)
     for name in ("scaling", "ablation", "token"):
         watch(plots_sweeps, name)
+    watch(plots_gpu, "sweep")
     return given
 
 
@@ -117,6 +118,10 @@ def test_benchmarks(tmp_path, capsys, drawn):
             for n in (1024, 2048) for m in ("torch:sdpa", "Dense()", "SparQ(r=8, k=32)")]  # fmt: skip
     path.write_text("a card\n" + json.dumps({"machine": "x", "rows": rows}) + "\n")
     assert plot(path, capsys) == ["f.png"] and drawn["speedup"] == rows
+    rows = [{**ATTENTION, "method": f"SparQ(r={r}, k=32)", "length": n, "batch": b, "speedup_best": 1.5}
+            for b in (1, 4) for r in (8, 16) for n in (1024, 2048)]  # fmt: skip
+    path.write_text(json.dumps({"machine": "x", "rows": rows}))
+    assert plot(path, capsys) == ["f.png"] and drawn["sweep"] == rows
     rows = [{**TOKEN, "method": m, "length": n, "ms": 4.0, "floor_ms": 2.0}
             for n in (1024, 2048) for m in ("transformers", "Dense()", "SparQ(r=8, k=32)")]  # fmt: skip
     path.write_text(json.dumps({"machine": "x", "rows": rows}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from itertools import islice
@@ -75,6 +76,17 @@ def test_examples(spec, folder):
         assert right in context or example.given or task.spec in ("squad", "triviaqa")
         if not example.given:
             assert [task.module.score(said, example) > 0.9 for said in (right, "no", "")] == [True, False, False]
+
+
+def test_a_record_longer_than_its_words():
+    (short,), (long,) = record.records(1, 191, 3), record.records(1, 400, 3)
+    assert len(set(re.findall(r"[a-z]+", short.context))) == 382
+    keys = re.findall(r"^([a-z]+-[a-z]+): \d{5}$", long.context, flags=re.MULTILINE)
+    assert len(keys) == len(set(keys)) == 400
+    for question, answer in long.questions:
+        assert f"\n{question}{answer}\n" in f"\n{long.context}"
+    with pytest.raises(ValueError, match="asked <= lines <= 36481"):
+        record.records(1, 36482, 3)
 
 
 def test_specs():

@@ -89,6 +89,24 @@ def _card(result: dict[str, Any], columns: dict[str, str], title: str) -> None:
     wide(150).print(table)
 
 
+def _faster_from(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+    """The shortest measured length from which on a method was always faster than our dense attention, or None."""
+    found: dict[str, int | None] = {}
+    ours = [row["method"] for row in rows if row["backend"] != "torch" and row["method"] != "Dense()"]
+    for name in dict.fromkeys(ours):
+        line = [(row["length"], row["speedup_dense"] > 1) for row in rows if row["method"] == name]
+        slow = max((n for n, faster in line if not faster), default=0)
+        found[name] = min((n for n, _ in line if n > slow), default=None)
+    return found
+
+
+def _faster(result: dict[str, Any], name: str) -> str:
+    if name not in result.get("faster_from", ()):
+        return ""
+    n = result["faster_from"][name]
+    return f"; faster in all that was measured from {n} on" if n else "; at the longest length measured not faster"
+
+
 @app.command()
 def attention(
     method: Methods = None,
@@ -128,6 +146,8 @@ def attention(
             result = bench.attention(shape, lengths, methods, _dtype(dtype), rounds, tick)
     if not result["rows"]:
         raise ValueError(f"nothing fits in the GPU's memory: {'; '.join(result['skipped'])}")
+    if not sweep:
+        result["faster_from"] = _faster_from(result["rows"])
     if plot is not None:
         from .plots import speedup
         from .plots_gpu import sweep as swept
@@ -144,9 +164,13 @@ def attention(
     _card(result, shown, f"attention, batch {batch}, {heads} heads on {kv}, head size {head_dim}, {dtype}")
     for line in result.get("skipped", ()):
         print(f"skipped: {line}")
+    for row in result["rows"]:
+        if row["best_of_torch"] and not sweep:
+            print(f"PyTorch's best at {row['length']} tokens: {row['method'].removeprefix('torch:')}")
     for name, n in result["crossover"].items():
         if name != "Dense()":
-            print(f"{name} moves fewer bytes than dense from about {n} tokens on" if n else f"{name} never does")
+            bytes_ = f"fewer bytes than dense from about {n} tokens on" if n else "never fewer bytes than dense"
+            print(f"{name}: {bytes_}{_faster(result, name)}")
 
 
 @app.command()
@@ -160,6 +184,7 @@ def token(
     threads: Threads = 0,
     device: Device = "cpu",
     compile: Annotated[bool, typer.Option("--compile", help="attach(compile=True), with cuda.")] = False,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """One whole token of a model with random weights and a random cache, and the floor that its bytes set."""
@@ -178,6 +203,10 @@ def token(
             result = whole(shape, layers or None, weights, lengths, methods, rounds, tick, machine, compile)
         else:
             result = bench_token.token(shape, layers or None, weights, lengths, methods, rounds, tick)
+    if plot is not None:
+        from .plots_sweeps import token as drawn
+
+        drawn(result["rows"], plot)
     if as_json:
         print(json.dumps(result))
         return
@@ -194,6 +223,7 @@ def memory(
     group: Annotated[int, typer.Option(help="Query heads per KV head.")] = 4,
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """What one layer's cache holds, has allocated, and adds to the process's peak, against its length."""
@@ -204,6 +234,10 @@ def memory(
     _positive("heads, group, head-dim and length", heads, group, head_dim, *lengths)
     methods = method or [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
     result = bench_token.memory(Shape(1, heads, group, head_dim), lengths, methods, _dtype(dtype))
+    if plot is not None:
+        from .plots_sweeps import memory as drawn
+
+        drawn(result["rows"], plot, f"{heads} KV heads of {head_dim}, {dtype}")
     if as_json:
         print(json.dumps(result))
         return

@@ -99,13 +99,14 @@ def place(device: str) -> Any:
 
 
 def _run(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Run:
+    from .evaluate import fingerprint
     from .hf import load
     from .plan import Run
 
     where = place(device)
     network: Any
     network, tokenizer = load(model, dtype=dtype)
-    return Run(network.to(where), tokenizer, model, seed, batch, count)
+    return Run(network.to(where), tokenizer, model, seed, batch, count, fingerprint(network))
 
 
 def _jobs(
@@ -142,9 +143,13 @@ def _carry_out(run: Run, jobs: Sequence[Job], results: Any) -> list[dict[str, An
     """Make the missing records, with a bar; all records of this run, old and new."""
     from . import evaluate as evaluation
 
-    wanted = dict.fromkeys(evaluation.wanted(run, jobs))
+    wanted = evaluation.wanted(run, jobs)
     have = {evaluation.key_of(record): record for record in results.records}
     done = {key for key in wanted if key in have}
+    for key, source in wanted.items():
+        if key in have and have[key].get("source") != source:
+            what = ", ".join(map(str, key[4:]))
+            raise ValueError(f"{results.path} has {what} of another model or other data; choose another --out")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         going = bar.add_task("", total=len(wanted), completed=len(done))

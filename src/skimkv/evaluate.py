@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -35,12 +37,28 @@ def key_of(record: dict[str, Any]) -> Key:
     return tuple(record.get(name) for name in KEY)
 
 
-def wanted(run: Run, jobs: Sequence[Job]) -> list[Key]:
-    """The keys of all records of these jobs."""
-    return [
-        key(run, job, method, item)
-        for job in jobs for method in job.methods for group in job.groups for item in group
-    ]  # fmt: skip
+def fingerprint(model: torch.nn.Module) -> str:
+    """Of the weights: their names and shapes, and up to 64 numbers of each."""
+    made = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        some = x.detach().flatten()[:: max(1, x.numel() // 64)].double().cpu()
+        made.update(f"{name} {tuple(x.shape)} {some.tolist()}".encode())
+    return made.hexdigest()[:16]
+
+
+def source(run: Run, item: Item) -> str:
+    """Of what an answer comes from: the weights, the tokens, and what counts as right."""
+    parts = run.weights, item.prompt, item.ask.feed, item.example.answers
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def wanted(run: Run, jobs: Sequence[Job]) -> dict[Key, str]:
+    """The keys of all records of these jobs, and what each must have come from."""
+    return {
+        key(run, job, method, item): made
+        for job in jobs for group in job.groups for item in group for made in [source(run, item)]
+        for method in job.methods
+    }  # fmt: skip
 
 
 @torch.inference_mode()
@@ -129,6 +147,7 @@ def _record(run: Run, job: Job, method: Method, item: Item, said: Said) -> dict[
     example = item.example
     return {
         **dict(zip(KEY, key(run, job, method, item), strict=True)),
+        "source": source(run, item),
         "score": job.task.module.score(said.bits if example.given else said.text, example),
         "output": said.text,
         "at": list(example.at),

@@ -21,9 +21,11 @@ SHARES = (1 / 2, 1 / 4, 1 / 8)
 PAPER = (
     "Dense()",
     *(f"SparQ(r={r}, k=128)" for r in (8, 16, 32, 64)),
-    *(f"{name}(k={k})" for name in ("H2O", "LMInfinite") for k in (192, 256, 384, 512, 768)),
+    *(f"{name}(k={k})" for name in ("H2O", "LMInfinite", "Strided", "Fixed") for k in (192, 256, 384, 512, 768)),
+    *(f"SubGen(k={k - 64}, recent=64)" for k in (192, 256, 384, 512, 768)),
     *(f"TopK(k={k})" for k in (2, 8, 32, 128, 256)),
-)  # SparQ Attention, table G1
+    *(f"LowRank(r={r}, k=128)" for r in (8, 16, 32, 64)),
+)  # SparQ Attention, table G1; at the same budgets what it did not measure
 _MEAN = "mean_value=True"
 _CHANGES = (
     "mean_value=False", _MEAN, f"{_MEAN}, temperature='sqrt_d'", f"{_MEAN}, temperature='sqrt_r'", "local=0",
@@ -57,7 +59,8 @@ class Job(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What all records of a run share. counted: measure the traffic, on the reference backend and row by row."""
+    """What all records of a run share. counted: measure the traffic, on the reference backend and row by row; weights:
+    the model's fingerprint."""
 
     model: Any
     tokenizer: Any
@@ -65,6 +68,7 @@ class Run(NamedTuple):
     seed: int = 0
     batch: int = 1
     counted: bool = False
+    weights: str = ""
 
     @property
     def positions(self) -> int | None:

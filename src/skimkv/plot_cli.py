@@ -48,9 +48,11 @@ def _bench(path: Path) -> list[dict[str, Any]] | None:
 
 
 def _speed(rows: list[dict[str, Any]], path: Path, out: Path) -> list[Path]:
-    from . import plots, plots_sweeps
+    from . import plots, plots_gpu, plots_sweeps
 
-    if rows and all({"speedup_dense", "speedup_theory", "length"} <= set(row) for row in rows):
+    if len({row.get("batch") for row in rows if "speedup_best" in row}) > 1:
+        plots_gpu.sweep(rows, out)
+    elif rows and all({"speedup_dense", "speedup_theory", "length"} <= set(row) for row in rows):
         plots.speedup(rows, out)
     elif rows and all({"ms", "ms_attention", "floor_ms", "length"} <= set(row) for row in rows):
         if not any(row["method"] == "Dense()" for row in rows):
@@ -86,7 +88,7 @@ def _quality(path: Path, out: Path) -> list[Path]:
     if len({(record["model"], record["dtype"]) for record in records}) > 1:
         raise ValueError(f"{path}: it holds several models; one figure is of one")
     rows = summary(records)
-    lower = {row.task: parse(row.task).lower for row in rows}
+    tasks = {row.task: parse(row.task) for row in rows}
     names = _names(rows)
     ablations = [part for key in dict.fromkeys((row.task, row.mode) for row in rows)
                  if (part := _ablation(key, rows, names)) is not None]  # fmt: skip
@@ -94,8 +96,8 @@ def _quality(path: Path, out: Path) -> list[Path]:
     points = [row for row in rows if not ablations or ", " not in label(row.method)]
     for row in points:
         point = names[row.method], row.share or 1.0, row.mean, row.stderr
-        better = "\nlower is better" if lower[row.task] else ""
-        panels.setdefault(f"{row.task}, {row.mode}{better}", []).append(point)
+        better = ", lower is better" if tasks[row.task].lower else ""
+        panels.setdefault(f"{row.task}, {row.mode}\n{tasks[row.task].unit}{better}", []).append(point)
     plots.curves(list(panels.items()), out)
     figures = [out, *_needles(records, out)]
     if scaling := _scaling(records):

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation, Transform
 
-# Okabe and Ito's colours, told apart by all kinds of colour vision; the shapes tell them apart in grey.
+# Okabe and Ito's colours and two more, told apart by all kinds of colour vision; the shapes tell them apart in grey.
 STYLES = [
     ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"),
-    ("#E69F00", "v"), ("#56B4E9", "P"), ("#7F7F7F", "X"), ("#000000", "<"),
+    ("#E69F00", "v"), ("#56B4E9", "P"), ("#7F7F7F", "X"), ("#000000", "<"), ("#882255", "p"), ("#A89A00", ">"),
 ]  # fmt: skip
 
 
@@ -90,9 +90,8 @@ def speedup(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     fig, ax = plt.subplots(figsize=(9, 5.4), dpi=150)
     torch_rows = [r for r in rows if r.get("best_of_torch")]
-    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith(("torch:", "Dense"))]
-    for i, name in enumerate(names):
-        colour, marker = STYLES[i % len(STYLES)]
+    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith("torch:") and n != "Dense()"]
+    for name, (colour, marker) in styles(names).items():
         line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
         x, measured, theory = zip(*line, strict=True)
         ax.plot(x, theory, "--", color=colour, linewidth=1.2)
@@ -120,8 +119,9 @@ def speedup(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker each; from the ninth on, colours come again with other markers."""
-    return {name: (STYLES[i % 8][0], STYLES[(i + i // 8) % 8][1]) for i, name in enumerate(names)}
+    """A colour and a marker each; from the eleventh on, colours come again with other markers."""
+    n = len(STYLES)
+    return {name: (STYLES[i % n][0], STYLES[(i + i // n) % n][1]) for i, name in enumerate(names)}
 
 
 def apart(ax: Axes, i: int, n: int) -> Transform:
@@ -181,7 +181,7 @@ def curves(panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float |
     fits = max(2, int(size[0] * 14 / widest))  # 14 letters an inch
     fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), fits), frameon=False, fontsize=9)
     fig.supxlabel("cache bytes moved per step, as a share of dense attention (log scale)", fontsize=10)
-    fig.supylabel("score; band: one standard error", fontsize=10)
+    fig.supylabel("score; band: one standard error; lines that meet are drawn side by side", fontsize=10)
     fig.savefig(path)
     plt.close(fig)
 

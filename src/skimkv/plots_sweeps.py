@@ -134,3 +134,22 @@ def token(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _plain(b, "Time in attention", "cached tokens N (log scale)", "% of a token's time")
     fig.savefig(path)
     plt.close(fig)
+
+
+def memory(rows: Sequence[Mapping[str, Any]], path: Path, shape: str) -> None:
+    """Of `bench memory --json`: what a layer's cache holds against its length; hollow: by how much the peak grew."""
+    fig, ax = plt.subplots(figsize=(9, 5.4), dpi=150, layout="constrained")
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    for name, (colour, marker) in styles(names).items():
+        line = sorted((row["length"], row["nbytes"], row["peak_rss_growth"]) for row in rows if row["method"] == name)
+        x, held, peak = zip(*line, strict=True)
+        ax.plot(x, [n / 2**20 for n in held], color=colour, marker=marker, linewidth=1.8, label=name)
+        ax.plot(x, [n / 2**20 for n in peak], marker, color=colour, markerfacecolor="none", linewidth=0)
+    _lengths(ax, sorted({row["length"] for row in rows}))
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter("{x:g}")
+    _plain(ax, f"Memory of a layer's cache: {shape}\nline: held; hollow: growth of the process's peak",
+           "cached tokens N (log scale)", "MiB (log scale)")  # fmt: skip
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    fig.savefig(path)
+    plt.close(fig)

@@ -97,7 +97,7 @@ const char *skimkv_check_append(const skimkv_tokens *a) {
     if (const char *error = check_cache(a->cache)) return error;
     const skimkv_cache *c = a->cache;
     if (a->n < 0 || (a->n > 0 && (!a->k || !a->v))) return "n is negative, or k or v is NULL";
-    if (c->channels != SKIMKV_NONE && (c->R < 1 || c->R > c->D || (!c->projection && c->R != c->D)))
+    if ((c->channels != SKIMKV_NONE || c->projection) && (c->R < 1 || c->R > c->D || (!c->projection && c->R != c->D)))
         return "an index has D channels, or fewer with a projection";
     for (int b = 0; b < c->B; b++) {
         int64_t skip = a->skip ? a->skip[b] : 0, at = a->at ? a->at[b] : c->lengths[b];

@@ -33,6 +33,8 @@ const char *skimkv_columns_check(const skimkv_columns *op) {
     if (op->D < 1 || op->D > 256) return "D must be from 1 to 256";
     if (op->n < 1 || op->m < op->n || op->m > INT32_MAX) return "n must be from 1 to m, and m below 2^31";
     if (op->dtype < SKIMKV_F32 || op->dtype > SKIMKV_F16) return "dtype is unknown";
+    if (skimkv::misaligned(op->q, op->dtype) || skimkv::misaligned(op->k, op->dtype) || skimkv::misaligned(op->sum, SKIMKV_F32))
+        return "q, k or sum is not aligned to its elements";
     return nullptr;
 }
 

@@ -52,6 +52,9 @@ const char *skimkv_linear_check(const skimkv_linear *op) {
     if (op->in < 32 || op->in % 32) return "in must be a multiple of 32";
     if (op->out > INT32_MAX || op->in > INT32_MAX || op->n > INT32_MAX) return "a size is beyond 2^31";
     if (op->dtype < SKIMKV_F32 || op->dtype > SKIMKV_F16) return "dtype is unknown";
+    if (skimkv::misaligned(op->x, op->dtype) || skimkv::misaligned(op->y, op->dtype) || skimkv::misaligned(op->bias, op->dtype))
+        return "x, y or bias is not aligned to its elements";
+    if (skimkv::misaligned(op->w, SKIMKV_F16)) return "w is not aligned to its scales";
     if (op->n > 1 && (op->x_n < op->in || op->y_n < op->out)) return "tokens overlap: x_n < in or y_n < out";
     return nullptr;
 }

@@ -8,17 +8,18 @@ constexpr int BLOCK = 64;                    // rows a softmax update takes at o
 constexpr int ACCS = W == 16 ? 16 : 8;       // vector registers the weighted sum may hold
 
 // Rows to be asked for while others are worked on: with several queries a row, arithmetic takes so long that nothing
-// else keeps the memory busy. Each of the passes over the rows at hand asks for its share of the lines.
+// else keeps the memory busy. Each group of queries asks for its share of the lines that begin in columns from .. to-1.
 template <class T> struct Ahead {
     const T *const *rows = nullptr;
-    int pass = 0, passes = 1;
-    inline void ask(int j, int D) const {
+    int group = 0, groups = 1;
+    inline void ask(int j, int from, int to) const {
         constexpr int LINE = 64 / (int)sizeof(T);
         if (rows)
-            for (int i = pass * LINE; i < D; i += passes * LINE) prefetch_far(rows[j] + i);
+            for (int line = (from + LINE - 1) / LINE; line * LINE < to; line++)
+                if (line % groups == group) prefetch_far(rows[j] + line * LINE);
     }
 };
-// Groups of 4 and 2 queries, the passes that ask: one with a single query is fast enough for the hardware's prefetch.
+// Groups of 4 and 2 queries: where a row meets a single one, the hardware's prefetch is fast enough.
 static inline int groups(int G) { return G / 4 + (G % 4 >= 2); }
 
 // s[g*ld + j] = q_g . row_j for one block of W rows. q is [GB][P], zero beyond D.
@@ -28,7 +29,7 @@ static inline void dots_block(const float *q, int P, int D, const T *const *rows
     const int whole = (D_ ? D_ : D) / W * W;
     for (int j = 0; j < W; j++) {
         const T *x = rows[j];
-        if (GB > 1) next.ask(j, D_ ? D_ : D);
+        if (GB > 1) next.ask(j, 0, D_ ? D_ : D);
         vf a[GB] = {}, b[GB] = {};
         int i = 0;
         if constexpr (D_ / W >= 2) {
@@ -70,7 +71,7 @@ static void dots(const float *q, int P, int G, int D, const T *const *rows, int 
     for (int j = 0; j < n; j += W) {
         Ahead<T> ahead{next ? next + j : next, 0, groups(G)};
         int g = 0;
-        for (; g + 4 <= G; g += 4, ahead.pass++) dots_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
+        for (; g + 4 <= G; g += 4, ahead.group++) dots_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
         if (g + 2 <= G) dots_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead), g += 2;
         if (g < G) dots_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
     }
@@ -78,13 +79,13 @@ static void dots(const float *q, int P, int G, int D, const T *const *rows, int 
 
 // acc[g] += sum_j w[g*ld + j] row_j over NV vectors starting at column `at`, the accumulators in registers.
 template <class T, int GB, int NV, bool HALF = false>
-static inline void add_piece(float *acc, int P, const T *const *rows, int at, const float *w, int64_t ld, int n, int D, const Ahead<T> &next) {
+static inline void add_piece(float *acc, int P, const T *const *rows, int at, const float *w, int64_t ld, int n, const Ahead<T> &next) {
     vf a[GB][NV];
     for (int g = 0; g < GB; g++)
         for (int i = 0; i < NV; i++) a[g][i] = get(acc + g * P + at + i * W);
     for (int j = 0; j < n; j++) {
         const T *x = rows[j] + at;
-        if (GB > 1) next.ask(j, D);
+        if (GB > 1) next.ask(j, at, at + (HALF ? 8 : NV * W));
 #pragma GCC unroll 16
         for (int i = 0; i < NV; i++) {
             vf v = HALF ? get8(x + i * W) : get(x + i * W);
@@ -96,19 +97,17 @@ static inline void add_piece(float *acc, int P, const T *const *rows, int at, co
 }
 
 template <class T, int D_, int GB>
-static inline void add_group(float *acc, int P, int D, const T *const *rows, const float *w, int64_t ld, int n, const T *const *next, int pass, int passes) {
+static inline void add_group(float *acc, int P, int D, const T *const *rows, const float *w, int64_t ld, int n, const Ahead<T> &next) {
     constexpr int NV = ACCS / GB < 8 ? ACCS / GB : 8;
-    const int whole = (D_ ? D_ : D) / W * W, pieces = whole >= NV * W ? whole / (NV * W) : 1;
-    Ahead<T> ahead{next, pass * pieces, passes * pieces};
+    const int whole = (D_ ? D_ : D) / W * W;
     int at = 0;
-    for (; at + NV * W <= whole; at += NV * W, ahead.pass++) add_piece<T, GB, NV>(acc, P, rows, at, w, ld, n, D, ahead);
-    ahead.rows = whole >= NV * W ? nullptr : next;  // what is left is short
+    for (; at + NV * W <= whole; at += NV * W) add_piece<T, GB, NV>(acc, P, rows, at, w, ld, n, next);
     if constexpr (NV > 4)
-        if (at + 4 * W <= whole) add_piece<T, GB, 4>(acc, P, rows, at, w, ld, n, D, ahead), at += 4 * W;
+        if (at + 4 * W <= whole) add_piece<T, GB, 4>(acc, P, rows, at, w, ld, n, next), at += 4 * W;
     if constexpr (NV > 2)
-        if (at + 2 * W <= whole) add_piece<T, GB, 2>(acc, P, rows, at, w, ld, n, D, ahead), at += 2 * W;
-    if (at + W <= whole) add_piece<T, GB, 1>(acc, P, rows, at, w, ld, n, D, ahead), at += W;
-    if (W == 16 && (D_ ? D_ : D) % 16 >= 8) add_piece<T, GB, 1, true>(acc, P, rows, at, w, ld, n, D, ahead), at += 8;
+        if (at + 2 * W <= whole) add_piece<T, GB, 2>(acc, P, rows, at, w, ld, n, next), at += 2 * W;
+    if (at + W <= whole) add_piece<T, GB, 1>(acc, P, rows, at, w, ld, n, next), at += W;
+    if (W == 16 && (D_ ? D_ : D) % 16 >= 8) add_piece<T, GB, 1, true>(acc, P, rows, at, w, ld, n, next), at += 8;
     if constexpr (D_ == 0)
         for (; at < D; at++)
             for (int j = 0; j < n; j++)
@@ -126,10 +125,11 @@ static void add(float *acc, int P, int G, int D, const T *const *rows, const flo
             add<float, D_>(acc, P, G, D, own, w + j, ld, (int)min(n - j, DECODED));
         }
     } else {
+        Ahead<T> ahead{next, 0, groups(G)};
         int g = 0;
-        for (; g + 4 <= G; g += 4) add_group<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n, next, g / 4, groups(G));
-        if (g + 2 <= G) add_group<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, next, g / 4, groups(G)), g += 2;
-        if (g < G) add_group<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, next, g / 4, groups(G));
+        for (; g + 4 <= G; g += 4, ahead.group++) add_group<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead);
+        if (g + 2 <= G) add_group<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead), g += 2;
+        if (g < G) add_group<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead);
     }
 }
 

@@ -12,7 +12,7 @@ __attribute__((target("avx512bf16"))) static void dots_block_bf16(const bf16 *q,
     const int n = D_ ? D_ : D, whole = n / 32 * 32;
     for (int j = 0; j < W; j++) {
         const bf16 *x = rows[j];
-        if (GB > 1) next.ask(j, n);
+        if (GB > 1) next.ask(j, 0, n);
         vf a[GB] = {};
         int i = 0;
 #pragma GCC unroll 8
@@ -36,7 +36,7 @@ static void dots_bf16(const bf16 *q, int P, int G, int D, const bf16 *const *row
     for (int j = 0; j < n; j += W) {
         Ahead<bf16> ahead{next ? next + j : next, 0, groups(G)};
         int g = 0;
-        for (; g + 4 <= G; g += 4, ahead.pass++) dots_block_bf16<D_, 4>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead);
+        for (; g + 4 <= G; g += 4, ahead.group++) dots_block_bf16<D_, 4>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead);
         if (g + 2 <= G) dots_block_bf16<D_, 2>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead), g += 2;
         if (g < G) dots_block_bf16<D_, 1>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead);
     }

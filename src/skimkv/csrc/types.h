@@ -40,6 +40,8 @@ static inline skimkv_tokens tokens(const skimkv_op *op) {
     return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
 }
 
+static inline bool misaligned(const void *p, int dtype) { return (uintptr_t)p & (dtype == SKIMKV_F32 ? 3 : 1); }
+
 // Bytes of one token's activations as integers: [in] int16, then [in/32] float scales.
 static inline int64_t narrow_bytes(int64_t in) { return (in * 2 + in / 32 * 4 + 63) / 64 * 64; }
 

@@ -3,7 +3,7 @@
 A task is a module of three functions:
     examples(*, data, seed, ...) -> iterator of Example; how many are taken from it changes none of them
     prompt(example) -> (context, question); their concatenation is the prompt
-    score(output, example) -> float; better is larger, or smaller where the module says LOWER
+    score(output, example) -> float; better is larger, or smaller where the module says LOWER; of what it is, UNIT
 Its spec is its name with the arguments of `examples`: `lines`, `lines(lines=200)`.
 """
 
@@ -55,6 +55,10 @@ class Task(NamedTuple):
         """What its examples can be told, with defaults."""
         own = [p for p in _parameters(self.module) if p.name not in ("data", "seed")]
         return ", ".join(f"{p.name}={p.default!r}" for p in own)
+
+    @property
+    def unit(self) -> str:
+        return getattr(self.module, "UNIT", "share right")
 
     @property
     def lower(self) -> bool:

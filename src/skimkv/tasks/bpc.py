@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import Example, source, whole
 
-LOWER = True
+LOWER, UNIT = True, "bits per character"
 TITLE = re.compile(r"^ = [^=].* = $", flags=re.MULTILINE)
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from . import Example, source, whole
 
+UNIT = "characters"
+
 
 def examples(
     *, data: Path | None = None, seed: int = 0, context: int = 6000, prompt: int = 128, reference: int = 256,

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import Example, source
 
+UNIT = "100 ROUGE-L F1"
 XSUM = ("###\nArticle: ", "\n\nSummarize the above article in 1 sentence.\n")  # around the articles of H2O's file
 
 
