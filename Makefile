@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | sanitize | lint | clean.  PYTHON=python3.12 picks the interpreter of a new .venv.
+# make demo | test | test-oldest | test-eval | sanitize | lint | clean.  PYTHON=python3.12 picks the interpreter of a new .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find src/skimkv/csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-oldest sanitize lint clean
+.PHONY: demo test test-oldest test-eval sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/skimkv demo
@@ -18,6 +18,11 @@ test: $(VENV)/.dev
 # The transformers seam on the oldest version that pyproject.toml admits.
 test-oldest: $(VENV)/oldest/.installed
 	PYTHONPATH=$(VENV)/oldest $(TEST) $(wildcard tests/test_hf*.py) $(ARGS)
+
+# What needs the extra `eval`: lm-evaluation-harness through the adapter, and ROUGE.
+test-eval: $(VENV)/.dev
+	$(PIP) --editable '.[test,eval]'
+	$(TEST) tests/test_lm_eval.py tests/test_tasks.py $(ARGS)
 
 # The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first.
 CXX      ?= g++

@@ -126,7 +126,7 @@ def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def apart(ax: Axes, i: int, n: int) -> Transform:
     """Data coordinates for line i of n, moved up or down by a few points: equal results do not hide one another."""
-    shift = 0.9 * ((n - 1) / 2 - i) / 72
+    shift = 0.6 * ((n - 1) / 2 - i) / 72
     return ax.transData + ScaledTranslation(0, shift, ax.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
 
 
