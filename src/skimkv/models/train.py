@@ -1,8 +1,8 @@
 """Make the bundled model from nothing: `python -m skimkv.models.train --text FOLDER --out FOLDER`.
 
 A curriculum. First random tokens that come again, at short length: looking back appears there, all at once, and not in
-text. Then text, facts and records of growing length; each doubling costs little. About an hour and a half on two idle
-cores. Ctrl-C keeps what was learnt, and the same command goes on from there.
+text. Then text, facts and records of growing length; each doubling costs little. From an hour and a half to two and a
+quarter on two cores, as busy as they are. Ctrl-C keeps what was learnt, and the same command goes on from there.
 """
 
 from __future__ import annotations
