@@ -134,6 +134,9 @@ def test_memory_reports_what_is_held(tmp_path):
     [
         (["attention", "--heads", "6", "--kv-heads", "4"], "heads = 6 must be a multiple of kv-heads = 4"),
         (["attention", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["attention", "--plot", "no/such/f.png"], "--plot no/such/f.png: there is no folder no/such"),
+        (["token", "--plot", "f.png", "--method", "SparQ(r=8, k=32)"], "--plot f.png: Dense() is not among"),
+        (["memory", "--plot", "no/f.png"], "--plot no/f.png: there is no folder no"),
         (["attention", "--length", "0"], "must be at least 1"),
         (["token", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
         (["token", "--shape", "tiny", "--weights", "int2"], "unknown weights 'int2'"),

@@ -31,6 +31,11 @@ def _positive(name: str, *values: int) -> None:
             raise ValueError(f"{name} = {value} must be at least 1")
 
 
+def _figure(plot: Path | None) -> None:
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
+
+
 def _dtype(name: str) -> Any:
     import torch
 
@@ -129,6 +134,7 @@ def attention(
 
     if sweep not in (None, "paper") or (sweep and (device != "cuda" or method or length)):
         raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
+    _figure(plot)
     machine = _cuda(device)
 
     kv, lengths, methods = kv_heads or heads, length or [4096, 16384], method or METHODS
@@ -192,8 +198,11 @@ def token(
 
     if compile and device != "cuda":
         raise ValueError("--compile: it is measured with --device cuda only")
+    _figure(plot)
     machine = _cuda(device)
     lengths, methods = length or [4096, 16384], method or METHODS
+    if plot is not None and "Dense()" not in methods:
+        raise ValueError(f"--plot {plot}: Dense() is not among the methods, there is nothing to compare with")
     _positive("rounds and length", rounds, *lengths)
     _threads(threads)
     with _progress("timing") as tick:
@@ -230,6 +239,7 @@ def memory(
     from . import bench_token
     from .store import Shape
 
+    _figure(plot)
     lengths = length or [4096, 16384]
     _positive("heads, group, head-dim and length", heads, group, head_dim, *lengths)
     methods = method or [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]

@@ -41,7 +41,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Of the weights: their names and shapes, and up to 64 numbers of each."""
     made = hashlib.sha256()
     for name, x in model.state_dict().items():
-        some = x.detach().flatten()[:: max(1, x.numel() // 64)].double().cpu()
+        some = x.detach().flatten()[:: max(1, -(-x.numel() // 64))].double().cpu()
         made.update(f"{name} {tuple(x.shape)} {some.tolist()}".encode())
     return made.hexdigest()[:16]
 
