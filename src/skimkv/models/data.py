@@ -1,6 +1,7 @@
-"""What the bundled model is trained on: rows of tokens with a weight for each, of four kinds.
+"""What the bundled model is trained on: rows of tokens with a weight for each, of five kinds.
 
 copies: random tokens, parts of which come again; nothing but looking back can tell what follows
+pairs: random keys of several tokens and random values, some of which are asked for: records without words
 passages: text, parts of which come again after it, as the task `repetition` asks
 facts: sentences hidden in text or in filler, and asked for after it, as `passkey` and `needle` ask
 records: lines with a key and a number, some of which are asked for, as `record` and `lines` ask
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..tasks import lines, passkey, record
 
-KINDS = ("copies", "passages", "facts", "records")
+KINDS = ("copies", "pairs", "passages", "facts", "records")
 HELD_OUT = 0.1  # the last share of every file, never trained on
 BOS, EOS = 0, 1
 FORMS = ("{}: {}\n", lines.LINE)
@@ -138,6 +139,26 @@ class Maker:
             at = rng.randrange(n)
             part = base[at : at + rng.randint(lead + 4, max(lead + 5, n // 2))]
             ids, weights = ids + part, weights + ([0.0] * lead + [1.0] * len(part))[: len(part)]
+        return Row(ids, weights)
+
+    def pairs(self, rng: random.Random, length: int) -> Row:
+        """Keys of one to four tokens, a gap and an end that all lines share, values; then some again."""
+        m, w, most = rng.randint(1, 4), rng.randint(1, 5), min(1000, self.vocabulary - 2)
+        known = range(2, self.vocabulary)
+        gap, end = rng.sample(known, rng.randint(0, 3)), rng.sample(known, rng.randint(0, 1))
+        size = rng.choice((4, 16, 64, most)) if m > 1 else most  # few letters: all of a key's tokens tell it
+        letters, digits = rng.sample(known, size), rng.sample(known, rng.choice((10, 100, most)))
+        room = length / (m + len(gap) + w + len(end)) * rng.uniform(0.25, 0.6)
+        told: dict[tuple[int, ...], list[int]] = {}
+        while len(told) < max(2, min(int(room), size**m // 2)):
+            told[tuple(rng.choices(letters, k=m))] = rng.choices(digits, k=w)
+        ids = [BOS, *(i for key, value in told.items() for i in (*key, *gap, *value, *end))]
+        weights = [0.0] * len(ids)
+        keys = list(told)
+        while len(ids) < length:
+            key = rng.choice(keys)
+            ids += [*key, *gap, *told[key], *end]
+            weights += [0.0] * (m + len(gap)) + [1.0] * w + [0.0] * len(end)
         return Row(ids, weights)
 
     def passages(self, rng: random.Random, length: int) -> Row:

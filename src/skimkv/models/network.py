@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BORN = 7.0  # A of the head that looks back from the start
+BACK = (1, 2, 3, 4), (4, 8)  # tokens that the heads of the first layers look back by from the start: twelve together
+BORN = 7.0, 28.0  # A of these heads, by layer: the second hears u faintly, under what the first has added
 
 
 class Layer(nn.Module):
@@ -75,20 +76,26 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def _look_back(self) -> None:
-        """Begin with a head of the first layer that attends to the token before: what induction is built on.
+        """Begin with heads that attend to the tokens BACK before: what induction is built on, of keys of many tokens.
 
-        All embeddings share a direction u, of which that head makes q and k with a phase of one position between
-        them, so that rotary positions give the logit sum_i A^2 cos(theta^(-2i/d) (Delta - 1)) / sqrt(d).
+        All embeddings share a direction u, of which a head makes q and k with a phase of `back` positions between
+        them, so that rotary positions give the logit sum_i A^2 cos(theta^(-2i/d) (Delta - back)) / sqrt(d). In the
+        second layer that is a leaning, not a rule: with sharper heads there `pairs` stay unlearnt for long.
         """
         u = torch.randn_like(self.embed_tokens.weight[0]).sign()
         self.embed_tokens.weight += 0.02 * u
-        attention, half, d = "layers.0.self_attn", self.turns, 2 * self.turns
+        half, d = self.turns, 2 * self.turns
         rate = self._rate()[:8]  # of the pairs that turn far enough from one position to the next
-        q, k = torch.zeros(d), torch.zeros(d)
-        q[: len(rate)], k[: len(rate)], k[half : half + len(rate)] = BORN, BORN * rate.cos(), BORN * rate.sin()
-        for name, x in (("q_proj", q), ("k_proj", k)):  # a normalised embedding holds u / sqrt(2)
-            self.get_parameter(f"{attention}.{name}.weight")[:d] = torch.outer(x, u) * math.sqrt(2) / len(u)
-        nn.init.normal_(self.get_parameter(f"{attention}.v_proj.weight")[:d], std=len(u) ** -0.5)
+        for i, backs in enumerate(BACK[: len(self.layers)]):
+            q, k, v = (self.get_parameter(f"layers.{i}.self_attn.{name}_proj.weight") for name in "qkv")
+            for head, back in enumerate(backs[: len(q) // d]):
+                kv = head * len(k) // len(q)
+                for w, at, phase in ((q, head, rate * back), (k, kv, rate * 0)):
+                    x = torch.zeros(d)
+                    x[: len(rate)], x[half : half + len(rate)] = BORN[i] * phase.cos(), -BORN[i] * phase.sin()
+                    # a normalised embedding holds u / sqrt(2)
+                    w[at * d : (at + 1) * d] = torch.outer(x, u) * math.sqrt(2) / len(u)
+                nn.init.normal_(v[kv * d : (kv + 1) * d], std=len(u) ** -0.5)
 
     def _rate(self, device: torch.device | None = None) -> Tensor:
         """Radians that each pair turns by from one position to the next."""
