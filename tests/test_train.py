@@ -19,13 +19,14 @@ from skimkv.cli import carry_out
 from skimkv.models import folder, train
 from skimkv.models.data import KINDS, Maker, read
 from skimkv.models.network import BACK, Network, _turn
+from skimkv.models.trainer import Stage, Trainer
 from skimkv.tasks.record import WORDS
 
 SHAPE = {
     **json.loads((BUILTIN / "config.json").read_text()), "hidden_size": 32, "head_dim": 16, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
 }  # fmt: skip
-STAGES = [train.Stage(64, 3, 1e-3, (1, 1, 1, 1, 1), 256), train.Stage(96, 3, 1e-3, (1, 1, 1, 1, 1), 192)]
+STAGES = [Stage(64, 3, 1e-3, (1, 1, 1, 1, 1), 256), Stage(96, 3, 1e-3, (1, 1, 1, 1, 1), 192)]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def corner(tmp_path: Path, text: str) -> Path:
     return tmp_path
 
 
-def trainer(maker: Maker, seed: int = 0) -> train.Trainer:
+def trainer(maker: Maker, seed: int = 0) -> Trainer:
     torch.manual_seed(seed)
-    return train.Trainer(Network(SimpleNamespace(**SHAPE)), maker, STAGES, seed, torch.device("cpu"))
+    return Trainer(Network(SimpleNamespace(**SHAPE)), maker, STAGES, seed, torch.device("cpu"))
 
 
 def command(corner: Path, *more: str) -> int:
@@ -185,7 +186,7 @@ def test_the_bundled_model_can_be_trained_on() -> None:
 def test_the_loss_falls_on_one_batch(maker: Maker) -> None:
     made = trainer(maker)
     batch = maker.batch("a", 64, 4, (1, 1, 1, 1, 1))
-    made.stages = [train.Stage(64, 60, 5e-3, (1, 1, 1, 1, 1))]
+    made.stages = [Stage(64, 60, 5e-3, (1, 1, 1, 1, 1))]
     losses = [made.train(batch)[0] for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
 
@@ -215,10 +216,10 @@ def test_going_on_is_as_never_having_stopped(tmp_path: Path, maker: Maker) -> No
 
 
 def test_random_tokens_have_an_optimizer_of_their_own(tmp_path: Path, maker: Maker) -> None:
-    stages = [train.Stage(64, 2, 1e-3, mix, 256) for mix in (train.COPY, train.PAIRS, train.FIRST)]
+    stages = [Stage(64, 2, 1e-3, mix, 256) for mix in (train.COPY, train.PAIRS, train.FIRST)]
 
-    def new() -> train.Trainer:
-        return train.Trainer(Network(SimpleNamespace(**SHAPE)), maker, stages, 0, torch.device("cpu"))
+    def new() -> Trainer:
+        return Trainer(Network(SimpleNamespace(**SHAPE)), maker, stages, 0, torch.device("cpu"))
 
     one = new()
     for stage, kind in enumerate((torch.optim.AdamW, torch.optim.AdamW, torch.optim.Muon)):
