@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ SHAPE = {
     **json.loads((BUILTIN / "config.json").read_text()), "hidden_size": 32, "head_dim": 16, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
 }  # fmt: skip
-STAGES = [Stage(64, 3, 1e-3, (1, 1, 1, 1, 1), 256), Stage(96, 3, 1e-3, (1, 1, 1, 1, 1), 192)]
+EVERY = (1.0,) * len(KINDS)
+STAGES = [Stage(64, 3, 1e-3, EVERY, 256), Stage(96, 3, 1e-3, EVERY, 192)]
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +80,37 @@ def marked(maker: Maker, kind: str, seed: int, length: int = 1024) -> tuple[str,
 @pytest.mark.parametrize("kind", KINDS[2:])
 def test_an_answer_stands_in_what_was_read(maker: Maker, kind: str) -> None:
     found = 0
-    for seed in range(12):
+    for seed in range(20):
         text, answers = marked(maker, kind, seed)
         for answer in answers[:-1]:  # the last may be cut
             key = answer.strip().rstrip(".>\n").rsplit("<", 1)[-1]
             assert text.count(key) >= 2
             found += 1
     assert found > 12
+
+
+def test_in_a_play_a_name_tells_nothing(maker: Maker) -> None:
+    after: dict[str, set[str]] = {}
+    for seed in range(6):
+        text = maker.tokenizer.decode(maker.plays(random.Random(seed), 1024).ids)
+        for name, line in re.findall(r"\n\n([A-Z' ]+):\n(.{8})", text):
+            after.setdefault(f"{seed} {name}", set()).add(line)
+    assert len(after) > 10
+    assert sum(len(lines) > 2 for lines in after.values()) > len(after) / 2
+
+
+def test_a_register_stands_nearer_or_farther_from_its_key(maker: Maker) -> None:
+    far = set()
+    for seed in range(20):
+        text = maker.tokenizer.decode(maker.registers(random.Random(seed), 1024).ids)
+        told = re.findall(r"line (\S+): (\w*) is <(\d+)>", text)
+        keys = {key for key, *_ in told}
+        assert len(keys) < len(told)
+        assert len({(key, number) for key, _, number in told}) == len(keys)
+        assert len({label for _, label, _ in told}) == 1
+        far.add(told[0][1])
+    assert len(far) > 5
+    assert "REGISTER_CONTENT" in far
 
 
 def test_copies_are_of_what_came_before(maker: Maker) -> None:
@@ -144,7 +170,7 @@ def test_heads_look_back_from_the_start() -> None:
 
 
 def test_batches_are_functions_of_their_seed(maker: Maker) -> None:
-    one, same, other = (maker.batch(seed, 128, 4, (1, 1, 1, 1, 1)) for seed in ("a", "a", "b"))
+    one, same, other = (maker.batch(seed, 128, 4, EVERY) for seed in ("a", "a", "b"))
     assert torch.equal(one.ids, same.ids)
     assert torch.equal(one.weights, same.weights)
     assert not torch.equal(one.ids, other.ids)
@@ -185,8 +211,8 @@ def test_the_bundled_model_can_be_trained_on() -> None:
 
 def test_the_loss_falls_on_one_batch(maker: Maker) -> None:
     made = trainer(maker)
-    batch = maker.batch("a", 64, 4, (1, 1, 1, 1, 1))
-    made.stages = [Stage(64, 60, 5e-3, (1, 1, 1, 1, 1))]
+    batch = maker.batch("a", 64, 4, EVERY)
+    made.stages = [Stage(64, 60, 5e-3, EVERY)]
     losses = [made.train(batch)[0] for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
 

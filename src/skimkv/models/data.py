@@ -23,13 +23,14 @@ from torch import Tensor
 
 from ..tasks import lines, passkey, record
 
-KINDS = ("copies", "pairs", "passages", "facts", "records")
+KINDS = ("copies", "pairs", "passages", "facts", "records", "plays", "registers")
 HELD_OUT = 0.1  # the last share of every file, never trained on
 BOS, EOS = 0, 1
 FORMS = ("{}: {}\n", lines.LINE)
+LABEL = "REGISTER_CONTENT"
 MOST = 20.0  # of a token's weight
 SHORT = 64  # tokens of a row for beginners
-Piece = tuple[str, bool]  # a text, and whether it is an answer
+Piece = tuple[str, float]  # a text, and what it weighs as an answer; 0: it is none
 
 
 class Row(NamedTuple):
@@ -89,7 +90,7 @@ class Maker:
         return Batch(ids, weights, torch.tensor(kinds))
 
     def _row(self, pieces: Sequence[Piece], length: int, plain: float) -> Row:
-        """Tokens of the pieces joined; answers weigh alike, in sum about half the row's length; others `plain`."""
+        """Tokens of the pieces joined; answers weigh in sum about half the row's length; others `plain`."""
         ends, answers, at = [], [], 0
         for text, answer in pieces:
             at += len(text)
@@ -102,7 +103,7 @@ class Maker:
                 piece += 1
             marks.append(answers[piece])
         heavy = min(MOST, max(2.0, 0.6 * length / max(1, sum(marks))))
-        return Row([BOS, *made.ids[: length - 1]], [0.0, *(heavy if mark else plain for mark in marks)])
+        return Row([BOS, *made.ids[: length - 1]], [0.0, *(heavy * mark if mark else plain for mark in marks)])
 
     def _prose(self, rng: random.Random, size: int) -> str:
         text = rng.choices(self.texts, self.sizes)[0]
@@ -161,25 +162,36 @@ class Maker:
             weights += [0.0] * (m + len(gap)) + [1.0] * w + [0.0] * len(end)
         return Row(ids, weights)
 
-    def passages(self, rng: random.Random, length: int) -> Row:
+    def passages(self, rng: random.Random, length: int, play: bool = False) -> Row:
+        """Prose, then parts of it after cues out of it."""
         size = int(length * self.prose * rng.uniform(0.45, 0.85))
         context = self._prose(rng, size)
-        if rng.random() < 0.25:  # few words in any order: one word says nothing about the next
+        if not play and rng.random() < 0.25:  # few words in any order: one word says nothing about the next
             some = context.split(" ")[: rng.randint(10, 150)]
             context = " ".join(rng.choices(some, k=max(20, size // 6)))[:size]
-        elif rng.random() < 0.35:  # lines that come again, as in a play: only what stood before them tells what follows
+        elif play or rng.random() < 0.35:  # lines come again: only what stood before them tells what follows
             names = [self._phrase(rng, 1, 2).upper() for _ in range(rng.randint(2, 6))]
-            breaks = r"(?<=[.?!;,])\s+"
-            context = re.sub(breaks, lambda _: f"\n\n{rng.choice(names)}:\n" if rng.random() < 0.6 else " ", context)
+            breaks, often = r"(?<=[.?!;,])\s+", 0.6
+            if play and rng.random() < 0.6:  # and often
+                breaks, often = r"\s+", rng.uniform(0.05, 0.25)
+            if play and rng.random() < 0.6:  # short ones
+                names = [name[:1] if rng.random() < 0.5 else name.lower() for name in names]
+            context = re.sub(breaks, lambda _: f"\n\n{rng.choice(names)}:\n" if rng.random() < often else " ", context)
             context = context[:size]
-        pieces: list[Piece] = [(context, False)]
+        pieces: list[Piece] = [(context, 0)]
         while size < length * self.prose * 1.1 and len(context) > 40:
-            cue = rng.randint(12, min(140, len(context) // 3))
+            cue = rng.randint(40 if play and len(context) > 120 else 12, min(140, len(context) // 3))
             at = rng.randrange(len(context) - cue)
             rest = context[at + cue : at + cue + rng.randint(20, min(400, 20 + length))]
-            pieces += [(rng.choice(("\n", "\n\n", " ")) + context[at : at + cue], False), (rest, True)]
+            pieces.append((rng.choice(("\n", "\n\n", " ")) + context[at : at + cue], 0))
+            for i, part in enumerate(re.split(r"(?<=:\n)(.{1,8})", rest) if play else [rest]):
+                pieces.append((part, 6 if i % 2 else 1))  # what follows a name is what is hard
             size += cue + len(rest)
         return self._row(pieces, length, 0.5)
+
+    def plays(self, rng: random.Random, length: int) -> Row:
+        """Passages of which each has lines that come again, in half of them every few words."""
+        return self.passages(rng, length, play=True)
 
     def facts(self, rng: random.Random, length: int) -> Row:
         filler = rng.random() < 0.5
@@ -204,12 +216,12 @@ class Maker:
         room -= sum(len(a) + len(b) + len(c) + 2 for a, b, c in said)
         hay = self._hay(rng, max(40, int(room * (1 if rng.random() < 0.7 else rng.random()))), filler)
         cuts = sorted(rng.randrange(len(hay) + 1) for _ in said)
-        pieces: list[Piece] = [(head, False)]
+        pieces: list[Piece] = [(head, 0)]
         for a, b, (hidden, _, _) in zip([0, *cuts], cuts, said, strict=False):
-            pieces.append(("".join(hay[a:b]) + hidden, False))
-        pieces.append(("".join(hay[cuts[-1] :]), False))
+            pieces.append(("".join(hay[a:b]) + hidden, 0))
+        pieces.append(("".join(hay[cuts[-1] :]), 0))
         for _, question, answer in rng.sample(said, len(said)):
-            pieces += [(question, False), (answer, True), ("\n", False)]
+            pieces += [(question, 0), (answer, 1), ("\n", 0)]
         return self._row(pieces, length, 0.0 if filler else 0.2)
 
     def _hay(self, rng: random.Random, size: int, filler: bool) -> list[str]:
@@ -221,15 +233,21 @@ class Maker:
             text = " ".join(self._phrase(rng, 2, 6).capitalize() + "." for _ in range(rng.randint(2, 6))) + "\n"
         return [text] * max(1, size // len(text))
 
-    def records(self, rng: random.Random, length: int) -> Row:
+    def registers(self, rng: random.Random, length: int) -> Row:
+        """Records of the long form: a number stands far from its key, in some less far, so that it can be learnt."""
+        return self.records(rng, length, register=True)
+
+    def records(self, rng: random.Random, length: int, register: bool = False) -> Row:
         """Lines first and questions after them, or both mixed."""
-        long, two, low = rng.random() < 0.5, rng.random() < 0.8, rng.choice((1, 1000, 10000))
+        long, two, low = rng.random() < 0.5 or register, rng.random() < 0.8, rng.choice((1, 1000, 10000))
         head = rng.choice((lines.HEAD, lines.HEAD[:51] + "\n", "")) if long and length > 256 else ""
         line = FORMS[long]
         room = int(length * self.line[line]) - len(head)
+        if register:
+            line = line.replace(LABEL, LABEL[: rng.randint(0, len(LABEL))] if rng.random() < 0.7 else LABEL)
         share, mixed = rng.uniform(0.4, 0.8), rng.random() < 0.4
         pairs: dict[str, str] = {}
-        pieces: list[Piece] = [(head, False)]
+        pieces: list[Piece] = [(head, 0)]
         size = 0
         while size < room:
             if len(pairs) < 2 or (rng.random() < share if mixed else size < share * room):
@@ -238,7 +256,7 @@ class Maker:
                     continue
                 pairs[key] = number
                 text = line.format(key, number)
-                pieces.append((text, False))
+                pieces.append((text, 0))
                 size += len(text)
                 continue
             key = rng.choice(list(pairs))
@@ -250,6 +268,8 @@ class Maker:
                     cue = f"{question}\n{cue}"
                 else:
                     cue, answer = question, f"The <REGISTER_CONTENT> in line {key} is <{pairs[key]}>.\n"
-            pieces += [(cue, False), (answer, True)]
+            at = answer.index(pairs[key])  # its first digits are what is hard
+            begin = answer[at : at + 2], 3 if register else 1
+            pieces += [(cue, 0), (answer[:at], 1), begin, (answer[at + 2 :], 1)]
             size += len(cue) + len(answer)
         return self._row(pieces, length, 0.0)

@@ -18,17 +18,21 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import folder
 from .data import KINDS, Maker, read
 from .network import Network
-from .trainer import Stage, Trainer
+from .trainer import Stage, Trainer, mix
 
 CONFIG = Path(__file__).parent / "tiny" / "config.json"
 
-COPY, PAIRS = (1.0, 0.0, 0.0, 0.0, 0.0), (0.4, 0.6, 0.0, 0.0, 0.0)
-FIRST, MIX, LONG = (0.1, 0.2, 0.2, 0.15, 0.35), (0.05, 0.12, 0.4, 0.18, 0.25), (0.04, 0.06, 0.6, 0.13, 0.17)
+COPY, PAIRS = mix(copies=1.0), mix(copies=0.4, pairs=0.6)
+FIRST = mix(copies=0.1, pairs=0.2, passages=0.2, facts=0.15, records=0.35)
+MIX = mix(copies=0.05, pairs=0.12, passages=0.4, facts=0.18, records=0.25)
+LONG = mix(copies=0.04, pairs=0.06, passages=0.6, facts=0.13, records=0.17)
+HARD = mix(copies=0.04, pairs=0.04, passages=0.15, facts=0.1, records=0.12, plays=0.3, registers=0.25)
+PLAYS = mix(copies=0.04, pairs=0.04, passages=0.17, facts=0.1, records=0.2, plays=0.45)
 STAGES = (
     Stage(64, 300, 2e-3, COPY, 4096),
     Stage(64, 200, 2e-3, PAIRS, 4096),
@@ -38,6 +42,10 @@ STAGES = (
     Stage(1024, 350, 1.5e-3, MIX),
     Stage(2048, 300, 1.3e-3, LONG),
     Stage(4096, 600, 1.2e-3, LONG),
+    Stage(512, 500, 1.5e-3, HARD),
+    Stage(1024, 350, 1.5e-3, HARD),
+    Stage(2048, 400, 1.5e-3, PLAYS),
+    Stage(4096, 450, 1.2e-3, PLAYS),
 )
 
 
@@ -57,17 +65,17 @@ def run(trainer: Trainer, save: Callable[[], None], workers: int = 1, every: flo
     """All that is left to do, saved every so many seconds; False if Ctrl-C ended it, between two steps."""
     stopped: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     saved = time.monotonic()
     try:
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        with Progress(*columns, TextColumn("{task.fields[shown]}"), console=Console(stderr=True)) as bar:
             while trainer.stage < len(trainer.stages):
                 stage, shown = trainer.stages[trainer.stage], Shown()
                 title = f"{trainer.stage + 1}/{len(trainer.stages)}: {stage.length} tokens"
-                going = bar.add_task(title, total=stage.steps, completed=trainer.step)
+                going = bar.add_task(title, total=stage.steps, completed=trainer.step, shown=shown)
                 for batch in trainer.batches(workers):
                     shown.add(*trainer.train(batch))
-                    bar.update(going, completed=trainer.step, description=f"{title}, {shown}")
+                    bar.update(going, completed=trainer.step, shown=shown)
                     if stopped:
                         return False
                     if time.monotonic() - saved > every:

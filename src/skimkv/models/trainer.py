@@ -32,6 +32,11 @@ class Stage(NamedTuple):
         return any(self.mix[2:])
 
 
+def mix(**shares: float) -> tuple[float, ...]:
+    """The share of each of KINDS, by name; of the others none."""
+    return tuple(shares.pop(kind, 0.0) for kind in KINDS)
+
+
 class Rows(Dataset[Batch]):
     """The batches of a stage, each a function of the seed, the stage and its own number."""
 
