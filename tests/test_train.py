@@ -89,26 +89,33 @@ def test_an_answer_stands_in_what_was_read(maker: Maker, kind: str) -> None:
     assert found > 12
 
 
-def test_in_a_play_a_name_tells_nothing(maker: Maker) -> None:
+def test_in_some_passages_a_name_tells_nothing(maker: Maker) -> None:
     after: dict[str, set[str]] = {}
-    for seed in range(6):
-        text = maker.tokenizer.decode(maker.plays(random.Random(seed), 1024).ids)
+    for seed in range(20):
+        text = maker.tokenizer.decode(maker.passages(random.Random(seed), 1024).ids)
         for name, line in re.findall(r"\n\n([A-Z' ]+):\n(.{8})", text):
             after.setdefault(f"{seed} {name}", set()).add(line)
     assert len(after) > 10
     assert sum(len(lines) > 2 for lines in after.values()) > len(after) / 2
 
 
-def test_a_register_stands_nearer_or_farther_from_its_key(maker: Maker) -> None:
-    far = set()
+def test_what_follows_a_name_weighs_most(maker: Maker) -> None:
     for seed in range(20):
-        text = maker.tokenizer.decode(maker.registers(random.Random(seed), 1024).ids)
+        row = maker.passages(random.Random(seed), 1024)
+        heavy = [i for i, weight in enumerate(row.weights) if weight == max(row.weights)]
+        if max(row.weights) > 2 * min(weight for weight in row.weights if weight >= 2):
+            text = maker.tokenizer.decode(row.ids[heavy[0] - 4 : heavy[0] + 1])
+            assert ":\n" in text
+
+
+def test_a_number_stands_nearer_or_farther_from_its_key(maker: Maker) -> None:
+    far = set()
+    for seed in range(30):
+        text = maker.tokenizer.decode(maker.records(random.Random(seed), 1024).ids)
         told = re.findall(r"line (\S+): (\w*) is <(\d+)>", text)
         keys = {key for key, *_ in told}
-        assert len(keys) < len(told)
         assert len({(key, number) for key, _, number in told}) == len(keys)
-        assert len({label for _, label, _ in told}) == 1
-        far.add(told[0][1])
+        far |= {label for _, label, _ in told}
     assert len(far) > 5
     assert "REGISTER_CONTENT" in far
 
@@ -128,19 +135,20 @@ def test_short_rows_are_copied_whole(maker: Maker) -> None:
     assert set(row.weights[1 + n : 64]) == {1.0}
 
 
-def test_a_random_key_tells_its_value(maker: Maker) -> None:
+@pytest.mark.parametrize("length", [128, 512])
+def test_a_random_key_tells_its_value(maker: Maker, length: int) -> None:
     """An answer followed the tokens before it earlier too, and seldom did another: only where a key is in a value."""
     found, sure, by_one = 0, 0, 0
     for seed in range(40):
-        row = maker.pairs(random.Random(seed), 128)
-        starts = [i for i in range(1, 123) if row.weights[i] and not row.weights[i - 1]]
+        row = maker.pairs(random.Random(seed), length)
+        starts = [i for i in range(1, length - 5) if row.weights[i] and not row.weights[i - 1]]
         assert starts
         for i in starts:
             w = row.weights[i:].index(0.0) if 0.0 in row.weights[i:] else len(row.weights) - i
             answer = row.ids[i : i + w]
             after = [
                 [row.ids[j : j + w] for j in range(m, i) if row.ids[j - m : j] == row.ids[i - m : i]]
-                for m in range(1, 8)
+                for m in range(1, 8 if length == 128 else 22)
             ]
             assert answer in after[0]
             told = [bool(each) and all(one == answer for one in each) for each in after]
@@ -161,7 +169,7 @@ def test_heads_look_back_from_the_start() -> None:
     network(torch.randint(2, 2048, (2, 64)))
     angle = torch.arange(64)[:, None, None] * network.theta ** (-torch.arange(32) / 32)
     later = torch.ones(64, 64, dtype=torch.bool).triu(1)
-    assert BACK == ((1, 2, 3, 4), (4, 8))
+    assert BACK == ((1, 2, 3, 4), (4, 8, 12, 16))
     for made, backs, least in zip(seen, BACK, (0.8, 0.3), strict=False):
         q, k = (_turn(x, angle.cos(), angle.sin()) for x in made)  # (2,64,4,64), (2,64,2,64)
         for h, back in enumerate(backs):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..tasks import lines, passkey, record
 
-KINDS = ("copies", "pairs", "passages", "facts", "records", "plays", "registers")
+KINDS = ("copies", "pairs", "passages", "facts", "records")
 HELD_OUT = 0.1  # the last share of every file, never trained on
 BOS, EOS = 0, 1
 FORMS = ("{}: {}\n", lines.LINE)
@@ -146,7 +146,8 @@ class Maker:
         """Keys of one to four tokens, a gap and an end that all lines share, values; then some again."""
         m, w, most = rng.randint(1, 4), rng.randint(1, 5), min(1000, self.vocabulary - 2)
         known = range(2, self.vocabulary)
-        gap, end = rng.sample(known, rng.randint(0, 3)), rng.sample(known, rng.randint(0, 1))
+        far = 3 if length <= 2 * SHORT or rng.random() < 0.5 else 16
+        gap, end = rng.sample(known, rng.randint(0, far)), rng.sample(known, rng.randint(0, 1))
         size = rng.choice((4, 16, 64, most)) if m > 1 else most  # few letters: all of a key's tokens tell it
         letters, digits = rng.sample(known, size), rng.sample(known, rng.choice((10, 100, most)))
         room = length / (m + len(gap) + w + len(end)) * rng.uniform(0.25, 0.6)
@@ -162,22 +163,23 @@ class Maker:
             weights += [0.0] * (m + len(gap)) + [1.0] * w + [0.0] * len(end)
         return Row(ids, weights)
 
-    def passages(self, rng: random.Random, length: int, play: bool = False) -> Row:
+    def passages(self, rng: random.Random, length: int) -> Row:
         """Prose, then parts of it after cues out of it."""
         size = int(length * self.prose * rng.uniform(0.45, 0.85))
         context = self._prose(rng, size)
-        if not play and rng.random() < 0.25:  # few words in any order: one word says nothing about the next
-            some = context.split(" ")[: rng.randint(10, 150)]
-            context = " ".join(rng.choices(some, k=max(20, size // 6)))[:size]
-        elif play or rng.random() < 0.35:  # lines come again: only what stood before them tells what follows
+        play = rng.random() < 0.5  # lines that come again: only what stood before a name tells what follows it
+        if play:
             names = [self._phrase(rng, 1, 2).upper() for _ in range(rng.randint(2, 6))]
-            breaks, often = r"(?<=[.?!;,])\s+", 0.6
-            if play and rng.random() < 0.6:  # and often
-                breaks, often = r"\s+", rng.uniform(0.05, 0.25)
-            if play and rng.random() < 0.6:  # short ones
+            if rng.random() < 0.5:  # short ones: easier
                 names = [name[:1] if rng.random() < 0.5 else name.lower() for name in names]
+            breaks, often = r"(?<=[.?!;,])\s+", 0.6
+            if rng.random() < 0.6:
+                breaks, often = r"\s+", rng.uniform(0.05, 0.25)
             context = re.sub(breaks, lambda _: f"\n\n{rng.choice(names)}:\n" if rng.random() < often else " ", context)
             context = context[:size]
+        elif rng.random() < 0.2:  # few words in any order: one word says nothing about the next
+            some = context.split(" ")[: rng.randint(10, 150)]
+            context = " ".join(rng.choices(some, k=max(20, size // 6)))[:size]
         pieces: list[Piece] = [(context, 0)]
         while size < length * self.prose * 1.1 and len(context) > 40:
             cue = rng.randint(40 if play and len(context) > 120 else 12, min(140, len(context) // 3))
@@ -188,10 +190,6 @@ class Maker:
                 pieces.append((part, 6 if i % 2 else 1))  # what follows a name is what is hard
             size += cue + len(rest)
         return self._row(pieces, length, 0.5)
-
-    def plays(self, rng: random.Random, length: int) -> Row:
-        """Passages of which each has lines that come again, in half of them every few words."""
-        return self.passages(rng, length, play=True)
 
     def facts(self, rng: random.Random, length: int) -> Row:
         filler = rng.random() < 0.5
@@ -233,18 +231,14 @@ class Maker:
             text = " ".join(self._phrase(rng, 2, 6).capitalize() + "." for _ in range(rng.randint(2, 6))) + "\n"
         return [text] * max(1, size // len(text))
 
-    def registers(self, rng: random.Random, length: int) -> Row:
-        """Records of the long form: a number stands far from its key, in some less far, so that it can be learnt."""
-        return self.records(rng, length, register=True)
-
-    def records(self, rng: random.Random, length: int, register: bool = False) -> Row:
-        """Lines first and questions after them, or both mixed."""
-        long, two, low = rng.random() < 0.5 or register, rng.random() < 0.8, rng.choice((1, 1000, 10000))
+    def records(self, rng: random.Random, length: int) -> Row:
+        """Lines first and questions after them, or both mixed; of the long form some are cut, so that it is learnt."""
+        long, two, low = rng.random() < 0.5, rng.random() < 0.8, rng.choice((1, 1000, 10000))
         head = rng.choice((lines.HEAD, lines.HEAD[:51] + "\n", "")) if long and length > 256 else ""
         line = FORMS[long]
         room = int(length * self.line[line]) - len(head)
-        if register:
-            line = line.replace(LABEL, LABEL[: rng.randint(0, len(LABEL))] if rng.random() < 0.7 else LABEL)
+        if rng.random() < 0.6:
+            line = line.replace(LABEL, LABEL[: rng.randint(0, len(LABEL))])
         share, mixed = rng.uniform(0.4, 0.8), rng.random() < 0.4
         pairs: dict[str, str] = {}
         pieces: list[Piece] = [(head, 0)]
@@ -269,7 +263,7 @@ class Maker:
                 else:
                     cue, answer = question, f"The <REGISTER_CONTENT> in line {key} is <{pairs[key]}>.\n"
             at = answer.index(pairs[key])  # its first digits are what is hard
-            begin = answer[at : at + 2], 3 if register else 1
+            begin = answer[at : at + 2], 3 if long else 1
             pieces += [(cue, 0), (answer[:at], 1), begin, (answer[at + 2 :], 1)]
             size += len(cue) + len(answer)
         return self._row(pieces, length, 0.0)

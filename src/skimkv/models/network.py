@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BACK = (1, 2, 3, 4), (4, 8)  # tokens that the heads of the first layers look back by from the start: twelve together
+BACK = (1, 2, 3, 4), (4, 8, 12, 16)  # tokens that the heads of the first layers look back by from the start: twenty
 BORN = 7.0, 28.0  # A of these heads, by layer: the second hears u faintly, under what the first has added
 
 

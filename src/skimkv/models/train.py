@@ -28,24 +28,17 @@ from .trainer import Stage, Trainer, mix
 CONFIG = Path(__file__).parent / "tiny" / "config.json"
 
 COPY, PAIRS = mix(copies=1.0), mix(copies=0.4, pairs=0.6)
-FIRST = mix(copies=0.1, pairs=0.2, passages=0.2, facts=0.15, records=0.35)
-MIX = mix(copies=0.05, pairs=0.12, passages=0.4, facts=0.18, records=0.25)
-LONG = mix(copies=0.04, pairs=0.06, passages=0.6, facts=0.13, records=0.17)
-HARD = mix(copies=0.04, pairs=0.04, passages=0.15, facts=0.1, records=0.12, plays=0.3, registers=0.25)
-PLAYS = mix(copies=0.04, pairs=0.04, passages=0.17, facts=0.1, records=0.2, plays=0.45)
+FIRST = mix(copies=0.1, pairs=0.2, passages=0.25, facts=0.1, records=0.35)
+MIX = mix(copies=0.05, pairs=0.1, passages=0.45, facts=0.12, records=0.28)
 STAGES = (
     Stage(64, 300, 2e-3, COPY, 4096),
     Stage(64, 200, 2e-3, PAIRS, 4096),
     Stage(256, 160, 2e-3, PAIRS),
-    Stage(256, 400, 2e-3, FIRST),
-    Stage(512, 400, 1.5e-3, MIX),
-    Stage(1024, 350, 1.5e-3, MIX),
-    Stage(2048, 300, 1.3e-3, LONG),
-    Stage(4096, 600, 1.2e-3, LONG),
-    Stage(512, 500, 1.5e-3, HARD),
-    Stage(1024, 350, 1.5e-3, HARD),
-    Stage(2048, 400, 1.5e-3, PLAYS),
-    Stage(4096, 450, 1.2e-3, PLAYS),
+    Stage(256, 500, 2e-3, FIRST),
+    Stage(512, 500, 1.5e-3, MIX),
+    Stage(1024, 400, 1.5e-3, MIX),
+    Stage(2048, 350, 1.3e-3, MIX),
+    Stage(4096, 600, 1.2e-3, MIX),
 )
 
 
