@@ -20,7 +20,7 @@ from skimkv.cli import carry_out
 from skimkv.models import folder, train
 from skimkv.models.data import KINDS, Maker, read
 from skimkv.models.network import BACK, Network, _turn
-from skimkv.models.trainer import Stage, Trainer
+from skimkv.models.trainer import Stage, Trainer, mix
 from skimkv.tasks.record import WORDS
 
 SHAPE = {
@@ -317,3 +317,9 @@ def test_a_shape_that_is_not_trained(corner: Path) -> None:
     (corner / "text" / "a.txt").write_text("short")
     with pytest.raises(ValueError, match="need at least 20000"):
         read(corner / "text")
+
+
+def test_a_share_of_no_kind() -> None:
+    assert mix(records=0.25, copies=0.5) == (0.5, 0.0, 0.0, 0.0, 0.25)
+    with pytest.raises(ValueError, match="rows of kind prose: must be of copies, pairs"):
+        mix(prose=1.0)

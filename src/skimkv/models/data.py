@@ -22,20 +22,15 @@ import torch
 from torch import Tensor
 
 from ..tasks import lines, passkey, record
+from . import noise
+from .noise import BOS, EOS, Row
 
 KINDS = ("copies", "pairs", "passages", "facts", "records")
 HELD_OUT = 0.1  # the last share of every file, never trained on
-BOS, EOS = 0, 1
 FORMS = ("{}: {}\n", lines.LINE)
 LABEL = "REGISTER_CONTENT"
 MOST = 20.0  # of a token's weight
-SHORT = 64  # tokens of a row for beginners
 Piece = tuple[str, float]  # a text, and what it weighs as an answer; 0: it is none
-
-
-class Row(NamedTuple):
-    ids: list[int]
-    weights: list[float]  # of predicting this token
 
 
 class Batch(NamedTuple):
@@ -119,49 +114,10 @@ class Maker:
         return "-".join(rng.sample(self.words, 2 if two else 1))
 
     def copies(self, rng: random.Random, length: int) -> Row:
-        """Random tokens of a large or small alphabet, then parts of them until the row is full.
-
-        Of a small alphabet a part is known only by several tokens in a row, as in text; those weigh nothing. Short rows
-        are of the large one and whole: there looking back appears first.
-        """
-        short = length <= SHORT
-        n = rng.randint(4 if short else 8, length // (3 if short else 2))
-        large = short or rng.random() < 0.5
-        size = self.vocabulary - 2 if large else round(4 * (self.vocabulary / 8) ** rng.random())
-        letters = rng.sample(range(2, self.vocabulary), size)
-        base = rng.choices(letters, k=n)
-        ids, weights = [BOS, *base], [0.0] * (n + 1)
-        if short or (size > 256 and rng.random() < 0.5):  # the whole, again and again
-            while len(ids) < length:
-                ids, weights = ids + base, weights + [1.0] * n
-            return Row(ids, weights)
-        lead = next(m for m in range(1, 20) if size**m > 20 * n)
-        while len(ids) < length:
-            at = rng.randrange(n)
-            part = base[at : at + rng.randint(lead + 4, max(lead + 5, n // 2))]
-            ids, weights = ids + part, weights + ([0.0] * lead + [1.0] * len(part))[: len(part)]
-        return Row(ids, weights)
+        return noise.copies(rng, length, self.vocabulary)
 
     def pairs(self, rng: random.Random, length: int) -> Row:
-        """Keys of one to four tokens, a gap and an end that all lines share, values; then some again."""
-        m, w, most = rng.randint(1, 4), rng.randint(1, 5), min(1000, self.vocabulary - 2)
-        known = range(2, self.vocabulary)
-        far = 3 if length <= 2 * SHORT or rng.random() < 0.5 else 16
-        gap, end = rng.sample(known, rng.randint(0, far)), rng.sample(known, rng.randint(0, 1))
-        size = rng.choice((4, 16, 64, most)) if m > 1 else most  # few letters: all of a key's tokens tell it
-        letters, digits = rng.sample(known, size), rng.sample(known, rng.choice((10, 100, most)))
-        room = length / (m + len(gap) + w + len(end)) * rng.uniform(0.25, 0.6)
-        told: dict[tuple[int, ...], list[int]] = {}
-        while len(told) < max(2, min(int(room), size**m // 2)):
-            told[tuple(rng.choices(letters, k=m))] = rng.choices(digits, k=w)
-        ids = [BOS, *(i for key, value in told.items() for i in (*key, *gap, *value, *end))]
-        weights = [0.0] * len(ids)
-        keys = list(told)
-        while len(ids) < length:
-            key = rng.choice(keys)
-            ids += [*key, *gap, *told[key], *end]
-            weights += [0.0] * (m + len(gap)) + [1.0] * w + [0.0] * len(end)
-        return Row(ids, weights)
+        return noise.pairs(rng, length, self.vocabulary)
 
     def passages(self, rng: random.Random, length: int) -> Row:
         """Prose, then parts of it after cues out of it."""

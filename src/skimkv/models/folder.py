@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .data import BOS, EOS
 from .network import Network
+from .noise import BOS, EOS
 
 SIZES = ("hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings")
 HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -33,8 +33,10 @@ class Stage(NamedTuple):
 
 
 def mix(**shares: float) -> tuple[float, ...]:
-    """The share of each of KINDS, by name; of the others none."""
-    return tuple(shares.pop(kind, 0.0) for kind in KINDS)
+    """The share of each of KINDS, by name; of the others none. Raises ValueError."""
+    if not shares.keys() <= set(KINDS):
+        raise ValueError(f"rows of kind {', '.join(shares.keys() - set(KINDS))}: must be of {', '.join(KINDS)}")
+    return tuple(shares.get(kind, 0.0) for kind in KINDS)
 
 
 class Rows(Dataset[Batch]):
