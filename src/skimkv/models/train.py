@@ -30,6 +30,7 @@ CONFIG = Path(__file__).parent / "tiny" / "config.json"
 COPY, PAIRS = mix(copies=1.0), mix(copies=0.4, pairs=0.6)
 FIRST = mix(copies=0.1, pairs=0.2, passages=0.25, facts=0.1, records=0.35)
 MIX = mix(copies=0.05, pairs=0.1, passages=0.45, facts=0.12, records=0.28)
+LAST = mix(copies=0.05, passages=0.42, facts=0.1, records=0.43)
 STAGES = (
     Stage(64, 300, 2e-3, COPY, 4096),
     Stage(64, 200, 2e-3, PAIRS, 4096),
@@ -39,6 +40,7 @@ STAGES = (
     Stage(1024, 400, 1.5e-3, MIX),
     Stage(2048, 350, 1.3e-3, MIX),
     Stage(4096, 600, 1.2e-3, MIX),
+    Stage(4096, 600, 1e-3, LAST),
 )
 
 
