@@ -2,7 +2,7 @@
 
 A curriculum. First random tokens that come again, at short length: looking back appears there, all at once, and not in
 text. Then random keys of several tokens, looked up over a gap: without them lines with words for keys were not learnt
-in two hours. Then text, facts and records of growing length.
+in two hours. Then text, facts and records of growing length. About two hours on 2 cores.
 Ctrl-C keeps what was learnt, and the same command goes on from there.
 """
 
