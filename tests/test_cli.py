@@ -143,7 +143,7 @@ def test_generate_stops_at_the_last_position(capsys: pytest.CaptureFixture[str])
         (["generate", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "--prompt", "x", "--metod", "Dense()"], "--metod"),
         (["demo", "--out", "no-such-folder/x.png"], "there is no folder no-such-folder"),
-        (["demo", "--lines", "1000"], "14430 tokens does not fit the model's 4096"),
+        (["demo", "--lines", "1000"], "14473 tokens does not fit the model's 4096"),
         (["demo", "--asked", "0"], "asked = 0"),
         (["nonsense"], "nonsense"),
     ],
