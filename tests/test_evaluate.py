@@ -157,6 +157,9 @@ def test_summary():
     assert second.diff_high == pytest.approx(-2 / 3 + 4.3027 / 3, abs=1e-4)
     assert results.summary(other)[0].diff_to_dense is None
     assert results.summary(other[:1])[0].stderr is None
+    other[0]["score"] = math.nan  # a model that overflows
+    (third,) = results.summary(other)
+    assert math.isnan(third.stderr) and json.dumps(third.json(), allow_nan=False)
     assert results.quantile(30) == pytest.approx(2.0423, abs=1e-3)
 
 

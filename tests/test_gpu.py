@@ -219,6 +219,20 @@ def test_stream_and_its_append(dtype):
     torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2.0**63), ("float16", 65504)])
+def test_a_stream_whose_sum_is_missed_stays_finite(dtype, limit):
+    """The one sample of all keys has a logit 1000 below that of the key in M: z / tau = e^1000 v."""
+    store = Clusters(Shape(1, 1, 1, 32), TYPES[dtype], DEVICE, delta=20.0, t=1, s=1, seed=0)
+    key, value = torch.zeros(2, 1, 1, 32, device=DEVICE, dtype=store.dtype)
+    for _ in range(2):
+        ref.append(store, key, value)
+    key[..., 0], value[..., :2] = 10, torch.tensor([-4, 5])
+    store.k[:], store.v[:], store.mu[:] = key[:, :, None], value[:, :, None], 41
+    with ops.backend("gpu"):
+        y = ops.stream(store, 10 * key[:, :, None], 1.0)
+    assert y.flatten().tolist() == [-limit, limit] + 30 * [0]
+
+
 METHODS = ["Dense()", "SparQ(r=8, k=20, channels='int8', mean_value=True)", "H2O(k=24)", "LMInfinite(k=20, initial=3)"]
 METHODS += ["SubGen(k=10, recent=8)", "SubGenStream(delta=4.0, t=2, s=8)", "LowRank(r=8, k=20)", "TopK(k=12)"]
 METHODS += ["Strided(k=20)", "Fixed(k=20)"]

@@ -224,6 +224,22 @@ def test_logits_from_minus_to_plus_500():
     torch.testing.assert_close(y, torch.tensor([0, 0, 0.2689, 0.7311]), atol=0.04, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 2.0**63), (torch.bfloat16, 2.0**63), (torch.float16, 65504)]
+)
+def test_an_estimate_without_bound_is_finite(dtype, limit):
+    """One cluster whose one sample has a logit 1000 below that of the key in M: z / tau = e^1000 v."""
+    k = torch.tensor([[0.0, 0], [10, 0]], dtype=dtype)[None, None]
+    v = torch.tensor([[1e-2, 0], [-4, 0]], dtype=dtype)[None, None]
+    store = next(
+        store
+        for store in (stored(k, v, 20.0, 1, 1, seed) for seed in range(100))
+        if not store.blocks[0].samples[0, 0, 0].any() and torch.equal(store.k[0, 0], k[0, 0, 1:])
+    )
+    y = ops.stream(store, torch.tensor([[[[100.0, 0]]]], dtype=dtype), 1.0)
+    assert y.flatten().tolist() == [-limit, 0]
+
+
 @pytest.mark.parametrize("shift", [-500.0, 0.0, 500.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_values_of_zero(dtype, shift):

@@ -118,7 +118,9 @@ class Row(NamedTuple):
     share: float | None  # of dense's bytes
 
     def json(self) -> dict[str, Any]:
-        return {name: value for name, value in self._asdict().items() if name != "share"}
+        """What is not finite is null: JSON has no word for it."""
+        found = {name: value for name, value in self._asdict().items() if name != "share"}
+        return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in found.items()}
 
 
 def summary(records: Iterable[dict[str, Any]]) -> list[Row]:
@@ -142,7 +144,9 @@ def summary(records: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def error(x: Sequence[float]) -> float | None:
-    """Standard error of the mean; None for one value."""
+    """Standard error of the mean; None for one value, NaN if one of them is not finite."""
+    if not all(map(math.isfinite, x)):
+        return math.nan if len(x) > 1 else None
     return stdev(x) / math.sqrt(len(x)) if len(x) > 1 else None
 
 

@@ -89,8 +89,13 @@ template <class T> static void stream_unit(const skimkv_clusters *c, char *work,
             add<T, 0>(o.acc + g * P, P, 1, D, rows, w, BLOCK, n);
         }
     }
+    const float limit = c->q_dtype == SKIMKV_F16 ? 65504.f : 0x1p63f;  // a NaN passes
     for (int g = 0; g < G; g++) {
-        for (int i = 0; i < D; i++) o.acc[g * P + i] /= o.l[g];
+        const float tau = o.l[g] < __FLT_MIN__ ? __FLT_MIN__ : o.l[g];
+        for (int i = 0; i < D; i++) {
+            const float y = o.acc[g * P + i] / tau;
+            o.acc[g * P + i] = y > limit ? limit : y < -limit ? -limit : y;
+        }
         from_float(c->q_dtype, o.acc + g * P, c->y, (unit * G + g) * D, D);
     }
 }

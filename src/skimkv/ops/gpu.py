@@ -241,6 +241,7 @@ def stream(store: Clusters, q: Tensor, scale: float, token: Token | None = None)
     y = torch.empty(B, H, G, D, dtype=q.dtype, device=q.device)
     stream_kernel[B * H, S](
         q.contiguous(), y, view.table, store.m, store.mu, store.k, store.v, part, counter, scale, G, store.t, store.s,
-        S, D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), TYPE=types()[store.dtype], DOT=dot(store, q), **options,
+        S, D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), TYPE=types()[store.dtype], DOT=dot(store, q),
+        TINY=torch.finfo(torch.float32).tiny, LIMIT=min(2.0**63, torch.finfo(q.dtype).max), **options,
     )  # fmt: skip
     return y

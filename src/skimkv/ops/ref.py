@@ -211,6 +211,7 @@ def stream(store: Clusters, q: Tensor, scale: float, token: Token | None = None)
     """SubGen alg. 1, QueryStreamAttn: y = z / tau, exp() kept in range by the common maximum. Reads O(D(mt + s)).
 
     z = sum over M of mu / (s |v|^2) exp(<q,k>) v ; tau = sum over clusters of n_i / t sum over S_i of exp(<q,k>).
+    Where no S_i holds the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504), to stay finite.
     """
     _first(store, token)
     samples, size, k, v = store.read()
@@ -224,4 +225,5 @@ def stream(store: Clusters, q: Tensor, scale: float, token: Token | None = None)
     top = torch.maximum(normaliser.flatten(3).amax(-1), product.amax(-1))[..., None]  # (B,H,G,1)
     z = ((product - top).exp() * weight[:, :, None]) @ v
     tau = ((normaliser - top[..., None]).exp().sum(-1) * size[:, :, None]).sum(-1, keepdim=True) / store.t
-    return (z / tau).to(q.dtype)
+    limit = min(2.0**63, torch.finfo(q.dtype).max)
+    return (z / tau.clamp_min(torch.finfo(tau.dtype).tiny)).clamp(-limit, limit).to(q.dtype)

@@ -103,7 +103,7 @@ def raised(z, m):
 def stream_kernel(
     q, y, table, m, mu, keys, values, part, counter, scale, G, T, M, S,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, TYPE: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, TINY: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B*H, S): QueryStreamAttn. Entries 0 .. clusters*T-1 are samples, the M after them the reservoir's."""
     bh, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -146,4 +146,6 @@ def stream_kernel(
     if last(counter + bh, S):
         for one in range(0, G):
             _, below, above = merged(part, bh, one, S, G, D, SP, DP)
-            tl.store(y + (bh * G + one) * D + d, above / below, d < D)
+            mean = above / tl.where(below < TINY, TINY, below)
+            mean = tl.where(mean > LIMIT, LIMIT, tl.where(mean < -LIMIT, -LIMIT, mean))  # a NaN passes
+            tl.store(y + (bh * G + one) * D + d, mean, d < D)
