@@ -14,7 +14,7 @@ from skimkv import cli
 from skimkv.method import parse
 from skimkv.results import Row, load, summary
 
-TASKS = {"record": 40, "passkey(length=10400)": 40, "lines": 30, "repetition(skip=0.9)": 20, "bpc": 16, "needle": 15}
+TASKS = {"record": 40, "passkey(length=10400)": 40, "lines": 30, "repetition(skip=0.9)": 20, "needle": 15, "bpc": 16}
 CODED = "Dense(kv='int4')"
 SHARES = {1 / 2: "1/2", 1 / 4: "1/4", 1 / 8: "1/8"}
 NEAR = 1.35  # a row belongs to a share if it is within this factor of it
