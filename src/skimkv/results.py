@@ -145,9 +145,9 @@ def summary(records: Iterable[dict[str, Any]]) -> list[Row]:
 
 def error(x: Sequence[float]) -> float | None:
     """Standard error of the mean; None for one value, NaN if one of them is not finite."""
-    if not all(map(math.isfinite, x)):
-        return math.nan if len(x) > 1 else None
-    return stdev(x) / math.sqrt(len(x)) if len(x) > 1 else None
+    if len(x) < 2:
+        return None
+    return stdev(x) / math.sqrt(len(x)) if all(map(math.isfinite, x)) else math.nan
 
 
 def interval(x: Sequence[float]) -> tuple[float | None, float | None, float | None]:
