@@ -181,7 +181,8 @@ def curves(panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float |
     fits = max(2, int(size[0] * 14 / widest))  # 14 letters an inch
     fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), fits), frameon=False, fontsize=9)
     fig.supxlabel("cache bytes moved per step, as a share of dense attention (log scale)", fontsize=10)
-    fig.supylabel("score; band: one standard error; lines that meet are drawn side by side", fontsize=10)
+    parts = "score", "band: one standard error", "lines that meet are drawn side by side"
+    fig.supylabel(("; " if size[1] > 6 else "\n").join(parts), fontsize=10)  # it is 5 inches in one line
     fig.savefig(path)
     plt.close(fig)
 
