@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from skimkv import cli
-from skimkv.method import parse
-from skimkv.results import Row, load, summary
+from skimkv.cli import app as cli
+from skimkv.eval.results import Row, load, summary
+from skimkv.methods import parse
 
 TASKS = {"record": 40, "passkey(length=10400)": 40, "lines": 30, "repetition(skip=0.9)": 20, "needle": 15, "bpc": 16}
 CODED = "Dense(kv='int4')"

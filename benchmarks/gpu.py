@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
-from skimkv import bench_gpu, bench_gpu_token
-from skimkv.bench_cuda import Cuda
-from skimkv.method import parse
-from skimkv.ops import launch
-from skimkv.store import Shape
+from skimkv.bench import attention_gpu as bench_gpu
+from skimkv.bench import token_gpu as bench_gpu_token
+from skimkv.bench.cuda import Cuda
+from skimkv.methods import parse
+from skimkv.ops.gpu import launch
+from skimkv.stores.base import Shape
 
 HERE = Path(__file__).resolve().parent
 TESTS = [
@@ -164,7 +165,7 @@ def token(machine: Any) -> dict[str, Any]:
 
 def sweep(machine: Any) -> dict[str, Any]:
     """The paper's grid; the figure lies beside the JSON."""
-    from skimkv.plots_gpu import sweep as draw
+    from skimkv.bench.figures_gpu import sweep as draw
 
     out = bench_gpu.sweep(Shape(1, 32, 1, 128), torch.float16, 9, machine=machine)
     if out["rows"]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import skimkv
-from skimkv.tasks import record
+from skimkv.eval.tasks import record
 
 
 def test_import_imports_nothing_else() -> None:

@@ -8,19 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .hf import Cache, attach, detach, load
-    from .method import Method, Traffic, parse
-    from .methods import METHODS
+    from .hf.attach import Cache, attach, detach
+    from .hf.load import load
+    from .methods import METHODS, parse
+    from .methods.base import Method, Traffic
     from .ops import backend
-    from .store import Shape
+    from .stores.base import Shape
 
 __version__ = "0.1.0"
 __all__ = ["METHODS", "Cache", "Method", "Shape", "Traffic", "attach", "backend", "detach", "load", "parse"]
 
 _HOME = {
-    "Cache": "hf", "attach": "hf", "detach": "hf", "load": "hf",
-    "Method": "method", "Traffic": "method", "parse": "method",
-    "METHODS": "methods", "backend": "ops", "Shape": "store",
+    "Cache": "hf.attach", "attach": "hf.attach", "detach": "hf.attach", "load": "hf.load",
+    "Method": "methods.base", "Traffic": "methods.base", "parse": "methods",
+    "METHODS": "methods", "backend": "ops", "Shape": "stores.base",
 }  # fmt: skip
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..full import Full
-from ..method import Method, Traffic
-from ..store import Shape, Store
+from ..stores.base import Shape, Store
+from ..stores.full import Full
+from .base import Method, Traffic
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..method import Method, Traffic, check
-from ..slots import Slots
-from ..store import Shape, Store
+from ..stores.base import Shape, Store
+from ..stores.slots import Slots
+from .base import Method, Traffic, check
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..codes import BITS, GROUP
-from ..full import Full
-from ..method import Method, Traffic, check
-from ..store import Shape, Store
+from ..stores.base import Shape, Store
+from ..stores.codes import BITS, GROUP
+from ..stores.full import Full
+from .base import Method, Traffic, check
 
 TEMPERATURES = ("coverage", "sqrt_d", "sqrt_r")
 CHANNELS = ("copy", "none", "int8", "int4")

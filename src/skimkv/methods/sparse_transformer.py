@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..method import Method, Traffic, check
-from ..slots import Slots
-from ..store import Shape, Store
-from .window import LMInfinite
+from ..stores.base import Shape, Store
+from ..stores.slots import Slots
+from .base import Method, Traffic, check
+from .lm_infinite import LMInfinite
 
 
 def exponent(p: int) -> int:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..clusters import Clusters
-from ..method import Method, Traffic, check
-from ..slots import Slots
-from ..store import Shape, Store, compute_dtype
-from .window import LMInfinite
+from ..stores.base import Shape, Store, compute_dtype
+from ..stores.clusters import Clusters
+from ..stores.slots import Slots
+from .base import Method, Traffic, check
+from .lm_infinite import LMInfinite
 
 
 def k_centres(x: Tensor, k: int) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..method import Traffic, check
-from ..store import Shape, Store
+from ..stores.base import Shape, Store
+from .base import Traffic, check
 from .dense import Dense
 
 

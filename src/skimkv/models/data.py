@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..tasks import lines, passkey, record
+from ..eval.tasks import lines, passkey, record
 from . import noise
 from .noise import BOS, EOS, Row
 

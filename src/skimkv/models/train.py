@@ -147,7 +147,7 @@ def main(
 
 
 if __name__ == "__main__":
-    from ..cli import carry_out
+    from ..cli.app import carry_out
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(main)

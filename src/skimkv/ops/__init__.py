@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..store import Store
-from . import columns as _columns
-from .causal import causal
+from ..stores.base import Store
+from . import key_scores as _columns
 from .linear import fast, reference
+from .prefill import causal
 
 BACKENDS = ("ref", "cpu", "gpu")
 FORCED = ("forced by backend()", "SKIMKV_BACKEND")
@@ -34,7 +34,7 @@ def _load(name: str) -> ModuleType:
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
     try:
-        module = importlib.import_module(f".{name}", __name__)
+        module = importlib.import_module({"ref": ".ref", "cpu": ".cpu.backend", "gpu": ".gpu.backend"}[name], __name__)
     except ImportError as error:
         raise ValueError(f"backend {name!r} is not in this installation ({error})") from error
     reason = module.unavailable()
@@ -106,18 +106,18 @@ stream: Callable[..., Tensor] = _dispatch("stream")
 
 def graphable(store: Store) -> bool:
     """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device."""
-    return store.device.type == "cuda" and _module(store).__name__.endswith(".gpu")
+    return store.device.type == "cuda" and _module(store).__name__.endswith("gpu.backend")
 
 
 def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias with 8-bit weights: in C++ where the backend is cpu, else through dequantised tiles (linear.py)."""
-    product = fast if _module(x).__name__.endswith(".cpu") else reference
+    product = fast if _module(x).__name__.endswith("cpu.backend") else reference
     return product(x, packed, out, bias)
 
 
 def columns(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """What each key of a prompt received, in C++ where the backend is cpu (columns.py)."""
-    native = _module(q).__name__.endswith(".cpu") and k.dtype != torch.float64
+    native = _module(q).__name__.endswith("cpu.backend") and k.dtype != torch.float64
     return (_columns.fast if native else _columns.reference)(q, k, scale, softcap)
 
 

@@ -14,7 +14,7 @@ from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_void
 import torch
 from torch import Tensor
 
-from . import native
+from .cpu import library as native
 
 ROWS, BLOCK, WORDS = 16, 32, 17
 TILE = 64  # panels the reference dequantises at once

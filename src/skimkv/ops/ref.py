@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..clusters import Clusters
-from ..full import Full
-from ..slots import Slots
-from ..store import Store, compute_dtype
-from .causal import softcapped
+from ..stores.base import Store, compute_dtype
+from ..stores.clusters import Clusters
+from ..stores.full import Full
+from ..stores.slots import Slots
+from .prefill import softcapped
 
 Token = tuple[Tensor, Tensor]
 

@@ -1,0 +1,7 @@
+"""python -m skimkv.cli"""
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,119 @@
+"""Text with a method, streamed, with what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..hf.attach import Cache, check_length
+from ..methods.base import Method
+from . import budgets
+
+
+class Result(NamedTuple):
+    """new_tokens were generated (the last of them was not read back); bytes are of one step, at the end."""
+
+    text: str
+    method: Method
+    prompt_tokens: int
+    new_tokens: int
+    ms_per_token: float
+    bytes_per_step: int
+    cache_bytes: int
+    interrupted: bool
+
+    def json(self) -> dict[str, Any]:
+        out = {k: v for k, v in self._asdict().items() if k != "interrupted"}
+        return {**out, "method": repr(self.method)}
+
+    def line(self) -> str:
+        """The figures, for a person."""
+        return (
+            f"{self.method}: {self.new_tokens} tokens after {self.prompt_tokens}, {self.ms_per_token:.1f} ms a token, "
+            f"{self.bytes_per_step / 1e6:.2f} MB moved per step, cache {self.cache_bytes / 1e6:.2f} MB"
+        )
+
+
+class _Stream:
+    """What generate() calls a streamer: takes token ids, gives out text as soon as its bytes are whole."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.tokenizer, self.write = tokenizer, write
+        self.ids: list[int] | None = None  # None: the first call brings the prompt
+        self.text, self.times = "", [time.perf_counter()]
+
+    def put(self, ids: torch.Tensor) -> None:
+        if self.ids is None:
+            self.ids = []
+            return
+        self.ids += ids.flatten().tolist()
+        self.times.append(time.perf_counter())
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(self.tokenizer.decode(self.ids or [], skip_special_tokens=True))
+
+    def _show(self, text: str) -> None:
+        self.write(text[len(self.text) :])
+        self.text = text
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    """Token ids of a prompt. Raises ValueError if it is empty or the tokenizer has no chat form."""
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("--chat: this model's tokenizer has no chat template")
+        turn = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(prompt, add_special_tokens=not chat).input_ids
+    bos = tokenizer.bos_token_id
+    if not chat and bos is not None and ids[:1] != [bos] and getattr(tokenizer, "add_bos_token", None) is not False:
+        ids = [bos, *ids]
+    return ids
+
+
+def run(
+    model: Any, tokenizer: Any, ids: list[int], method: Method, limit: int, temperature: float = 0.0, seed: int = 0,
+    write: Callable[[str], None] = lambda text: None,
+) -> Result:  # fmt: skip
+    """At most `limit` tokens after `ids`, and no more than the model has positions for.
+
+    Ctrl-C ends it early with what there is. Raises ValueError if not even one more token fits.
+    """
+    check_length(model, len(ids) + 1)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = limit if positions is None else min(limit, positions - len(ids))
+    cache, stream = Cache(model, method), _Stream(tokenizer, write)
+    prompt = torch.tensor([ids], device=model.device)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    torch.manual_seed(seed)
+    interrupted = False
+    try:
+        with torch.inference_mode():
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=stream,
+                max_new_tokens=limit, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, **sampling,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        interrupted = True
+        stream.end()
+    done = stream.times
+    each = 1e3 * (done[-1] - done[1]) / (len(done) - 2) if len(done) > 2 else 1e3 * (done[-1] - done[0])
+    held = budgets.stores(cache)
+    return Result(
+        stream.text, method, len(ids), len(stream.ids or []), each,
+        budgets.traffic(method, held).bytes, cache.nbytes, interrupted,
+    )  # fmt: skip
+
+
+def part(a: str, b: str) -> int | None:
+    """The first character at which two texts differ; None if they do not."""
+    shorter = min(len(a), len(b))
+    return None if a == b else next((i for i in range(shorter) if a[i] != b[i]), shorter)

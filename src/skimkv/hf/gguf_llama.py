@@ -1,0 +1,177 @@
+"""A Llama from a GGUF file of Q8_0 weights, which stay in 8 bits: matrices are read in slabs and packed at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from ..ops import linear
+from .gguf import FLOATS, Entry, File
+from .weights import Embedding8, Linear8, fill, storage
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, Any]:
+    """The model in eval mode and its tokenizer. dtype: of activations and cache, bfloat16 by default.
+
+    Raises ValueError, one line with the path and the reason, for a file that is damaged, of another architecture
+    than llama, or quantised otherwise than in Q8_0.
+    """
+    path, dtype = Path(path), dtype or torch.bfloat16
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with File(path) as file:
+            _check(file)
+            model = _empty(_config(file.meta, file.tensors), dtype)
+            _read(model, file)
+    except (ValueError, KeyError, TypeError, ArithmeticError, RuntimeError, OSError) as error:
+        reason = f"its metadata lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ValueError(f"{path}: {reason}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path}: no tokenizer that can be read: {' '.join(str(error).split())}") from error
+    nn.Module.eval(model.requires_grad_(False))
+    return model, tokenizer
+
+
+def _check(file: File) -> None:
+    """Before a model is made: the architecture, and the types of all tensors."""
+    if (architecture := file.meta.get("general.architecture")) != "llama":
+        raise ValueError(f"architecture {architecture!r} is not supported; only llama is")
+    for t in file.tensors.values():
+        if t.kind != "Q8_0" and t.kind not in FLOATS:
+            raise ValueError(f"{t.name} is quantised as {t.kind}; only Q8_0 (and F32, F16, BF16) is supported")
+
+
+def _config(meta: dict[str, Any], tensors: dict[str, Entry]) -> LlamaConfig:
+    def get(key: str, default: Any = None) -> Any:
+        value = meta.get(f"llama.{key}", default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ValueError(f"llama.{key} differs between layers, which is not supported: {value}")
+            value = value[0]
+        if value is None:
+            raise KeyError(f"llama.{key}")
+        return value
+
+    heads, width = get("attention.head_count"), get("embedding_length")
+    size = get("attention.key_length", width // heads)
+    for key, expected in (("attention.value_length", size), ("rope.dimension_count", size), ("expert_count", 0)):
+        if get(key, expected) != expected:
+            raise ValueError(f"llama.{key} = {get(key)} is not supported; only {expected} is")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0))}
+    kind = get("rope.scaling.type", "none")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor"))}
+    elif kind != "none":
+        raise ValueError(f"llama.rope.scaling.type = {kind!r} is not supported; only none and linear are")
+    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+        if name not in tensors:
+            raise ValueError(f"{name} is missing")
+    layers, held = get("block_count"), len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+    if layers != held or tensors["blk.0.attn_q.weight"].shape[0] != heads * size:  # before a model of that size is made
+        raise ValueError(f"the metadata say {layers} layers and {heads} x {size} heads; {held} layers are there")
+    ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = sorted({end for end in ends if end is not None})
+    return LlamaConfig(
+        vocab_size=tensors["token_embd.weight"].shape[0], hidden_size=width, head_dim=size,
+        intermediate_size=get("feed_forward_length"), num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=get("attention.head_count_kv", heads), max_position_embeddings=get("context_length"),
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon"), rope_parameters=rope,
+        tie_word_embeddings="output.weight" not in tensors, attention_bias="blk.0.attn_q.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors, bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=ends or None, pad_token_id=meta.get("tokenizer.ggml.padding_token_id"),
+    )  # fmt: skip
+
+
+def _empty(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    """The model without its weights; only the rotary embedding, which no file holds, is made."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+        nn.Module.to(model, dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    model.config.dtype = dtype
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return model
+
+
+def _read(model: LlamaForCausalLM, file: File) -> None:
+    """Every tensor to its place. Raises ValueError for one too many, one too few, or one of another shape."""
+    config: Any = model.config
+    dtype = model.dtype
+    heads: dict[str, int] = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    expected = dict(model.named_parameters())
+    for t in file.tensors.values():
+        if t.name == "rope_freqs.weight":  # Llama 3.1 and later: how much slower each pair of channels turns
+            rotary: Any = model.model.rotary_emb
+            rotary.inv_freq = rotary.original_inv_freq = rotary.inv_freq / file.floats(t)
+            continue
+        found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", t.name)
+        layer, short, kind = found.groups() if found else (None, "", "")
+        name = NAMES.get(short, "") if layer is None else f"model.layers.{layer}.{NAMES.get(short, '')}"
+        if f"{name}.{kind}" not in expected:
+            raise ValueError(f"{t.name} has no place in this model")
+        if (old := expected.pop(f"{name}.{kind}")).shape != t.shape:
+            raise ValueError(f"{t.name} is {t.shape}; the metadata say {tuple(old.shape)}")
+        part: Any = model.get_submodule(name)
+        if t.kind == "Q8_0":
+            if len(t.shape) != 2:
+                raise ValueError(f"{t.name} is quantised, and no matrix")
+            rows, columns = t.shape
+            step = math.lcm(linear.ROWS, config.head_dim) if short in heads else linear.ROWS
+            read = _ordered(file.blocks(t), rows // heads[short]) if short in heads else file.blocks(t)
+            packed = fill(storage(rows, columns), rows, read, step)
+            if isinstance(part, nn.Embedding):
+                model.set_submodule(name, Embedding8(rows, columns, packed, dtype))
+            else:
+                new = Linear8(columns, rows, weight=packed, dtype=dtype)
+                new.bias = part.bias  # its own tensor, read before or after
+                model.set_submodule(name, new)
+        else:
+            value = file.floats(t)
+            value = _unpermuted(value, heads[short]) if short in heads else value
+            setattr(part, kind, nn.Parameter(value.to(dtype), requires_grad=False))
+    if config.tie_word_embeddings:
+        table: Any = model.model.embed_tokens
+        expected.pop("lm_head.weight", None)
+        if isinstance(table, Embedding8):
+            head = Linear8(table.embedding_dim, table.num_embeddings, weight=table.weight, dtype=dtype)
+            model.set_submodule("lm_head", head)
+        model.lm_head.weight = table.weight
+    if expected:
+        raise ValueError(f"{len(expected)} tensors are missing, the first is {next(iter(expected))}")
+
+
+def _ordered(read: Callable[[int, int], Tensor], size: int) -> Callable[[int, int], Tensor]:
+    """The same rows in transformers' order; slabs are whole heads of `size` rows."""
+    return lambda first, last: _unpermuted(read(first, last), (last - first) // size)
+
+
+def _unpermuted(rows: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's order of the rows of q and k. A rotation turns channels i and i + D/2 of a head together in
+    transformers; in the file these are rows 2i and 2i + 1."""
+    result: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return result

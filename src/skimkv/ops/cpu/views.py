@@ -1,0 +1,197 @@
+"""Stores as the C structures of csrc/skimkv.h see them: checked when made, and made anew when a tensor is replaced."""
+
+from __future__ import annotations
+
+import ctypes
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...stores.base import Store
+from ...stores.clusters import Clusters
+from ...stores.codes import GROUP
+from ...stores.full import Full
+from ...stores.slots import Slots
+from . import library as native
+from .library import CBlock, CCache, CChunk, CClusters, COp, CTokens
+
+
+def expect(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype, rows: bool = True) -> None:
+    """ValueError unless t has this shape and type, lies on the CPU, and (`rows`) its last dimension is contiguous."""
+    if t.shape != shape or t.dtype != dtype or t.device.type != "cpu":
+        raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}; must be {dtype} {shape} on cpu")
+    if rows and t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(f"{name} has stride {t.stride(-1)} in its last dimension; must be 1")
+    if t.data_ptr() % t.element_size():
+        raise ValueError(f"{name} is not aligned to its elements of {t.element_size()} bytes")
+
+
+def code(what: str, dtype: torch.dtype) -> int:
+    """The C library's number of a type. Raises ValueError if no kernel has it."""
+    if dtype not in native.DTYPES:
+        raise ValueError(f"no CPU kernel for {what} of {dtype}; there are some for float32, bfloat16 and float16")
+    return native.DTYPES[dtype]
+
+
+class View:
+    """What all kinds have in common: the tensors that must still be the store's own when the view is used again."""
+
+    def __init__(self, store: Store) -> None:
+        self.shape, self.held = store.shape, tensors(store)
+        self.lengths = (ctypes.c_int64 * store.shape.B)()
+
+    def current(self, store: Store) -> bool:
+        now = tensors(store)
+        return self.shape == store.shape and len(now) == len(self.held) and all(map(is_, self.held, now))
+
+
+class Cache(View):
+    """Full or Slots as one skimkv_cache, with an operation and an append that point to it."""
+
+    def __init__(self, store: Full | Slots) -> None:
+        super().__init__(store)
+        B, H, G, D = store.shape
+        if D > 256:
+            raise ValueError(f"no CPU kernel for D = {D}; it must be at most 256")
+        self.cache, self.op, self.tokens = CCache(), COp(), CTokens()
+        self.at, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
+        c = self.cache
+        c.B, c.H, c.G, c.D, c.dtype = B, H, G, D, code("a cache", store.dtype)
+        c.bits = store.form.bits or 0
+        self.chunks = self._slots(store) if isinstance(store, Slots) else self._full(store)
+        c.lengths, c.chunks, c.n_chunks = (
+            ctypes.addressof(self.lengths),
+            ctypes.addressof(self.chunks),
+            len(self.chunks),
+        )
+        self.op.cache = self.tokens.cache = ctypes.addressof(c)
+        self.tokens.n = 1
+        self.capacity = sum(int(chunk.cap) for chunk in self.chunks)
+        self.reference = ctypes.addressof(self.op)
+        self.form: Any = None  # of the last step: while it is the same, the operation's fields are
+
+    def _rows(self, store: Full | Slots, to: CChunk, start: int, k: Tensor, v: Tensor) -> None:
+        shape, dtype = (*store.shape[:2], k.shape[2], store.form.width), store.form.dtype(store.dtype)
+        to.start, to.cap = start, k.shape[2]
+        expect("k", k, shape, dtype)
+        expect("v", v, shape, dtype)
+        to.k, to.v = k.data_ptr(), v.data_ptr()
+        to.k_b, to.k_h, to.k_n, _ = k.stride()
+        to.v_b, to.v_h, to.v_n, _ = v.stride()
+
+    def _slots(self, store: Slots) -> ctypes.Array[CChunk]:
+        C = store.k.shape[2]
+        chunks = (CChunk * min(C, 1))()
+        if C:
+            self._rows(store, chunks[0], 0, store.k, store.v)
+        if store.score is not None:
+            assert store.pos is not None
+            expect("score", store.score, (*store.shape[:2], C), torch.float32)
+            expect("pos", store.pos, (*store.shape[:2], C), torch.int32)
+            if store.pos.stride() != store.score.stride():
+                raise ValueError(f"pos has strides {store.pos.stride()}, score {store.score.stride()}; must be equal")
+            self.op.score, self.op.pos = store.score.data_ptr(), store.pos.data_ptr()
+            self.op.c_b, self.op.c_h, _ = store.score.stride()
+            self.op.now, self.op.recent = ctypes.addressof(self.now), ctypes.addressof(self.recent)
+        self.op.slot = ctypes.addressof(self.at)
+        return chunks
+
+    def _full(self, store: Full) -> ctypes.Array[CChunk]:
+        B, H, _, D = store.shape
+        R, c = store.R, self.cache
+        c.R, c.channels = R, native.CHANNELS[store.channels]
+        chunks = (CChunk * len(store.chunks))()
+        for chunk, to in zip(store.chunks, chunks, strict=True):
+            self._rows(store, to, chunk.start, chunk.k, chunk.v)
+            if chunk.index is not None:
+                width = chunk.cap * store.bits // 8 if store.bits else chunk.cap
+                expect("index", chunk.index, (B, H, R, width), torch.uint8 if store.bits else store.dtype)
+                to.index = chunk.index.data_ptr()
+                to.x_b, to.x_h, to.x_r, _ = chunk.index.stride()
+            if chunk.scale is not None:
+                expect("scale", chunk.scale, (B, H, chunk.cap // GROUP, 2, R), torch.float32, rows=False)
+                to.scale = chunk.scale.data_ptr()
+                to.s_b, to.s_h, to.s_g, to.s_z, to.s_r = chunk.scale.stride()
+        if store.tail is not None:
+            expect("tail", store.tail, (B, H, R, GROUP), store.dtype)
+            c.tail = store.tail.data_ptr()
+            c.t_b, c.t_h, c.t_r, _ = store.tail.stride()
+        if store.v_mean is not None:
+            expect("v_mean", store.v_mean, (B, H, D), torch.float32)
+            c.mean = store.v_mean.data_ptr()
+            c.m_b, c.m_h, _ = store.v_mean.stride()
+        if store.projection is not None:
+            expect("projection", store.projection, (H, D, R), torch.float32)
+            if not store.projection.is_contiguous():
+                raise ValueError(f"projection has strides {store.projection.stride()}; must be contiguous")
+            c.projection = store.projection.data_ptr()
+        return chunks
+
+
+class Stream(View):
+    """Clusters as skimkv_clusters; all of its tensors are contiguous."""
+
+    def __init__(self, store: Clusters) -> None:
+        super().__init__(store)
+        B, H, G, D = store.shape
+        self.clusters = c = CClusters()
+        c.B, c.H, c.G, c.D, c.t, c.s = B, H, G, D, store.t, store.s
+        c.dtype, c.delta, c.seed = code("a cache", store.dtype), store.delta, store.seed & 0xFFFFFFFF
+        c.lengths = ctypes.addressof(self.lengths)
+        for t in tensors(store):
+            assert t is not None
+            if not t.is_contiguous() or t.device.type != "cpu":
+                raise ValueError(
+                    f"a tensor of the clusters has strides {t.stride()} on {t.device}; must be contiguous on cpu"
+                )
+        expect("k", store.k, (B, H, store.s, D), store.dtype)
+        expect("v", store.v, (B, H, store.s, D), store.dtype)
+        expect("m", store.m, (B, H), torch.int64)
+        expect("mu", store.mu, (B, H), torch.float64)
+        c.k, c.v, c.m, c.mu = store.k.data_ptr(), store.v.data_ptr(), store.m.data_ptr(), store.mu.data_ptr()
+        self.blocks = (CBlock * len(store.blocks))()
+        for block, to in zip(store.blocks, self.blocks, strict=True):
+            to.start, to.cap = block.start, block.cap
+            expect("rep", block.rep, (B, H, block.cap, D), store.dtype)
+            expect("samples", block.samples, (B, H, block.cap, store.t, D), store.dtype)
+            expect("size", block.size, (B, H, block.cap), torch.int32)
+            to.rep, to.samples, to.size = block.rep.data_ptr(), block.samples.data_ptr(), block.size.data_ptr()
+        c.blocks, c.n_blocks = ctypes.addressof(self.blocks), len(self.blocks)
+
+
+def tensors(store: Store) -> list[Tensor | None]:
+    """The tensors a view points into."""
+    if isinstance(store, Full):
+        own = [store.tail, store.v_mean, store.projection]
+        for chunk in store.chunks:
+            own += (chunk.k, chunk.v, chunk.index, chunk.scale)
+    elif isinstance(store, Slots):
+        own = [store.k, store.v, store.score, store.pos]
+    else:
+        assert isinstance(store, Clusters)
+        own = [store.k, store.v, store.m, store.mu]
+        for block in store.blocks:
+            own += (block.rep, block.samples, block.size)
+    return own
+
+
+def cache(store: Full | Slots, lengths: list[int]) -> Cache:
+    """The view of a Full or Slots store, with the lengths of this step."""
+    found = store.pointers
+    if not isinstance(found, Cache) or not found.current(store):
+        found = store.pointers = Cache(store)
+    if max(lengths) > found.capacity:
+        raise ValueError(f"a row of {max(lengths)} tokens exceeds the capacity of {found.capacity}")
+    found.lengths[:] = lengths  # type: ignore[assignment]
+    return found
+
+
+def clusters(store: Clusters) -> Stream:
+    """The view of a Clusters store, with the lengths of this step."""
+    found = store.pointers
+    if not isinstance(found, Stream) or not found.current(store):
+        found = store.pointers = Stream(store)
+    found.lengths[:] = store.lengths  # type: ignore[assignment]
+    return found

@@ -1,0 +1,163 @@
+"""skimkv plot: which figures a file gives, and what is drawn in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skimkv.bench import figures_gpu as plots_gpu
+from skimkv.bench import figures_sweeps as plots_sweeps
+from skimkv.cli import plot as plot_cli
+from skimkv.cli.app import main
+from skimkv.eval import figures as plots
+from skimkv.eval import plan
+
+BASE = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "mode": "blind", "steps": 2}
+
+
+def record(task: str, method: str, number: int, score: float, share: float, tokens: int, at: Any = ()) -> str:
+    row = {**BASE, "task": task, "method": method, "id": str(number), "score": score, "at": list(at),
+           "prompt_tokens": tokens, "bytes": round(4000 * share), "dense_bytes": 4000}  # fmt: skip
+    return json.dumps(row) + "\n"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What each figure was given, by the name of its function."""
+    given: dict[str, Any] = {}
+
+    def watch(module: Any, name: str) -> None:
+        draw = getattr(module, name)
+
+        def spy(what: Any, path: Path) -> None:
+            given[name] = what
+            draw(what, path)
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+        monkeypatch.setattr(module, name, spy)
+
+    for name in ("curves", "heat", "speedup"):
+        watch(plots, name)
+    for name in ("scaling", "ablation", "token"):
+        watch(plots_sweeps, name)
+    watch(plots_gpu, "sweep")
+    return given
+
+
+def plot(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["plot", str(path), "--out", str(path.with_name("f.png")), "--json"]) == 0
+    return [Path(figure).name for figure in json.loads(capsys.readouterr().out)["figures"]]
+
+
+def test_needles(tmp_path, capsys, drawn):
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(
+        record(task, spec, 10 * n + d, float(d > 0), 0.25, n, (n, d))
+        for task in ("lines", "needle(depths=2)") for spec in ("Dense()", "LMInfinite(k=32)")
+        for n in (100, 200) for d in (0, 1)
+    ))  # fmt: skip
+    assert plot(path, capsys) == ["f.png", "f-needle-blind.png", "f-length.png"]
+    assert drawn["heat"][1] == ("LMInfinite(k=32)", {(100, 0): 0, (200, 0): 0, (100, 1): 1, (200, 1): 1})
+    out = tmp_path / "f.png"
+    assert main(["plot", str(path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.split("\n")[0] == f"Figure: {out}"
+
+
+def test_score_against_length(tmp_path, capsys, drawn):
+    """Two methods near 1/4 at both lengths, one only at the shorter; one setting kept while its share falls."""
+    path, rows = tmp_path / "r.jsonl", []
+    for lines, tokens, r, score in ((20, 300, 8, 1.0), (40, 600, 10, 0.5)):
+        task = f"record(lines={lines})"
+        for i in range(4):
+            wrong = float(i > 0)
+            rows += [
+                record(task, "Dense()", i, 1.0, 1.0, tokens),
+                record(task, f"SparQ(r={r}, k=64)", i, score, 0.25, tokens),
+                record(task, f"SparQ(r={r}, k=64, channels='int8')", i, wrong, 0.125, tokens),
+                record(task, "LMInfinite(k=80)", i, wrong, 80 / tokens, tokens),
+            ]
+    path.write_text("".join(rows))
+    assert plot(path, capsys) == ["f.png", "f-length.png", "f-ablation.png"]
+    panels = {title: lines for title, _, lines in drawn["scaling"]}
+    assert list(panels) == ["record, blind, settings kept", "record, blind, 1/4 of the bytes",
+                            "record, blind, 1/8 of the bytes"]  # fmt: skip
+    assert [p[:2] for p in panels["record, blind, 1/4 of the bytes"]["SparQ"]] == [(300, 1.0), (600, 0.5)]
+    assert set(panels["record, blind, 1/4 of the bytes"]) == {"Dense", "SparQ"}, "80 of 600 is no quarter"
+    assert set(panels["record, blind, settings kept"]) == {"Dense", "LMInfinite(k=80)"}
+    (tokens, mean, error), _ = panels["record, blind, 1/8 of the bytes"]["SparQ, channels='int8'"]
+    assert (tokens, mean) == (300, 0.75) and error == pytest.approx(0.25)
+
+
+def test_ablation(tmp_path, capsys, drawn):
+    """The sweep of that name gives the three panels of SparQ's figure 7."""
+    path = tmp_path / "r.jsonl"
+    specs = [*plan.ABLATION, "H2O(k=64)"]
+    path.write_text("".join(
+        record("record", spec, i, float((i + j) % 3 > 0), 1.0 if spec == "Dense()" else (j + 1) / 60, 500)
+        for j, spec in enumerate(specs) for i in range(3)
+    ))  # fmt: skip
+    assert plot(path, capsys) == ["f.png", "f-ablation.png"]
+    ((title, finding, changes, counts),) = drawn["ablation"]
+    assert title == "record, blind"
+    assert {name for name, *_ in finding} == {"Dense", "oracle top-k", "LowRank", "SparQ"}
+    assert sum(name == "SparQ" for name, *_ in finding) == 4, "k = 128 only"
+    assert {setting for setting, *_ in changes} == {"r = 8, k = 32", "r = 16, k = 128"}
+    kinds = {kind for _, kind, *_ in changes}
+    assert kinds >= {"as published", "local=0", "mean_value=False", "mean_value=True\ntemperature='sqrt_r'"}
+    assert {name for name, *_ in counts} == {"Dense", *(f"SparQ, k={k}" for k in (32, 64, 128, 256))}
+    shown = {name for name, *_ in drawn["curves"][0][1]}
+    assert "H2O" in shown and not any("=" in name and "k=" not in name for name in shown), "no changed SparQ"
+
+
+ATTENTION = {"speedup_theory": 6.0, "batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "dtype": "bfloat16"}
+TOKEN = {"ms_attention": 1.0, "shape": "tiny", "layers": 2, "weights": "int8"}
+
+
+def test_benchmarks(tmp_path, capsys, drawn):
+    path = tmp_path / "b.json"
+    rows = [{**ATTENTION, "method": m, "length": n, "speedup_dense": n / 512, "best_of_torch": m.startswith("torch")}
+            for n in (1024, 2048) for m in ("torch:sdpa", "Dense()", "SparQ(r=8, k=32)")]  # fmt: skip
+    path.write_text("a card\n" + json.dumps({"machine": "x", "rows": rows}) + "\n")
+    assert plot(path, capsys) == ["f.png"] and drawn["speedup"] == rows
+    rows = [{**ATTENTION, "method": f"SparQ(r={r}, k=32)", "length": n, "batch": b, "speedup_best": 1.5}
+            for b in (1, 4) for r in (8, 16) for n in (1024, 2048)]  # fmt: skip
+    path.write_text(json.dumps({"machine": "x", "rows": rows}))
+    assert plot(path, capsys) == ["f.png"] and drawn["sweep"] == rows
+    rows = [{**TOKEN, "method": m, "length": n, "ms": 4.0, "floor_ms": 2.0}
+            for n in (1024, 2048) for m in ("transformers", "Dense()", "SparQ(r=8, k=32)")]  # fmt: skip
+    path.write_text(json.dumps({"machine": "x", "rows": rows}))
+    assert plot(path, capsys) == ["f.png"] and drawn["token"] == rows
+    for found, words in (
+        ([row for row in rows if row["method"] != "Dense()"], "Dense() is not among"),
+        ([{"method": "Dense()", "nbytes": 4}], "only what bench attention and bench token print"),
+        ([], "only what bench"),
+    ):
+        path.write_text(json.dumps({"machine": "x", "rows": found}))
+        assert main(["plot", str(path)]) == 2
+        assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("spec", "name"), [
+    ("SparQ(r=8, k=32)", "SparQ"), ("SparQ(r=8, k=32, channels='int4', local=0)", "SparQ, local=0, channels='int4'"),
+    ("TopK(k=4, oracle=True)", "oracle top-k"), ("TopK(k=4)", "TopK"), ("SubGen(k=8, recent=4)", "SubGen"),
+    ("SubGenStream(delta=1.0, t=2, s=8)", "SubGenStream"), ("LMInfinite(k=9, initial=0)", "LMInfinite, initial=0"),
+])  # fmt: skip
+def test_a_line_is_a_method_without_its_budget(spec, name):
+    assert plot_cli.label(spec) == name
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps({**json.loads(record("record", "Dense()", i, 1, 1, 9)), "model": str(i)}) + "\n"
+                            for i in range(2)))  # fmt: skip
+    (tmp_path / "text").write_text("a note\n")
+    (tmp_path / "empty").write_text("")
+    for wrong, words in (("r.jsonl", "several models"), ("none", "no such file"), ("text", "line 1: no record"),
+                         ("empty", "holds no records")):  # fmt: skip
+        assert main(["plot", str(tmp_path / wrong), "--out", str(tmp_path / "f.png")]) == 2
+        assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert main(["plot", str(path), "--out", str(tmp_path / "no" / "f.png")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -1,0 +1,269 @@
+"""Tasks: their examples are what the papers describe, the same for the same seed; scores by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from skimkv.eval import tasks
+from skimkv.eval.tasks import Example, answers, bpc, lines, needle, passkey, record, repetition, squad, summarise
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+WORDS = "the quick brown fox jumps over a lazy dog and runs".split()
+
+
+def text(n: int) -> str:
+    """n characters of which no part repeats."""
+    return " ".join(f"{WORDS[i % 11]}{i}" for i in range(n))[:n]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small one of everything, in the formats of the data that is public."""
+    (tmp_path / "tinyshakespeare.txt").write_text(text(30_000))
+    articles = "".join(f" \n = Title {i} = \n \n {text(700)} \n = = Section = = \n {text(300)} \n" for i in range(4))
+    (tmp_path / "wikitext-test.txt").write_text(articles)
+    (tmp_path / "essays").mkdir()
+    for name in "ab":
+        (tmp_path / "essays" / f"{name}.txt").write_text(f"It was {name}. " * 300)
+    paragraph = [
+        {"context": f"Of {i}.", "qas": [
+            {"id": f"{i}{j}", "question": f"What {i}{j}?", "answers": [{"text": f"long {i}{j}"}, {"text": f"a{i}{j}"}]}
+            for j in range(2)]}
+        for i in range(10)
+    ]  # fmt: skip
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"title": "A_B", "paragraphs": paragraph}]}))
+    trivia = {"id": "t1", "question": "Who?", "answers": ["Me", "I"], "context": "It was me."}
+    (tmp_path / "triviaqa.jsonl").write_text(json.dumps(trivia) + "\n")
+    story = {"article": "###\nArticle: A b c.\n\nSummarize the above article in 1 sentence.\n", "summary_gt": "A b."}
+    (tmp_path / "xsum.jsonl").write_text(json.dumps(story) + "\n")
+    news = [{"id": str(n), "article": "x" * n, "highlights": "y"} for n in (3999, 4000, 8000, 8001)]
+    (tmp_path / "cnn.jsonl").write_text("\n".join(map(json.dumps, news)))
+    keys = [f"k{i}-x" for i in range(30)]
+    body = "".join(f"line {key}: REGISTER_CONTENT is <{1000 + i}>\n" for i, key in enumerate(keys))
+    shown = f"Head:\n\n{body}\nNow?"
+    rows = [{"random_idx": [keys[i], i], "expected_number": 1000 + i, "prompt": shown} for i in (0, 7, 29)]
+    (tmp_path / "lines_30.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+SPECS = [
+    "record(lines=20, asked=4)", "passkey(length=900)", "lines(lines=12)", "needle(lengths=(400, 800), depths=3)",
+    "repetition(context=2000, asked=3)", "bpc(context=300, reference=40)", "squad", "triviaqa",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_examples(spec, folder):
+    """The same for a seed, others for another, all ids different, and nothing empty."""
+    task = tasks.parse(spec)
+    data = None if task.module in (record, passkey) else folder
+    found = list(islice(task.examples(data, 0), 25))
+    assert found == list(islice(task.examples(data, 0), 25)) and found[:3] == list(islice(task.examples(data, 0), 3))
+    if len(found) > 1 and task.module is not lines:
+        assert found != list(islice(task.examples(data, 1), 25))
+    assert len({example.id for example in found}) == len(found) > 0
+    for example in found:
+        context, question = task.module.prompt(example)
+        assert context and (question or example.given) and all(example.answers)
+        right = example.answers[0]
+        assert right in context or example.given or task.spec in ("squad", "triviaqa")
+        if not example.given:
+            assert [task.module.score(said, example) > 0.9 for said in (right, "no", "")] == [True, False, False]
+
+
+def test_a_record_longer_than_its_words():
+    (short,), (long,) = record.records(1, 191, 3), record.records(1, 400, 3)
+    assert len(set(re.findall(r"[a-z]+", short.context))) == 382
+    keys = re.findall(r"^([a-z]+-[a-z]+): \d{5}$", long.context, flags=re.MULTILINE)
+    assert len(keys) == len(set(keys)) == 400
+    for question, answer in long.questions:
+        assert f"\n{question}{answer}\n" in f"\n{long.context}"
+    with pytest.raises(ValueError, match="asked <= lines <= 36481"):
+        record.records(1, 36482, 3)
+
+
+def test_specs():
+    task = tasks.parse("needle( depths = 3,lengths=(200,))")
+    assert task.spec == "needle(lengths=(200,), depths=3)" == tasks.parse(task.spec).spec
+    assert tasks.parse("squad()").spec == "squad" and "confusions=7" in tasks.parse("squad").sizes
+    for wrong in ("", "lines(", "lines(3)", "needl", "lines(data='x')", "lines(lines=__import__('os'))", "a.b()"):
+        with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
+            tasks.parse(wrong)
+    for wrong in ("lines(lines=0)", "passkey(length=9)", "needle(depths=1)", "record(lines=3, asked=4)"):
+        with pytest.raises(ValueError, match=r"must be|need"):
+            next(tasks.parse(wrong).examples(None, 0))
+
+
+def test_every_task_is_listed():
+    here = Path(tasks.__file__).parent
+    assert {path.stem for path in here.glob("*.py") if "\ndef examples(" in path.read_text()} == set(tasks.TASKS)
+
+
+def example(*right: str, **more: object) -> Example:
+    return Example("0", "", "", right, **more)  # type: ignore[arg-type]
+
+
+def test_repetition_score():
+    """Characters before the first difference; ending early is not perfect, as it is in the authors' code."""
+    wanted = example(" abcdef")
+    said = {" abcdef": 6, "abcdef and on": 6, "\nabcxef": 3, "abc": 3, "": 0, "xabc": 0}
+    assert {output: repetition.score(output, wanted) for output in said} == said
+
+
+def test_repetition_examples(folder):
+    source = (folder / "tinyshakespeare.txt").read_text()
+    found = list(repetition.examples(data=folder, context=6000, asked=4, skip=0.2))
+    assert len(found) == 4 * (24_000 // 6010) and len({e.context for e in found}) == len(found) // 4
+    for e in found:
+        place = int(e.id)
+        assert place >= 0.2 * len(source) and source[place : place + len(e.question)] == e.question
+        assert source[place + len(e.question) :].startswith(e.answers[0]) and len(e.answers[0]) == 256
+        assert 128 <= len(e.question) < 140 and 6000 <= len(e.context) < 6010 and e.question + e.answers[0] in e.context
+        assert e.answers[0][0].isspace() and not e.question[0].isspace()
+    with pytest.raises(ValueError, match="no room"):
+        next(repetition.examples(data=folder, context=400))
+
+
+def test_squad_never_repeats_the_paragraph(folder):
+    """Eight different ones, the right one among them; the shot is the other question, with its shorter answer."""
+    for e in squad.examples(data=folder):
+        shown = e.context.split("\n")
+        i = e.id[0]
+        assert len(set(shown)) == len(shown) == 8 and f"Title: A B. Background: Of {i}." in shown
+        other = f"{i}{1 - int(e.id[1])}"
+        _, question = squad.prompt(e)
+        assert question == (
+            "\nFrom what you've just read about A B, please answer the following questions."
+            f"\nQuestion: What {other}?\nAnswer: a{other}\nQuestion: What {e.id}?\nAnswer:"
+        )
+
+
+def test_answers():
+    assert all(answers.right(said, ("no", "1978")) for said in (" 1978", "1978.", '"1978" was it', "The 1978 one"))
+    assert not any(answers.right(said, ("1978", "")) for said in ("", "in 1978", "197", "8"))
+    assert answers.right("Norman Conquest", ("The norman conquest.",)) == 1
+
+
+def test_bpc(folder):
+    found = list(bpc.examples(data=folder, context=300, reference=40))
+    assert len(found) == 4 and all(e.context.startswith(" = Title") for e in found)
+    for e in found:
+        assert e.given and 300 <= len(e.context) < 312 and 40 <= len(e.answers[0]) < 52
+        assert e.answers[0][0].isspace() and not e.context[-1].isspace()
+    assert bpc.score(100.0, example("x" * 50)) == 2 and bpc.LOWER
+    with pytest.raises(ValueError, match="no article"):
+        next(bpc.examples(data=folder, context=3000))
+
+
+def test_needle(folder):
+    cells = list(islice(needle.examples(data=folder, lengths=(400, 800), depths=3), 12))
+    assert [e.at for e in cells[:6]] == [(n, d) for n in (400, 800) for d in (0.0, 0.5, 1.0)]
+    for e in cells:
+        hidden = f"{needle.HEAD} {needle.ANSWER}."
+        before, after = e.context.split(hidden)
+        length, depth = e.at
+        assert len(before) + len(after) == pytest.approx(length, abs=2)
+        assert len(before) == pytest.approx(depth * length, abs=12)
+        assert not before or before.endswith(". ") or depth == 1
+    assert needle.score(f" {needle.ANSWER}. And", cells[0]) == 1 and needle.score(" eat a sandwich", cells[0]) == 0
+
+
+def test_passkey():
+    for e in islice(passkey.examples(length=3000), 20):
+        assert e.context.count(e.answers[0]) == 2 and len(e.context) == pytest.approx(3000, abs=100)
+    assert passkey.score(" 123", example("123")) == 1 == passkey.score("123. Remember", example("123"))
+    assert passkey.score("1234", example("123")) == 0 == passkey.score("is 123", example("123"))
+
+
+def test_lines(folder):
+    """A file's record is cut to a window with the line that is asked for in it, as deep as it was."""
+    found = list(lines.examples(data=folder, lines=10))
+    assert [e.id for e in found] == ["lines_30-0", "lines_30-1", "lines_30-2"]
+    for e, place in zip(found, (0, 3 / 10, 9 / 10), strict=True):
+        assert e.context.startswith("Head:\n\nline ") and e.context.count("\n") == 12 and e.at == (10, place)
+        assert f"<{e.answers[0]}>" in e.context and e.question.endswith(": REGISTER_CONTENT is <")
+    whole = next(lines.examples(data=folder, lines=30, cue=False))
+    assert whole.context.count("REGISTER") == 30 and whole.question.endswith("I need the number. ")
+    with pytest.raises(ValueError, match="at least 31"):
+        next(lines.examples(data=folder, lines=31))
+    assert lines.score("2416>", example("2416")) == 1 == lines.score("It is <2416>.", example("2416"))
+    assert lines.score("24161", example("2416")) == 0 == lines.score("", example("2416"))
+
+
+def test_summaries(folder):
+    pytest.importorskip("rouge_score")
+    (e,) = summarise.examples(data=folder, corpus="xsum")
+    assert summarise.prompt(e) == ("Article: A b c.", "\nSummary:") and e.answers == ("A b.",)
+    assert sorted(e.id for e in summarise.examples(data=folder)) == ["4000", "8000"]
+    assert summarise.score("cats running", example("The cat runs")) == pytest.approx(80)  # P = 1, R = 2/3, stemmed
+    assert summarise.score("The cat runs", example("The cat runs")) == 100 and summarise.score("", example("a")) == 0
+
+
+def test_what_is_missing_is_named(folder, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("repetition", "bpc", "squad", "triviaqa", "needle"):
+        with pytest.raises(ValueError, match=r"skimkv\[eval\].*--data"):
+            next(tasks.parse(name).examples(None, 0))
+        with pytest.raises(ValueError, match="it holds no"):
+            next(tasks.parse(name).examples(tmp_path / "essays", 0))
+    (folder / "squad.json").write_text('{"data": [{}]}')
+    (folder / "triviaqa.jsonl").write_text("[1]\n")
+    (folder / "wikitext-test.txt").write_bytes(b"\xff\xfe")
+    (folder / "lines_30.jsonl").write_text('{"prompt": "none"}\n')
+    for name, reason in (("squad", "format"), ("triviaqa", "line 1"), ("bpc", "UTF-8"), ("lines(lines=3)", "line 1")):
+        with pytest.raises(ValueError, match=reason):
+            next(tasks.parse(name).examples(folder, 0))
+
+
+def test_the_hub(monkeypatch):
+    """Rows as the Hub has them; no network."""
+    pages = {"wiki_context": ["short", "d" * 5000, "e" * 9000]}
+    shelf = {
+        "karpathy/tiny_shakespeare": [{"text": text(9000)}],
+        "Salesforce/wikitext": [{"text": " = Title = \n"}, {"text": text(7000)}],
+        "rajpurkar/squad": [
+            {"id": str(i), "title": "T", "context": f"c{i}", "question": "q?", "answers": {"text": ["a", "a"]}}
+            for i in range(9)
+        ],
+        "mandarjoshi/trivia_qa": [
+            {"question_id": id_, "question": "Who?", "answer": {"aliases": ["A"]}, "entity_pages": found}
+            for id_, found in (("q1", pages), ("q2", {"wiki_context": []}))
+        ],
+        "Mindofmachine/paul_graham_and_sam_altman_articles": [{"content": "It is. " * 2000}],
+    }
+    fake = types.SimpleNamespace(load_dataset=lambda name, *config, split: shelf[name])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    for name in ("repetition", "bpc", "squad", "triviaqa", "needle"):
+        found = list(islice(tasks.parse(name).examples(None, 0), 3))
+        assert found and all(e.context and e.answers for e in found)
+        if name == "triviaqa":
+            assert len(found) == 1 and found[0].context == "d" * 5000
+    fake.load_dataset = lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no\nnetwork"))
+    with pytest.raises(ValueError, match=r"\Asquad: rajpurkar/squad cannot be had from the Hub \(no network\)"):
+        next(squad.examples())
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the shared data are not here")
+@pytest.mark.parametrize(
+    ("spec", "least"),
+    [
+        ("repetition", 700),
+        ("bpc", 40),
+        ("squad", 826),
+        ("needle", 30),
+        ("lines(lines=200)", 50),
+        ("lines(lines=300)", 50),
+    ],
+)
+def test_shared_data(spec, least):
+    task = tasks.parse(spec)
+    found = list(islice(task.examples(DATA, 0), 900))
+    assert len(found) >= least and len({e.id for e in found}) == len(found)
+    assert all(all(task.module.prompt(e)) or e.given for e in found)

@@ -1,0 +1,229 @@
+"""The seam itself: what is refused, what is left alone, what a cache can do, and how misuse ends."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import skimkv
+from hf.test_generate import GREEDY, NEW, N
+from skimkv.hf.attach import check_length
+from support.tiny_models import FAMILIES, SERVED, build, family, padded, prompt
+
+HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+MOE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+REFUSED = [
+    ("deepseek_v3", {"num_key_value_heads": 4, **MOE}, "differ in size"),
+    ("bloom", {}, "another attention function"),
+    ("falcon", {}, "another attention function"),
+    ("mpt", {}, "another attention function"),
+    ("gptj", {"rotary_dim": 8, "n_embd": 64, "n_head": 4, "n_layer": 2}, "another attention function"),
+    ("stablelm", {"num_key_value_heads": 2}, "another attention function"),
+    ("gpt_oss", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}, "layer 1 has attention sinks"),
+    ("minimax", {**HEADS, "num_local_experts": 4}, "layers of kind LinearAttentionLayer"),
+    ("mamba", {}, "another attention function"),
+    ("bert", {}, "layer 0 is not causal"),
+    ("doge", {"num_key_value_heads": 2}, "between cache and attention"),
+    ("jetmoe", {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4}, "between cache and attention"),
+]
+
+
+@pytest.fixture(autouse=True)
+def detached():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for name in FAMILIES:
+        skimkv.detach(family(name))
+
+
+def refuses(call, match, error=ValueError):
+    with pytest.raises(error, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value), "one line"
+
+
+@pytest.mark.parametrize(("kind", "options", "why"), REFUSED, ids=[kind for kind, _, _ in REFUSED])
+def test_what_cannot_be_served_is_refused(kind, options, why):
+    model = build(kind, **options)
+    before = model.config._attn_implementation, dict(model.__dict__)
+    for call in (skimkv.attach, skimkv.Cache):
+        refuses(lambda call=call: call(model, "Dense()"), f"{type(model).__name__} cannot be served: .*{why}")
+    assert before == (model.config._attn_implementation, model.__dict__), "a refused model is left as it was"
+
+
+def test_refused_encoder_decoder_shared_layers_and_strangers():
+    from transformers import AutoModelForSeq2SeqLM, BartConfig
+
+    sizes = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartConfig(vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, **sizes)
+    refuses(lambda: skimkv.attach(AutoModelForSeq2SeqLM.from_config(bart), "Dense()"), "encoder-decoder")
+    refuses(lambda: skimkv.attach(torch.nn.Linear(2, 2), "Dense()"), "Linear is not a transformers model")
+    refuses(lambda: skimkv.attach(family("llama"), "Dens()"), "did you mean Dense")
+    cache = skimkv.Cache(family("llama"), "SparQ(r=17, k=4)")
+    refuses(lambda: family("llama")(prompt(), past_key_values=cache), "r = 17")
+
+
+def test_sliding_layers_keep_the_librarys_cache():
+    with pytest.warns(UserWarning, match="no full-attention layer: Dense.. serves none"):
+        skimkv.attach(family("mistral-sliding"), "Dense()")
+    kinds = [type(layer).__name__ for layer in skimkv.Cache(family("gemma3"), "H2O(k=8)").layers]
+    assert kinds == ["DynamicSlidingWindowLayer", "Layer"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SERVED)
+def test_other_caches_get_the_models_own_answer(name):
+    """While a method is attached: no cache, library caches, chunks, right padding and 4-D masks, all bit for bit."""
+    model, ids = family(name), prompt(2, N)
+    batch, right = padded([N, 10]), torch.ones(2, N, dtype=torch.long)
+    right[1, 11:] = 0
+    corner = torch.ones(2, 1, N, N, dtype=torch.bool).tril()
+    corner[:, :, 12:, 3:6] = False
+    if model.config._attn_implementation == "eager":
+        corner = torch.where(corner, 0.0, torch.finfo(torch.float32).min)
+
+    def answers():
+        yield model(ids, use_cache=False).logits
+        yield model(**batch).logits[:, -1]
+        yield model(ids, attention_mask=right).logits[1, :11]
+        places = torch.arange(N)[None]  # opt would count them from a 2-D mask
+        yield model(ids, attention_mask=corner, position_ids=places, use_cache=False).logits
+        for cache in (DynamicCache(config=model.config), DynamicCache()):
+            for chunk in batch["input_ids"].split([9, 14, 1], 1):
+                mask = batch["attention_mask"][:, : cache.get_seq_length() + chunk.shape[1]]
+                yield model(chunk, attention_mask=mask, past_key_values=cache).logits[0]
+        static = StaticCache(config=model.config, max_cache_len=N + NEW)
+        yield model.generate(ids, past_key_values=static, **GREEDY)
+        yield model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+
+    expected = list(answers())
+    with skimkv.attach(model, "LMInfinite(k=2, initial=1)"):
+        for i, (got, own) in enumerate(zip(answers(), expected, strict=True)):
+            assert torch.equal(got, own), f"answer {i} differs by {(got - own).abs().max()}"
+
+
+def test_training_while_attached():
+    model, ids = copy.deepcopy(family("gemma2")).train(), prompt(2, N)
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(model.get_input_embeddings().weight.grad.clone())
+        skimkv.attach(model, "H2O(k=4)")
+    assert torch.equal(*grads)
+
+
+def test_attach_nests_and_leaves_no_trace(tmp_path):
+    model = family("llama")
+    clean, ids = dict(model.__dict__), prompt(1, N)
+    own = model.generate(ids, **GREEDY).tolist()
+    with skimkv.attach(model, "LMInfinite(k=2, initial=1)"):
+        outer = model.generate(ids, **GREEDY).tolist()
+        with skimkv.attach(model, "Dense()"):
+            assert model.generate(ids, **GREEDY).tolist() == own
+        assert model.generate(ids, **GREEDY).tolist() == outer != own
+        model.save_pretrained(tmp_path)
+        twin = copy.deepcopy(model)
+    assert "skimkv" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert model.__dict__ == clean
+    assert model.generate(ids, **GREEDY).tolist() == own
+    assert twin.generate(ids, **GREEDY).tolist() == outer, "a copy of an attached model is attached itself"
+    with pytest.raises(KeyError, match="boom"), skimkv.attach(model, "Dense()"):
+        raise KeyError("boom")
+    assert model.__dict__ == clean
+    skimkv.detach(model)
+    cache = skimkv.Cache(model, "Dense()")
+    with skimkv.attach(model, "TopK(k=4)"):
+        pass
+    assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == own, "a cache made before stays good"
+    assert model.generate(ids, **GREEDY).tolist() == own
+
+
+def test_attach_and_incompatible_options():
+    model, ids = family("llama"), prompt(1, N)
+    with skimkv.attach(model, "Dense()"):
+        refuses(lambda: model.generate(ids, use_cache=False, **GREEDY), "no use_cache=False")
+        refuses(lambda: model.generate(ids, cache_implementation="static", **GREEDY), "'static'")
+
+
+def test_masks_that_are_not_left_padding():
+    model, ids = family("llama"), prompt(3, N)
+    for row, position, where in ((1, 20, slice(20, None)), (2, 5, slice(5, 7)), (0, 4, slice(4, 5))):
+        mask = torch.ones(3, N, dtype=torch.long)
+        mask[0, :2] = 0
+        mask[row, where] = 0
+        refuses(
+            lambda mask=mask: model(ids, attention_mask=mask, past_key_values=skimkv.Cache(model, "Dense()")),
+            f"row {row}, position {position}",
+        )
+    short, square = torch.ones(3, N - 1), torch.ones(3, 1, N, N, dtype=torch.bool).tril()
+    refuses(lambda: model(ids, attention_mask=short, past_key_values=skimkv.Cache(model, "Dense()")), "23 of 24")
+    refuses(lambda: model(ids, attention_mask=square, past_key_values=skimkv.Cache(model, "Dense()")), "mask of shape")
+    cache, batch = skimkv.Cache(model, "Dense()"), padded([N, 10])
+    model(**batch, past_key_values=cache)
+    refuses(lambda: model(prompt(2, 1), past_key_values=cache), r"cache holds \[24, 24\] .* it holds \[24, 10\]")
+
+
+def test_arguments_that_change_the_answer():
+    model, ids = family("llama"), prompt(1, N)
+    for option in ({"s_aux": torch.zeros(4)}, {"output_attentions": True}, {"position_bias": torch.zeros(1)}):
+        cache = skimkv.Cache(model, "Dense()")
+        refuses(lambda option=option, cache=cache: model(ids, past_key_values=cache, **option), next(iter(option)))
+
+
+def test_a_block_that_never_reaches_the_attention_function():
+    model, ids = family("llama"), prompt(1, N)
+    cache = skimkv.Cache(model, "Dense()")
+    model.set_attn_implementation("eager")
+    refuses(lambda: model(ids, past_key_values=cache), "a cached block never reached", RuntimeError)
+    skimkv.detach(model)
+    cache.reset()
+    refuses(lambda: model.generate(ids, past_key_values=cache, **GREEDY), "never reached", RuntimeError)
+
+
+def test_an_interrupted_forward_spoils_the_cache_and_says_so(monkeypatch):
+    model, ids = family("llama"), prompt(1, N)
+    cache = skimkv.Cache(model, "Dense()")
+    model(ids, past_key_values=cache)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1], "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+    refuses(lambda: model(ids[:, :1], past_key_values=cache), "half updated", RuntimeError)
+    cache.reset()
+    assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == model.generate(ids, **GREEDY).tolist()
+
+
+def test_masks_that_lose_their_attributes_between_devices():
+    """A device map copies the mask from layer to layer: a copy carries the counts, which is all our layers need."""
+    model, batch = copy.deepcopy(family("llama")), padded([N, 10])
+    expected = model.generate(**batch, **GREEDY)
+
+    def copied(module, args, kwargs):
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
+
+    for block in model.model.layers:
+        block.register_forward_pre_hook(copied, with_kwargs=True)
+    cache = skimkv.Cache(model, "Dense()")
+    assert model.generate(**batch, past_key_values=cache, **GREEDY).tolist() == expected.tolist()
+    refuses(lambda: model(**batch), "lost its form between devices", RuntimeError)
+
+
+def test_prompts_longer_than_the_positions():
+    for name in ("llama", "gpt2", "opt"):
+        model = family(name)
+        with skimkv.attach(model, "Dense()"):
+            refuses(lambda model=model: model.generate(prompt(1, 161), **GREEDY), "161 tokens .* 160 positions")
+        check_length(model, 160)
+        refuses(lambda model=model: check_length(model, 161), "161 tokens")
+    cache = skimkv.Cache(family("llama"), "H2O(k=8)")
+    family("llama")(prompt(1, 100), past_key_values=cache)
+    refuses(lambda: family("llama")(prompt(1, 61), past_key_values=cache), "161 tokens")

@@ -1,0 +1,195 @@
+"""What generate() and people do to a cache between forward passes: reorder, repeat, select, crop, copy, reset."""
+
+import copy
+
+import pytest
+import torch
+
+import skimkv
+from hf.test_generate import GREEDY, NEW, N
+from support.tiny_models import family, padded, prompt
+
+SPECS = [
+    "Dense()",
+    "SparQ(r=4, k=8)",
+    "SparQ(r=4, k=8, channels='int4')",
+    "SparQ(r=4, k=8, channels='int8', kv='int4')",
+    "LMInfinite(k=8, initial=2)",
+    "H2O(k=10)",
+    "H2O(k=10, kv='int4')",
+    "SubGen(k=5, recent=6)",
+    "SubGenStream(delta=4.0, t=3, s=8)",
+]
+FORGETFUL = SPECS[4:]
+each = pytest.mark.parametrize("spec", SPECS)
+
+
+@pytest.fixture(autouse=True)
+def no_grad_one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+    skimkv.detach(family("llama"))
+
+
+def feed(cache, ids, mask=None):
+    """Read ids and return the last logits; with history, one token at a time."""
+    model, held = family("llama"), cache.get_seq_length()
+    blocks = ids.split(1 if held else ids.shape[1], 1)
+    for block in blocks:
+        seen = cache.get_seq_length() + block.shape[1]
+        m = torch.ones(len(ids), seen, dtype=torch.long) if mask is None else mask[:, :seen]
+        places = (m.cumsum(1) - 1).clamp(min=0)[:, -block.shape[1] :]
+        logits = model(block, attention_mask=m, position_ids=places, past_key_values=cache).logits[:, -1]
+    return logits
+
+
+def new(spec, ids=None, mask=None):
+    cache = skimkv.Cache(family("llama"), spec)
+    if ids is not None:
+        feed(cache, ids, mask)
+    return cache
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@each
+def test_rows_are_reordered_repeated_and_selected(spec):
+    """Ragged rows, after some decoding: the next logits are those of the rows' own."""
+    batch = padded([N, 11, 17])
+    mask = torch.cat([batch["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
+    cache = new(spec, batch["input_ids"], mask)
+    feed(cache, prompt(3, 8, 3), mask)
+    last = prompt(3, 1, 4)
+    expected = feed(copy.deepcopy(cache), last, mask)
+
+    def after(change, rows):
+        other = copy.deepcopy(cache)
+        change(other)
+        close(feed(other, last[rows], mask[rows]), expected[rows])
+
+    after(lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0])
+    after(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
+    after(lambda c: c.batch_select_indices(torch.tensor([1])), [1])
+    after(lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2])
+    assert cache.layers[0].store.lengths == [N + 8, 19, 25], "the original has not moved"
+
+
+@each
+def test_batch_operations_before_the_first_token(spec):
+    cache = new(spec)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(3)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.crop(0)
+    assert (cache.get_seq_length(), cache.nbytes, cache.allocated, cache.is_initialized) == (0, 0, 0, False)
+
+
+@each
+def test_a_copied_prompt_answers_twice(spec):
+    model, ids = family("llama"), prompt(1, N)
+    held = new(spec, ids)
+    answers = []
+    for turn in (prompt(1, 5, 1), prompt(1, 5, 2), prompt(1, 5, 1)):
+        text = torch.cat([ids, turn], 1)
+        answers.append(model.generate(text, past_key_values=copy.deepcopy(held), **GREEDY).tolist())
+    assert answers[0] == answers[2] != answers[1]
+    assert held.get_seq_length() == N
+
+
+@pytest.mark.parametrize("spec", SPECS[:4])
+@pytest.mark.parametrize("n", [1, 7, 20])
+def test_full_stores_are_cropped_at_any_time(spec, n):
+    ids, batch = prompt(2, 40), padded([30, 22])
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, 20, dtype=torch.long)], 1)
+    cache = new(spec, batch["input_ids"], mask)
+    feed(cache, ids[:, :10], mask)
+    cache.crop(-n)
+    assert cache.get_seq_length() == 40 - n
+    short = new(spec, batch["input_ids"][:, : 40 - n], mask)
+    if n < 10:
+        feed(short, ids[:, : 10 - n], mask)
+    last = prompt(2, 1, 7)
+    close(feed(cache, last, mask), feed(short, last, mask))
+    assert cache.nbytes == short.nbytes
+
+
+def test_crop_across_a_quantised_group():
+    """256 tokens close a group of the int8 index; going back opens it again."""
+    ids, specs = torch.cat([prompt(1, 150), prompt(1, 8, 1)], 1), ["SparQ(r=4, k=8, channels='int8')", "TopK(k=4)"]
+    for spec in specs:
+        layer = new(spec, ids).layers[0]
+        k = torch.randn(1, 2, 120, 16)
+        layer.store.append(k, k)
+        layer.seen += 120
+        layer.crop(-30)
+        assert layer.store.lengths == [248] == [layer.get_seq_length()]
+        assert layer.nbytes <= layer.method.bound(248, layer.store.shape, torch.float32)
+
+
+@pytest.mark.parametrize("spec", FORGETFUL)
+def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
+    """The snapshot and the log: back by any number of tokens since the last crop, and no further."""
+    ids, later = prompt(1, N), prompt(1, 12, 1)
+    cache = new(spec, ids)
+    with pytest.raises(ValueError, match="has dropped tokens; 1 cannot be forgotten, 0 are on record"):
+        cache.crop(-1)
+    cache.crop(0)
+    before = cache.nbytes
+    cache.activate_past_recording()
+    assert all(layer.is_croppable and layer.record_past for layer in cache.layers)
+    for back in (0, 3, 12):
+        feed(cache, later)
+        assert cache.nbytes > before, "a snapshot is held and counted"
+        with pytest.raises(ValueError, match="13 cannot be forgotten, 12 are on record"):
+            cache.crop(-13)
+        cache.crop(-back)
+        ids = torch.cat([ids, later[:, : 12 - back]], 1)
+        assert cache.get_seq_length() == ids.shape[1]
+        plain = new(spec, ids[:, :N])
+        if ids.shape[1] > N:
+            feed(plain, ids[:, N:])
+        last = prompt(1, 1, 7)
+        close(feed(copy.deepcopy(cache), last), feed(plain, last))
+    with pytest.raises(ValueError, match="minus the number"):
+        cache.crop(5)
+
+
+@each
+def test_reset_is_a_new_cache(spec):
+    model, ids = family("llama"), prompt(1, N)
+    cache = new(spec, prompt(2, 30, 5))
+    cache.reset()
+    assert (cache.get_seq_length(), cache.nbytes, cache.elements) == (0, 0, 0)
+    again = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert again.tolist() == model.generate(ids, past_key_values=new(spec), **GREEDY).tolist()
+
+
+def test_recording_ends_with_the_next_generate():
+    """Assisted decoding leaves the cache recording; a plain generate() must not log for ever."""
+    model = family("llama")
+    cache = new("H2O(k=10)")
+    ids = prompt(1, N // 2).repeat(1, 2)
+    said = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    held = cache.nbytes
+    model.generate(said, past_key_values=cache, **GREEDY)
+    assert cache.nbytes == held
+    assert cache.layers[0].log == []
+
+
+def test_traffic_is_summed_over_layers():
+    """Reference backend: what the decode steps of a generate() read and wrote is the closed form, layer by layer."""
+    method = skimkv.SparQ(r=4, k=8)
+    with skimkv.backend("ref"):
+        cache = new("SparQ(r=4, k=8)", prompt(1, N))
+        elements, data = cache.elements, cache.bytes
+        feed(cache, prompt(1, NEW, 1))
+    shape = cache.layers[0].store.shape
+    steps = [method.traffic(n, shape, torch.float32) for n in range(N, N + NEW)]
+    assert cache.elements - elements == 2 * sum(step.elements for step in steps)
+    assert cache.bytes - data == 2 * sum(step.bytes for step in steps)
+    assert repr(cache).startswith("Cache(")

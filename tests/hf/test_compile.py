@@ -1,0 +1,233 @@
+"""Compiled decoding: equal tokens, one compilation, and where there is a GPU a replayed graph."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import skimkv
+from skimkv import ops
+from skimkv.hf import compile as compiled
+from skimkv.hf import cuda_graph as replay
+from skimkv.hf.weights import quantise
+from support.tiny_models import build, family, padded, prompt
+
+METHODS = ["Dense()", "SparQ(r=4, k=8, channels='int8')", "H2O(k=12)", "LMInfinite(k=12, initial=3)", "Strided(k=12)"]
+METHODS += ["SubGen(k=8, recent=8)", "SubGenStream(delta=4.0, t=2, s=16)"]
+FAMILIES = ["llama", "mistral", "gemma", "gpt_neox", "opt", "qwen3", "phi3", "gpt2"]
+GREEDY = {"max_new_tokens": 28, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch._dynamo.reset()  # models are shared by the tests, and keep what was compiled for them
+
+
+def tokens(model, spec, compile, **inputs):
+    with skimkv.attach(model, spec, compile=compile):
+        return model.generate(**(inputs or {"input_ids": prompt(1, 24)}), **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_says_the_same_and_is_compiled_once(name):
+    model, spec = family(name), "SparQ(r=4, k=8)"
+    expected = tokens(model, spec, False)
+    counters.clear()
+    assert tokens(model, spec, "eager") == expected
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["stats"]["calls_captured"] > 0
+
+
+def test_methods_caches_and_turns_share_one_graph():
+    """Lengths, methods and caches are no part of the graph; a padded batch is one more."""
+    model = family("llama")
+    with skimkv.attach(model, "Dense()", compile="eager"), torch.no_grad():
+        counters.clear()
+        for spec in METHODS:
+            held, own = skimkv.Cache(model, spec), skimkv.Cache(model, spec)
+            said = expected = prompt(1, 24)
+            for turn in range(2):
+                said = model.generate(said, past_key_values=held, max_new_tokens=12, do_sample=False)
+                before = compiled.use(model, None)
+                expected = model.generate(expected, past_key_values=own, max_new_tokens=12, do_sample=False)
+                compiled.use(model, before)
+                assert said.tolist() == expected.tolist(), (spec, turn)
+            assert held.nbytes == own.nbytes and held.get_seq_length() == own.get_seq_length() == 47
+        assert counters["stats"]["unique_graphs"] == 1
+        model.generate(**padded([24, 9, 17]), **GREEDY)
+        assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 4}])
+def test_padded_rows_beams_and_drafts(options):
+    model, rows = family("llama"), [24] if "prompt_lookup_num_tokens" in options else [24, 9, 17]
+    inputs = {**padded(rows), **options}
+    for spec in ("SparQ(r=4, k=8)", "H2O(k=12)"):
+        assert tokens(model, spec, "eager", **inputs) == tokens(model, spec, False, **inputs)
+
+
+@pytest.mark.slow
+def test_by_inductor():
+    model = build("llama", num_key_value_heads=2, head_dim=16)
+    counters.clear()
+    assert tokens(model, "SparQ(r=4, k=8)", True) == tokens(model, "SparQ(r=4, k=8)", False)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_is_no_step_runs_as_without():
+    model, ids = family("llama"), prompt(1, 24)
+    with skimkv.attach(model, "Dense()", compile="eager"), torch.no_grad():
+        counters.clear()
+        cache = skimkv.Cache(model, "Dense()")
+        model(ids, past_key_values=cache)
+        out = model(ids[:, :1], past_key_values=cache, output_hidden_states=True)
+        assert len(out.hidden_states) == 3
+        model(ids[:, :2], past_key_values=cache)
+        model(ids[:, :1], past_key_values=skimkv.Cache(model, "Dense()"))
+        model(ids[:, :1])
+        assert not counters["stats"]
+        positional = model(ids[:, :1], None, None, cache).logits
+        assert counters["stats"]["unique_graphs"] == 1 and positional.shape == (1, 1, 97)
+        assert cache.get_seq_length() == 28
+        with pytest.raises(ValueError, match="covers 5 of 29 positions"):
+            model(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 5))
+
+
+def test_slices_of_a_growing_text_are_compiled_once():
+    """Tokens and positions whose strides differ from step to step."""
+    model, ids = family("llama"), prompt(3, 40)
+    with skimkv.attach(model, "Dense()", compile="eager"), torch.no_grad():
+        for rows in (1, 3):
+            cache = skimkv.Cache(model, "Dense()")
+            model(ids[:rows, :20], past_key_values=cache)
+            counters.clear()
+            for n in range(20, 40):
+                places = torch.arange(n + 1).expand(rows, -1)[:, -1:]
+                model(ids[:rows, : n + 1][:, -1:], past_key_values=cache, position_ids=places)
+                model(torch.cat([ids] * (n - 18), 1)[:rows, n : n + 1], past_key_values=cache)
+            assert counters["stats"]["unique_graphs"] <= 2, rows  # positions of each row, and one for all
+
+
+def test_attach_within_attach_and_detach():
+    model = family("llama")
+    assert "forward" not in model.__dict__
+    with skimkv.attach(model, "Dense()", compile="eager"):
+        one = model.forward
+        assert "position_ids" in inspect.signature(one).parameters
+        with skimkv.attach(model, "TopK(k=4)"):
+            assert "forward" not in model.__dict__
+            with skimkv.attach(model, "TopK(k=4)", compile="eager"):
+                assert model.forward is one  # what was compiled serves any method
+        assert model.forward is one
+        skimkv.detach(model)
+        assert "forward" not in model.__dict__
+
+
+def test_what_was_compiled_serves_the_next_attach_and_no_other_model():
+    model = build("llama", num_key_value_heads=2, head_dim=16)
+    counters.clear()
+    said = [tokens(model, spec, "eager") for spec in ("Dense()", "TopK(k=4)", "Dense()")]
+    assert counters["stats"]["unique_graphs"] == 1 and said[0] == said[2]
+    with skimkv.attach(model, "Dense()", compile="eager"):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.lm_head.weight.copy_(twin.lm_head.weight.flip(0))
+        flipped = twin.generate(prompt(1, 24), **GREEDY).tolist()
+    skimkv.detach(twin)
+    assert flipped == twin.generate(prompt(1, 24), **GREEDY).tolist() != said[0]
+
+
+def test_refusals_are_one_line_and_leave_the_model_alone():
+    calls = [
+        (family("gemma2"), True, "Gemma2ForCausalLM cannot be compiled: it has layers of sliding attention"),
+        (family("llama").model, True, "LlamaModel cannot be compiled: it takes no position_ids, or has no generate"),
+        (family("llama"), "fast", "compile = 'fast' must be True or one of"),
+        (quantise(build("llama")), True, "LlamaForCausalLM cannot be compiled: its weights are 8 bits wide"),
+        (torch.nn.Linear(1, 1), True, "Linear is not a transformers model"),
+    ]
+    for model, compile, says in calls:
+        with pytest.raises(ValueError, match=says) as caught:
+            skimkv.attach(model, "Dense()", compile=compile)
+        assert "\n" not in str(caught.value)
+        assert "_skimkv" not in model.__dict__ and "forward" not in model.__dict__
+
+
+class Stand:
+    """In the place of ops.device without a GPU: what the host does around a replay."""
+
+    def __init__(self):
+        self.moved = 0
+
+    def prepare(self, store): ...
+
+    def footing(self, store):
+        return (self.moved,)
+
+    def epoch(self):
+        return self.moved
+
+    def advance(self, store):
+        store.lengths = [n + 1 for n in store.lengths]
+        if hasattr(store, "filled"):
+            store.filled = [min(n + 1, budget) for n, budget in zip(store.filled, store.budget, strict=True)]
+
+
+@pytest.mark.parametrize("spec", ["SparQ(r=4, k=8)", "H2O(k=12)"])
+def test_a_step_is_captured_and_replayed(spec, monkeypatch):
+    """Two turns on one cache. Without a GPU a replay is a step that leaves the host's numbers alone."""
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    captured, replayed, stand, real = [], [], Stand(), replay.capture
+
+    def numbers():
+        return [(x.seen, x.store.lengths, getattr(x.store, "filled", None)) for x in cache.layers]
+
+    def capture(step):
+        captured.append(1)
+        if place == "cuda":
+            return real(step)
+        stores = [layer.store.fork() for layer in cache.layers]
+        y = step()
+        after = [numbers()]
+        for layer, store in zip(cache.layers, stores, strict=True):
+            layer.store = store  # a capture runs no kernel, the first replay does
+
+        def run():
+            replayed.append(1)
+            kept = after.pop() if after else numbers()
+            y.copy_(step())
+            for layer, (seen, lengths, filled) in zip(cache.layers, kept, strict=True):
+                layer.seen, layer.store.lengths = seen, lengths
+                if filled is not None:
+                    layer.store.filled = filled
+
+        return y, run
+
+    model, inputs = family("llama").to(place), {name: x.to(place) for name, x in padded([20, 9]).items()}
+    monkeypatch.setattr(compiled, "capture", capture)
+    if place == "cpu":
+        monkeypatch.setattr(ops, "graphable", lambda store: True)
+        monkeypatch.setattr(compiled, "device", stand)
+        monkeypatch.setattr(replay, "device", stand)
+
+    def turns():
+        """Two turns, with new addresses in the second; a few tokens are taken back where they can be."""
+        said = model.generate(**inputs, past_key_values=cache, **GREEDY)
+        stand.moved += 1
+        if spec.startswith("SparQ"):
+            cache.crop(-3)
+            said = said[:, :-3]
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, said.shape[1] - 20, device=place)], 1).long()
+        return model.generate(said, attention_mask=mask, past_key_values=cache, **GREEDY).tolist()
+
+    with ops.backend("gpu" if place == "cuda" else "ref"), skimkv.attach(model, spec, compile="eager"):
+        cache = skimkv.Cache(model, spec)
+        got = turns()
+        assert place == "cuda" or (len(captured), len(replayed)) == (2, 53)
+        skimkv.detach(model)
+        cache = skimkv.Cache(model, spec)
+        assert got == turns()
+    model.to("cpu")

@@ -1,0 +1,153 @@
+"""GGUF files of 8-bit Llamas: what is loaded equals the dequantised weights, and damage is named."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import skimkv
+from skimkv.hf.gguf_llama import load_gguf
+from skimkv.hf.weights import Embedding8, Linear8
+from support import gguf_files
+from support.gguf_files import Kind, close, logits, near, tiny, write
+
+IDS = torch.arange(2, 42)[None] * 7 % 257
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gguf_equals_its_dequantised_weights(tmp_path, backend, tied, bias):
+    model = tiny(tied, attention_bias=bias)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_()
+    reference = write(tmp_path / "m.gguf", model)
+    loaded, tokenizer = load_gguf(tmp_path / "m.gguf", torch.float32)
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+    assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+    assert not loaded.training and all(not p.requires_grad for p in loaded.parameters())
+    assert isinstance(loaded.model.embed_tokens, Embedding8) and isinstance(loaded.lm_head, Linear8)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert tokenizer.decode(tokenizer("the Cat in the hat").input_ids) == "the Cat in the hat"
+    assert tokenizer("the").input_ids == [gguf_files.VOCABULARY.index("the")]
+    assert loaded.generation_config.eos_token_id == [1]
+
+
+def test_gguf_in_bfloat16_by_default_and_with_a_sparse_method(tmp_path):
+    reference = write(tmp_path / "m.gguf", tiny())
+    loaded, _ = load_gguf(tmp_path / "m.gguf")
+    assert loaded.dtype == torch.bfloat16 and loaded.lm_head(torch.ones(1, 96).bfloat16()).dtype == torch.bfloat16
+    assert near(logits(loaded, IDS), logits(reference, IDS))
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    with skimkv.attach(reference, "SparQ(r=8, k=16)"), skimkv.attach(loaded, "SparQ(r=8, k=16)"):
+        assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+
+
+def test_gguf_other_float_types_and_one_head_each(tmp_path):
+    kinds = {"output": Kind.F16, "token_embd": Kind.F32, "blk.1.attn_q": Kind.F16, "blk.0.ffn_up": Kind.F32}
+    reference = write(tmp_path / "m.gguf", tiny(num_key_value_heads=6), kinds)
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    assert type(loaded.lm_head) is torch.nn.Linear and type(loaded.model.embed_tokens) is torch.nn.Embedding
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+
+
+def test_gguf_rope(tmp_path):
+    """A base, a factor, and Llama 3.1's factors per pair of channels."""
+    slower = np.linspace(1, 8, 8, dtype=np.float32)
+
+    def edit(w):
+        w.add_tensor("rope_freqs.weight", slower)
+
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    reference = write(tmp_path / "m.gguf", tiny(rope_parameters=rope), edit=edit)
+    before = logits(reference, IDS)
+    reference.model.rotary_emb.inv_freq /= torch.from_numpy(slower)
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    assert close(logits(loaded, IDS), logits(reference, IDS)) and not close(logits(loaded, IDS), before, 0.05)
+
+    def scale(w):
+        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        w.add_rope_scaling_factor(4.0)
+
+    reference = write(
+        tmp_path / "l.gguf", tiny(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}), edit=scale
+    )
+    loaded, _ = load_gguf(tmp_path / "l.gguf", torch.float32)
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+
+
+def _damaged(path, name):
+    """Files that must be refused, and the reason."""
+    model = tiny()
+    if name == "truncated":
+        write(path, model)
+        path.write_bytes(path.read_bytes()[:-500])
+    elif name == "header":
+        write(path, model)
+        path.write_bytes(path.read_bytes()[:200])
+    elif name == "not gguf":
+        path.write_bytes(b"GGML" + bytes(100))
+    elif name == "empty":
+        path.write_bytes(b"")
+    elif name == "architecture":
+        gguf_files.finish(gguf_files.header(path, model.config, "qwen2"))
+    elif name == "experts":
+        write(path, model, edit=lambda w: w.add_expert_count(8))
+    elif name == "type":
+
+        def edit(w):
+            w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((96, 144), np.uint8), raw_dtype=Kind.Q4_K)
+
+        write(path, model, edit=edit)
+    elif name == "extra":
+        write(path, model, edit=lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.zeros(6, np.float32)))
+    elif name == "missing":
+        model.model.layers[1].mlp.up_proj.weight = None
+        write(path, model)
+    elif name == "shape":
+        model.config.intermediate_size = 192
+        write(path, model)
+    elif name == "scaling":
+        write(path, model, edit=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("truncated", "truncated"),
+        ("header", "truncated or damaged"),
+        ("not gguf", "not a GGUF file"),
+        ("empty", "truncated or damaged"),
+        ("architecture", "architecture 'qwen2' is not supported; only llama is"),
+        ("experts", "llama.expert_count = 8 is not supported"),
+        ("type", r"blk.0.ffn_gate_exps.weight is quantised as Q4_K; only Q8_0 \(and F32, F16, BF16\) is supported"),
+        ("extra", "blk.0.attn_sinks.weight has no place in this model"),
+        ("missing", r"1 tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
+        ("shape", r"blk.0.ffn_gate.weight is \(160, 96\); the metadata say \(192, 96\)"),
+        ("scaling", "'yarn' is not supported"),
+    ],
+)
+def test_gguf_refusals_are_one_line_with_the_path(tmp_path, name, reason):
+    _damaged(tmp_path / "m.gguf", name)
+    with pytest.raises(ValueError, match=reason) as error:
+        load_gguf(tmp_path / "m.gguf")
+    assert str(tmp_path / "m.gguf") in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_damaged_byte_is_refused_or_harmless(tmp_path):
+    """Whatever one byte of the header becomes: a model, or one line with the path."""
+    path = tmp_path / "m.gguf"
+    write(path, tiny())
+    whole, draw = path.read_bytes(), np.random.default_rng(0)
+    refused = []
+    vocabulary = whole.index(b"tokenizer.ggml.tokens")
+    for at in draw.choice(vocabulary, 60, replace=False):
+        path.write_bytes(whole[:at] + bytes([draw.integers(256)]) + whole[at + 1 :])
+        try:
+            load_gguf(path)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 10 and all(str(path) in line and "\n" not in line for line in refused)

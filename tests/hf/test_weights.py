@@ -1,0 +1,200 @@
+"""8-bit models end to end: checkpoints quantised while they load, the command line, and what stays resident."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+)
+
+import skimkv
+from skimkv.cli.app import main
+from skimkv.eval.generate import encode
+from skimkv.hf.load import BUILTIN, load
+from skimkv.hf.weights import Embedding8, Linear8, quantise, quantised
+from skimkv.ops import linear
+from support import gguf_files
+from support.gguf_files import close, logits, near, tiny, write
+
+IDS = torch.arange(2, 42)[None] * 7 % 257
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+def _gpt2() -> torch.nn.Module:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=300, initializer_range=0.2, **sizes))
+
+
+def _gemma() -> torch.nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1}
+    config = GemmaConfig(vocab_size=300, head_dim=16, num_hidden_layers=2, initializer_range=0.2, **sizes)
+    return GemmaForCausalLM(config)
+
+
+MAKE = {"llama": tiny, "tied": lambda: tiny(True, attention_bias=True), "gpt2": _gpt2, "gemma": _gemma}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_quantised_while_loading(tmp_path, backend, name):
+    model = MAKE[name]().eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantised())
+    exact = logits(model, IDS)
+    live = quantise(model)
+    assert torch.equal(logits(loaded, IDS), logits(live, IDS))
+    assert near(logits(loaded, IDS), exact)
+    reference = MAKE[name]().eval()  # the same model with its matrices replaced by what the 8-bit ones stand for
+    reference.load_state_dict(type(reference).from_pretrained(tmp_path).state_dict())
+    for name, part in live.named_modules():
+        if isinstance(part, Linear8):
+            rows = linear.dequantise(linear.rows(part.weight, torch.arange(part.out_features)))
+            other = reference.get_submodule(name).weight
+            other.data = rows.T if part.transposed else rows
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+    assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+    with pytest.raises(ValueError, match="not serializable"):
+        loaded.save_pretrained(tmp_path / "again")
+
+
+def test_what_is_replaced():
+    model = quantise(tiny())
+    assert type(model.model.embed_tokens) is torch.nn.Embedding  # read row by row
+    assert sum(isinstance(m, Linear8) for m in model.modules()) == 2 * 7 + 1
+    model = quantise(_gemma())  # its embedding scales: a tied head stays with it
+    assert type(model.lm_head) is torch.nn.Linear and model.lm_head.weight is model.model.embed_tokens.weight
+    odd = quantise(tiny(intermediate_size=100))  # 100 inputs are no blocks
+    assert type(odd.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    with pytest.raises(ValueError, match="no linear layer with inputs in blocks of 32"):
+        quantise(tiny(hidden_size=48, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1, tied=True))
+
+
+def test_modules():
+    table, head = Embedding8(10, 64), Linear8.random(64, 40, torch.Generator(), torch.float32)
+    for bad in (-1, 10):
+        with pytest.raises(IndexError, match="from 0 to 9"):
+            table(torch.tensor([[0, bad]]))
+    assert head(torch.randn(2, 3, 64)).shape == (2, 3, 40) and head(torch.randn(4, 64)).std() > 0.3
+    assert repr(head) == "Linear8(in_features=64, out_features=40, bias=False)"
+    with pytest.raises(ValueError, match="no gradient"):
+        head(torch.randn(1, 64, requires_grad=True))
+    with pytest.raises(ValueError, match="must be int16"):
+        Linear8(64, 40, weight=torch.zeros(3, 2, 17, 8, dtype=torch.int16))
+
+
+# --- the command line and load()
+
+
+def test_generate(tmp_path, capsys):
+    reference = write(tmp_path / "m.gguf", tiny())
+    common = ["generate", "--method", "SparQ(r=8, k=16)", "--max-new-tokens", "4", "--json"]
+    assert main([*common, "--prompt", "the cat", "--dtype", "float32", "--model", str(tmp_path / "m.gguf")]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["method"] == "SparQ(r=8, k=16)" and answer["new_tokens"] >= 1
+    _, tokenizer = load(tmp_path / "m.gguf", dtype="float32")
+    with skimkv.attach(reference, "SparQ(r=8, k=16)"):
+        ids = torch.tensor([encode(tokenizer, "the cat", chat=False)])
+        new = reference.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    assert answer["text"] == tokenizer.decode(new, skip_special_tokens=True)
+    assert main([*common, "--prompt", "Line 1", "--weights", "int8"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["new_tokens"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--weights", "int4"], "unknown weights 'int4'; known: int8"),
+        (["--model", "none.gguf"], "none.gguf: no such file"),
+    ],
+)
+def test_generate_refuses_in_one_line(arguments, reason, capsys):
+    assert main(["generate", "--prompt", "a", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_of_other_sizes_is_named(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    AutoTokenizer.from_pretrained(BUILTIN).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"by config.json it should be \((96, 192|192, 96)\)"):
+        load(tmp_path, weights="int8")
+
+
+# --- memory
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from skimkv.weights import quantised
+from skimkv.gguf_llama import load_gguf
+import skimkv, gguf_files
+from transformers import AutoModelForCausalLM
+
+def kib(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key + ":"))
+
+with torch.inference_mode():  # what any model costs: libraries, threads, their buffers
+    gguf_files.tiny().generate(torch.ones(1, 8, dtype=torch.long), max_new_tokens=2)
+before = kib("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts again here
+path = sys.argv[1]
+if path.endswith(".gguf"):
+    model, _ = load_gguf(path)
+else:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **quantised())
+cache = skimkv.Cache(model, "SparQ(r=16, k=32, channels='int8')")
+with torch.inference_mode():
+    model.generate(torch.arange(2, 130)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)
+print(kib("VmHWM") - before, sum(p.nbytes for p in model.parameters()) // 1024, cache.allocated // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("source", ["gguf", "safetensors"])
+def test_resident_memory(tmp_path, source):
+    """The peak, from nothing to generated tokens, is within 1.1 x (weights + cache); a full-precision copy is not."""
+    layers = 14 if source == "gguf" else 7
+    config = LlamaConfig(
+        vocab_size=8000, hidden_size=1536, intermediate_size=4096, head_dim=128, num_hidden_layers=layers,
+        num_attention_heads=12, num_key_value_heads=12, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    path = tmp_path / "m.gguf"
+    if source == "gguf":
+        gguf_files.random_file(path, config)
+        size = path.stat().st_size // 1024
+    else:
+        path = tmp_path
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            p.data = torch.full_like(p, 0.01)
+        model.save_pretrained(path, max_shard_size="100MB")
+        del model
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    peak, weights, cache = map(int, run.stdout.split()[-3:])
+    if source == "gguf":
+        assert weights <= size * 1.001
+    assert weights > 200_000
+    assert peak <= 1.1 * (weights + cache), (peak, weights, cache)

@@ -1,0 +1,181 @@
+"""Tensors that do not fit, budgets that do not fit in memory, and NaN: each has a defined end, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from methods.test_spec import EACH
+from skimkv.methods import H2O, Fixed, LMInfinite, LowRank, SparQ, Strided, SubGen, SubGenStream, TopK
+from skimkv.stores.base import Shape
+
+pytestmark = pytest.mark.usefixtures("backend")
+MOST = 2**31 - 1
+B, H, G, D = SHAPE = Shape(2, 3, 2, 16)
+
+
+def block(n, dtype=torch.float32):
+    """q, k, v of a prompt of n."""
+    return (torch.randn(B, H, *s, D).to(dtype) for s in ((G, n), (n,), (n,)))
+
+
+def filled(method, n=20):
+    store = method.store(SHAPE, torch.float32)
+    method.prefill(store, *block(n), scale=0.3)
+    return store
+
+
+def state(store):
+    return list(store.lengths), store.nbytes, store.elements, store.bytes
+
+
+BAD = {
+    "batch": lambda k: k[:1],
+    "heads": lambda k: k[:, :2],
+    "head size": lambda k: k[..., :8],
+    "no tokens axis": lambda k: k[:, :, 0],
+    "extra axis": lambda k: k[None],
+    "bfloat16": lambda k: k.bfloat16(),
+    "float64": lambda k: k.double(),
+    "int": lambda k: k.int(),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD)
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_append_checks_shapes_and_dtypes(method, wrong):
+    store = method.store(SHAPE, torch.float32) if isinstance(method, H2O) else filled(method)
+    _, k, v = block(5)
+    before = state(store)
+    for args in ((BAD[wrong](k), BAD[wrong](v)), (BAD[wrong](k), v), (k, BAD[wrong](v))):
+        with pytest.raises(ValueError, match=r"^k ") as error:
+            store.append(*args)
+        assert "\n" not in str(error.value)
+    assert state(store) == before
+
+
+@pytest.mark.parametrize("pad", [[0], [0, 0, 0], [0, -1], [0, 6], [6, 0], []])
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_pad_is_one_number_a_row_and_at_most_the_block(method, pad):
+    store = filled(method)
+    q, k, v = block(5)
+    before = state(store)
+    with pytest.raises(ValueError, match="pad"):
+        store.append(k, v, pad)
+    if not isinstance(method, SubGenStream):  # a later block of a stream takes no padding at all
+        with pytest.raises(ValueError, match="pad"):
+            method.prefill(store, q, k, v, scale=0.3, pad=pad)
+    assert state(store) == before
+
+
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_a_block_of_nothing_but_padding_adds_nothing(method):
+    store = filled(method)
+    before = list(store.lengths), store.nbytes
+    store.append(*list(block(3))[1:], [3, 3])
+    assert (store.lengths, store.nbytes) == before
+
+
+@pytest.mark.parametrize("wrong", ["batch", "heads", "head size", "bfloat16", "int"])
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_prompt_and_step_check_shapes_and_dtypes(method, wrong):
+    q, k, v = block(4)
+    for store in (method.store(SHAPE, torch.float32), filled(method)):
+        before = state(store)
+        with pytest.raises(ValueError, match=r"^k "):
+            method.prefill(store, q, BAD[wrong](k), BAD[wrong](v), scale=0.3)
+        assert state(store) == before
+    one = [BAD[wrong](x[:, :, 0]) for x in (k, v)]
+    with pytest.raises(ValueError, match=r"^k "):
+        method.decode(store, q[..., 0, :], *one, scale=0.3)
+    assert state(store) == before
+
+
+@pytest.mark.parametrize("method", [SparQ(2, MOST, mean_value=True), TopK(MOST), LowRank(2, MOST)], ids=repr)
+def test_a_budget_beyond_all_positions_is_dense(method):
+    store = filled(method)
+    q, k, v = block(1)
+    y = method.decode(store, q[..., 0, :], k[:, :, 0], v[:, :, 0], scale=0.3)
+    K, V = (torch.cat([getattr(c, name) for c in store.chunks], 2)[:, :, :21] for name in "kv")
+    expected = (q[..., 0, :] @ K.transpose(-1, -2) * 0.3).softmax(-1) @ V
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", [LMInfinite(MOST), H2O(MOST), SubGen(MOST, 4)], ids=repr)
+def test_slots_that_do_not_fit_in_memory(method):
+    store = method.store(Shape(2, 8, 1, 4096), torch.float32)  # beyond any address space
+    q, k, v = torch.zeros(2, 8, 1, 1, 4096), torch.zeros(2, 8, 1, 4096), torch.zeros(2, 8, 1, 4096)
+    with pytest.raises(ValueError, match=r"2147483647|2147483651") as error:
+        method.prefill(store, q, k, v, scale=1.0)
+    assert "memory" in str(error.value) and "\n" not in str(error.value)
+
+
+def outputs(method, k, v, q, prompt):
+    store, y = method.store(SHAPE, k.dtype), []
+    method.prefill(store, q[..., :prompt, :], k[:, :, :prompt], v[:, :, :prompt], scale=0.3)
+    for i in range(prompt, k.shape[2]):
+        y.append(method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.3))
+    return torch.stack(y)
+
+
+@pytest.mark.parametrize("when", [3, 258, 260, 261])
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_a_nan_key_makes_its_head_nan_and_no_other(method, when):
+    """Of row 0, head 1, while it is held: old, recent, the first generated token, the one after."""
+    q, k, v = block(264)
+    clean = outputs(method, k, v, q, 260)
+    k[0, 1, when] = torch.nan
+    y = outputs(method, k, v, q, 260)
+    first = max(when - 260, 0)  # the step that sees it first
+    if isinstance(method, Strided | Fixed):  # a later token took its slot
+        slot = method.store(SHAPE, k.dtype).ring_slot
+        last = max(first, next((p for p in range(when + 1, 264) if slot(p) == slot(when)), 264) - 260)
+    elif isinstance(method, LMInfinite | SubGen | H2O) and when < (260 if isinstance(method, H2O) else 258):
+        last = first  # it may have been dropped with the prompt
+    elif isinstance(method, LMInfinite | SubGen | H2O):
+        last = when - 260 + (2 if isinstance(method, H2O) else 3)
+    else:
+        last = 4
+    assert y[first:last, 0, 1].isnan().all()
+    y[:, 0, 1] = clean[:, 0, 1] = 0
+    torch.testing.assert_close(y, clean, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_a_nan_query_makes_its_head_nan_and_no_other(method):
+    q, k, v = block(30)
+    clean = outputs(method, k, v, q, 29)
+    q[1, 2, 0, 29] = torch.nan
+    y = outputs(method, k, v, q, 29)
+    assert y[0, 1, 2, 0].isnan().all()
+    y[0, 1, 2] = clean[0, 1, 2] = 0  # the group chooses together: its other query may change
+    torch.testing.assert_close(y, clean, atol=1e-6, rtol=1e-5)
+
+
+def test_a_stream_refuses_what_it_cannot_do():
+    method = SubGenStream(0.5, 2, 3)
+    q, k, v = block(4)
+    store = filled(method)
+    with pytest.raises(ValueError, match="padding"):
+        method.prefill(store, q, k, v, scale=0.3, pad=[1, 0])
+    with pytest.raises(ValueError, match=r"softcap|cap logits"):
+        method.decode(store, q[..., 0, :], k[:, :, 0], v[:, :, 0], scale=0.3, softcap=5.0)
+
+
+@pytest.mark.parametrize("method", [m for m in EACH if not hasattr(m.store(SHAPE, torch.float32), "chunks")], ids=repr)
+def test_what_was_dropped_cannot_be_cropped(method):
+    store = filled(method)
+    with pytest.raises(ValueError, match="cannot forget"):
+        store.crop(1)
+
+
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_decoding_without_a_prompt(method):
+    """The first token may come through decode: it attends to itself alone."""
+    store = method.store(SHAPE, torch.float32)
+    q, k, v = block(2)
+    for i in range(2):
+        y = method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.3)
+        if i == 0:
+            torch.testing.assert_close(y, v[:, :, None, 0].expand_as(y))
+    assert y.isfinite().all() and store.lengths == [2, 2]

@@ -1,0 +1,228 @@
+"""H2O against a plain quadratic re-computation of algorithm 1 in float64, by hand, and what its prompt allocates."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from skimkv.methods import H2O
+from skimkv.stores.base import Shape
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+class Quadratic:
+    """One KV head: every score of every query, kept as dictionaries by position. q (G,n,D), k and v (n,D) float64."""
+
+    def __init__(self, k, v, budget, local, scale, softcap=None):
+        self.k, self.v, self.budget, self.local, self.scale, self.softcap = k, v, budget, local, scale, softcap
+        self.score: dict[int, float] = {}
+
+    def weights(self, q, positions):
+        """softmax over the positions, (G,m)."""
+        logits = q @ self.k[positions].T * self.scale
+        logits = logits if self.softcap is None else self.softcap * np.tanh(logits / self.softcap)
+        e = np.exp(logits - logits.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+
+    def evict(self, now):
+        """Down to the budget: the lowest score outside the `local` most recent of 0 .. now."""
+        while len(self.score) > self.budget:
+            old = [p for p in self.score if p <= now - self.local]
+            del self.score[min(old, key=lambda p: self.score[p])]
+
+    def block(self, q, start, stop):
+        """Add up the causal attention matrix over what is held and the block, mean over the group; then evict."""
+        positions = [*self.score, *range(start, stop)]
+        m, n = len(self.score), stop - start
+        A = np.zeros((len(q), n, m + n))
+        for i in range(n):
+            A[:, i, : m + i + 1] = self.weights(q[:, start + i], positions[: m + i + 1])
+        for p, x in zip(positions, A.sum(1).mean(0), strict=True):
+            self.score[p] = self.score.get(p, 0.0) + x
+        self.evict(stop - 1)
+        return A @ self.v[positions]
+
+    def step(self, q, now):
+        positions = [*self.score, now]
+        w = self.weights(q, positions)
+        self.score[now] = 0.0
+        for p, x in zip(positions, w.mean(0), strict=True):
+            self.score[p] += x
+        self.evict(now)
+        return w @ self.v[positions]
+
+
+def held(store, b, h):
+    """{position: score} of one head."""
+    c = store.filled[b]
+    return dict(zip(store.pos[b, h, :c].tolist(), store.score[b, h, :c].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize(
+    ("method", "budgets", "locals_"),
+    [
+        (H2O(k=12), [12, 12, 12], [3, 3, 3]),  # local = k//4
+        (H2O(k=9, local=9), [9, 9, 9], [9, 9, 9]),  # nothing but recent
+        (H2O(k=10, local=0), [10, 10, 10], [0, 0, 0]),  # nothing but heavy
+        (H2O(k=3), [3, 3, 3], [0, 0, 0]),
+        (H2O(k=0.25), [10, 6, 1], [5, 3, 1]),  # of prompts of 40, 24, 4: half heavy and half recent
+        (H2O(k=0.5, local=0.125), [20, 12, 2], [5, 3, 1]),
+        (H2O(k=45), [45, 45, 45], [11, 11, 11]),  # longer than the prompt: fills up, then evicts
+    ],
+    ids=repr,
+)
+def test_agrees_with_quadratic_recomputation(method, budgets, locals_, G, softcap):
+    B, H, D, prompt, steps, scale = 3, 2, 8, 40, 20, 8**-0.5
+    N, pad = prompt + steps, [0, 16, 36]
+    q, k, v = torch.randn(B, H, G, N, D) * 2, torch.randn(B, H, N, D), torch.randn(B, H, N, D)
+    store = method.store(Shape(B, H, G, D), torch.float32)
+    first = (q[..., :prompt, :], k[:, :, :prompt], v[:, :, :prompt])
+    y = [method.prefill(store, *first, scale=scale, pad=pad, softcap=softcap)]
+    for i in range(prompt, N):
+        y.append(method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=scale, softcap=softcap)[..., None, :])
+    outputs = torch.cat(y, 3).double()
+    for b in range(B):
+        for h in range(H):
+            Q, K, V = (x[b, h, ..., pad[b] :, :].double().numpy() for x in (q, k, v))
+            plain = Quadratic(K, V, budgets[b], locals_[b], scale, softcap)
+            n = prompt - pad[b]
+            expected = [plain.block(Q, 0, n)]
+            expected += [plain.step(Q[:, i], i)[:, None] for i in range(n, n + steps)]
+            got = outputs[b, h, :, pad[b] :]
+            torch.testing.assert_close(got, torch.from_numpy(np.concatenate(expected, 1)), atol=2e-5, rtol=0)
+            kept = held(store, b, h)
+            assert sorted(kept) == sorted(plain.score)
+            np.testing.assert_allclose([kept[p] for p in plain.score], list(plain.score.values()), atol=1e-4)
+
+
+def test_a_prompt_in_blocks():
+    """A later block sees what was kept and itself, and adds to the scores that are held; a fraction is of all seen."""
+    N, D, sizes = 70, 8, [30, 1, 25]
+    q, k, v = torch.randn(1, 2, 2, N, D) * 2, torch.randn(1, 2, N, D), torch.randn(1, 2, N, D)
+    for method, budgets in ((H2O(k=12), [12, 12, 12]), (H2O(k=0.25), [8, 8, 14])):
+        store = method.store(Shape(1, 2, 2, D), torch.float32)
+        plain = [Quadratic(k[0, h].double().numpy(), v[0, h].double().numpy(), 0, 0, 0.35) for h in range(2)]
+        at = 0
+        for n, budget in zip(sizes, budgets, strict=True):
+            part = slice(at, at + n)
+            y = method.prefill(store, q[..., part, :], k[:, :, part], v[:, :, part], scale=0.35)
+            for h in range(2):
+                plain[h].budget, plain[h].local = budget, budget // (4 if method.k == 12 else 2)
+                expected = torch.from_numpy(plain[h].block(q[0, h].double().numpy(), at, at + n))
+                torch.testing.assert_close(y[0, h].double(), expected, atol=2e-5, rtol=0)
+                assert held(store, 0, h) == pytest.approx(plain[h].score, abs=1e-4)
+            at += n
+        for i in range(at, N):
+            y = method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.35)
+            for h in range(2):
+                expected = torch.from_numpy(plain[h].step(q[0, h, :, i].double().numpy(), i))
+                torch.testing.assert_close(y[0, h].double(), expected, atol=2e-5, rtol=0)
+
+
+def designed(rows, D=6):
+    """q, k, v (1,1,n,D) whose attention rows are given: K = I, q_i = ln of row i, scale 1; V = I."""
+    n = len(rows)
+    q = torch.full((1, 1, 1, n, D), -torch.inf)
+    for i, row in enumerate(rows):
+        for p, w in row.items():
+            q[0, 0, 0, i, p] = math.log(w)
+    return q.clamp_min(-80), torch.eye(D)[None, None, :n], torch.eye(D)[None, None, :n]
+
+
+FIGURE_3 = [  # budget 3; the attention of each step over what is held
+    {0: 1.0},
+    {0: 0.5, 1: 0.5},
+    {0: 0.5, 1: 0.4, 2: 0.1},  # prompt of three: scores 2, .9, .1
+    {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.4},  # fourth step: 2.2, 1.1, .3, .4
+]
+
+
+@pytest.mark.parametrize(
+    ("local", "last", "kept"),
+    [
+        (1, {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.4}, {0: 2.2, 1: 1.1, 3: 0.4}),  # as in figure 3, the third token goes
+        (2, {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.4}, {0: 2.2, 2: 0.3, 3: 0.4}),  # 2 is recent: the next lowest, 1, goes
+        (3, {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.4}, {1: 1.1, 2: 0.3, 3: 0.4}),  # 0 is all that is not recent
+        (0, {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.4}, {0: 2.2, 1: 1.1, 3: 0.4}),
+        (0, {0: 0.3, 1: 0.3, 2: 0.3, 3: 0.1}, {0: 2.3, 1: 1.2, 2: 0.4}),  # u is of S + {i}: the new token itself
+        (1, {0: 0.3, 1: 0.3, 2: 0.3, 3: 0.1}, {0: 2.3, 1: 1.2, 3: 0.1}),  # unless it is recent
+    ],
+)
+def test_by_hand(local, last, kept):
+    method = H2O(k=3, local=local)
+    q, k, v = designed([*FIGURE_3[:3], last])
+    store = method.store(Shape(1, 1, 1, 6), torch.float32)
+    method.prefill(store, q[..., :3, :], k[:, :, :3], v[:, :, :3], scale=1.0)
+    assert held(store, 0, 0) == pytest.approx({0: 2.0, 1: 0.9, 2: 0.1}, abs=1e-5)
+    y = method.decode(store, q[..., 3, :], k[:, :, 3], v[:, :, 3], scale=1.0)
+    torch.testing.assert_close(y[0, 0, 0, :4], torch.tensor([last[p] for p in range(4)]))
+    assert held(store, 0, 0) == pytest.approx(kept, abs=1e-5)
+    for slot, p in enumerate(store.pos[0, 0].tolist()):  # keys and values went with their positions
+        assert torch.equal(store.k[0, 0, slot], k[0, 0, p]) and torch.equal(store.v[0, 0, slot], v[0, 0, p])
+
+
+def test_an_evicted_token_is_never_seen_again_and_nothing_else_moves():
+    method = H2O(k=3, local=1)
+    q, k, v = designed([*FIGURE_3, {0: 0.1, 1: 0.1, 3: 0.1, 4: 0.7}])  # scores 2.3, 1.2, .5, .7: 3 goes
+    store = method.store(Shape(1, 1, 1, 6), torch.float32)
+    method.prefill(store, q[..., :3, :], k[:, :, :3], v[:, :, :3], scale=1.0)
+    address = store.k.data_ptr(), store.v.data_ptr()
+    for i in (3, 4):
+        y = method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=1.0)
+    torch.testing.assert_close(y[0, 0, 0], torch.tensor([0.1, 0.1, 0, 0.1, 0.7, 0]))
+    assert held(store, 0, 0) == pytest.approx({0: 2.3, 1: 1.2, 4: 0.7}, abs=1e-5)
+    assert store.pos[0, 0].tolist() == [0, 1, 4]  # 3 had taken 2's slot, 4 takes 3's
+    assert (store.k.data_ptr(), store.v.data_ptr()) == address
+
+
+def test_heads_evict_on_their_own():
+    q, k, v = (torch.cat([a, b], 1) for a, b in zip(designed(FIGURE_3), designed(FIGURE_3), strict=True))
+    q[0, 1, 0, 3] = q[0, 1, 0, 3, [1, 2, 0, 3, 4, 5]]
+    q[0, 1, 0, 2] = torch.tensor([0.1, 0.1, 0.8, 1e-30, 1e-30, 1e-30]).log()  # head 1: 1.6, .6, .8 after the prompt
+    method = H2O(k=3, local=1)
+    store = method.store(Shape(1, 2, 1, 6), torch.float32)
+    method.prefill(store, q[..., :3, :], k[:, :, :3], v[:, :, :3], scale=1.0)
+    method.decode(store, q[..., 3, :], k[:, :, 3], v[:, :, 3], scale=1.0)
+    assert sorted(held(store, 0, 0)) == [0, 1, 3] and sorted(held(store, 0, 1)) == [0, 2, 3]
+
+
+FRACTIONS = [(0.2, 40, 8), (0.07, 100, 7), (0.1, 30, 3), (0.29, 100, 29), (1.0, 7, 7)]
+
+
+@pytest.mark.parametrize(("k", "prompt", "tokens"), FRACTIONS)
+def test_a_fraction_of_the_prompt(k, prompt, tokens):
+    assert H2O(k=k).budget(prompt) == tokens
+    assert H2O(k=k).recent(tokens) == math.ceil(tokens / 2)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.numel = max([self.numel, *(t.untyped_storage().nbytes() // t.element_size() for t in made)])
+        return out
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("pad", [None, [64]])
+def test_nothing_quadratic_is_allocated_and_the_prompt_is_freed(pad, softcap):
+    n, D, method = 1536, 2, H2O(k=64)
+    q, k, v = torch.randn(1, 1, 2, n, D), torch.randn(1, 1, n, D), torch.randn(1, 1, n, D)
+    store = method.store(Shape(1, 1, 2, D), torch.float32)
+    with Largest() as largest:
+        method.prefill(store, q, k, v, scale=0.5, pad=pad, softcap=softcap)
+    assert largest.numel <= 2 * 512 * n < n * n  # at most 512 queries of a group by all keys
+    held_bytes = sum(t.untyped_storage().nbytes() for t in (store.k, store.v, store.score, store.pos))
+    assert held_bytes == store.allocated == store.nbytes == 64 * (2 * D * 4 + 8)

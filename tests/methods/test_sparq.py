@@ -1,0 +1,193 @@
+"""SparQ against its paper (Ribar et al., ICML 2024): examples worked by hand, and algorithm 1 written out in loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from skimkv.methods import SparQ
+from skimkv.stores.base import Shape
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def step(method, q, k, v, pad=None, scale=None, softcap=None):
+    """Append all tokens but the last, decode the last. q (B,H,G,D), k and v (B,H,N,D) -> y and the store."""
+    B, H, G, D = q.shape
+    store = method.store(Shape(B, H, G, D), k.dtype)
+    store.append(k[:, :, :-1], v[:, :, :-1], pad)
+    scale = D**-0.5 if scale is None else scale
+    return method.decode(store, q, k[:, :, -1], v[:, :, -1], scale=scale, softcap=softcap), store
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def algorithm1(q, K, V, r, k, local, temperature, mean, scale, softcap=None, K1=None):
+    """One KV head in float64: q (G,D), K and V (N,D), the last position current; step 1 reads K1 (or K)."""
+    (G, D), N = q.shape, len(K)
+    K1 = K if K1 is None else K1
+    cap = (lambda x: x) if softcap is None else (lambda x: softcap * np.tanh(x / softcap))
+    i1 = sorted(range(D), key=lambda d: -sum(abs(q[g, d]) for g in range(G)))[:r]
+    s_hat = np.zeros((G, N))
+    for g in range(G):
+        coverage = sum(abs(q[g, d]) for d in i1) / sum(abs(q[g]))
+        tau = {"coverage": math.sqrt(coverage), "sqrt_d": 1, "sqrt_r": math.sqrt(r / D)}[temperature] / scale
+        s_hat[g] = softmax(cap(np.array([sum(q[g, d] * K1[n, d] for d in i1) / tau for n in range(N)])))
+    recent = [n for n in range(N - 1) if n >= N - 1 - local]
+    others = sorted(set(range(N - 1)) - set(recent), key=lambda n: -s_hat[:, n].sum())
+    i2 = [*(recent + others)[:k], N - 1]
+    y = np.zeros((G, D))
+    for g in range(G):
+        y[g] = softmax(cap(K[i2] @ q[g] * scale)) @ V[i2]
+        if mean:
+            alpha = s_hat[g, i2].sum()
+            y[g] = alpha * y[g] + (1 - alpha) * V.mean(0)
+    return y
+
+
+def by_hand():
+    """D = 4, r = 2, five positions of which the last is current, k = 2 with local = 1.
+
+    q = (5, -4, 3.5, 3.5): i1 = {0, 1}, coverage 9/16, so by eq. 9 tau = sqrt(4 * 9/16) = 1.5.
+    K[:, 0] = 0.3 ln w and K[:, 1] = 0 give q[i1].K/tau = ln w; K[:, 2] is set so that q.K/2 = ln e.
+        w = 4 1 3 1 1  ->  s_hat = .4 .1 .3 .1 .1 ;  e = 1 9 9 2 1
+    Chosen: 3 (local), 0 (the best of the rest), 4 (current): alpha = .4 + .1 + .1 = .6,
+    y3 = (1 V0 + 2 V3 + 1 V4) / 4 (eq. 8), y = .6 y3 + .4 mean(V) (eq. 10).
+    """
+    q = torch.tensor([5.0, -4.0, 3.5, 3.5])
+    w, e = torch.tensor([4.0, 1, 3, 1, 1]), torch.tensor([1.0, 9, 9, 2, 1])
+    K = torch.zeros(5, 4)
+    K[:, 0] = 0.3 * w.log()
+    K[:, 2] = (2 * e.log() - 5 * K[:, 0]) / 3.5
+    V = torch.tensor([[8.0, 0, 0, 0], [0, 10, 0, 0], [0, 0, 20, 0], [0, 4, 0, 0], [0, 0, 0, 4]])
+    return q[None, None, None], K[None, None], V[None, None]
+
+
+Y3 = torch.tensor([2.0, 2.0, 0.0, 1.0])
+V_MEAN = torch.tensor([1.6, 2.8, 4.0, 0.8])
+
+
+def test_by_hand_with_mean_value():
+    y, store = step(SparQ(r=2, k=2, local=1), *by_hand())  # mean_value=None is on for G = 1
+    torch.testing.assert_close(store.v_mean[0, 0], V_MEAN)
+    torch.testing.assert_close(y[0, 0, 0], 0.6 * Y3 + 0.4 * V_MEAN)
+
+
+def test_by_hand_without_mean_value():
+    y, store = step(SparQ(r=2, k=2, local=1, mean_value=False), *by_hand())
+    torch.testing.assert_close(y[0, 0, 0], Y3)
+    assert store.v_mean is None
+
+
+def test_local_counts_in_k_and_excludes_the_current_token():
+    # local = 0: the two best of s_hat are 0 and 2; e = 1, 9, 1 (current) -> weights 1/11, 9/11, 1/11
+    y, _ = step(SparQ(r=2, k=2, local=0, mean_value=False), *by_hand())
+    torch.testing.assert_close(y[0, 0, 0], torch.tensor([8.0, 0, 180.0, 4.0]) / 11)
+    # local = 2 = k: positions 2 and 3 whatever they score; e = 9, 2, 1
+    y, _ = step(SparQ(r=2, k=2, local=2, mean_value=False), *by_hand())
+    torch.testing.assert_close(y[0, 0, 0], torch.tensor([0.0, 8.0, 180.0, 4.0]) / 12)
+
+
+def test_local_defaults_to_a_quarter_of_k():
+    # k = 4 of six cached tokens: local 1 = {5}; then the three best of s_hat = 6 5 4 3 2 1 -> 0, 1, 2
+    K, V = torch.zeros(1, 1, 7, 8), torch.eye(8)[None, None, :7]
+    K[0, 0, :, 0] = torch.tensor([6.0, 5, 4, 3, 2, 1, 1])
+    q = torch.zeros(1, 1, 1, 8)
+    q[..., 0] = 1e-3  # so flat a softmax that every attended position weighs about 1/5
+    y, _ = step(SparQ(r=1, k=4, mean_value=False), q, K, V)
+    assert (y[0, 0, 0] > 0.1).tolist() == [True, True, True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("temperature", "tau"), [("coverage", 1.5), ("sqrt_d", 2.0), ("sqrt_r", math.sqrt(2))])
+def test_temperatures(temperature, tau):
+    # the example above: q[i1].K = 1.5 ln w, so s_hat is proportional to w^(1.5/tau); fig. 7b's ablation
+    w = np.array([4.0, 1, 3, 1, 1]) ** (1.5 / tau)
+    alpha = float((w[0] + w[3] + w[4]) / w.sum())
+    y, _ = step(SparQ(r=2, k=2, local=1, temperature=temperature), *by_hand())
+    torch.testing.assert_close(y[0, 0, 0], alpha * Y3 + (1 - alpha) * V_MEAN)
+
+
+def test_group_chooses_channels_by_the_sum_of_absolute_queries():
+    """Section 4, GQA: |(3,2,0,0)| + |(0,-2,3,0)| = (3,4,3,0): channel 1, the first choice of neither head.
+
+    tau = sqrt(4 * 2/5) = 1.265 for both; q[1] K[:, 1] / tau = (0, 7.9, 0) and (0, -7.9, 0), the last position current:
+    s_hat sums to .50 at position 0 and 1.00 at position 1. By channel 0 or 2, position 0 would win.
+    Then exact attention over 1 and 2: logits q.K/2 = (5, 0) and (-5, 0).
+    """
+    q = torch.tensor([[3.0, 2, 0, 0], [0, -2, 3, 0]])[None, None]
+    K = torch.tensor([[9.0, 0, 9, 0], [0, 5, 0, 0], [0, 0, 0, 0]])[None, None]
+    y, _ = step(SparQ(r=1, k=1, local=0), q, K, torch.eye(4)[None, None, :3])
+    p = 1 / (1 + math.exp(-5))
+    torch.testing.assert_close(y[0, 0], torch.tensor([[0, p, 1 - p, 0], [0, 1 - p, p, 0]]))
+
+
+def grouped():
+    """Each query head sees its own channel; s_hat is given outright (D = 2 = r, so tau = sqrt(2)).
+
+    head 0: .5 .25 .05 | .2      sum over the group: .6 .5 .1
+    head 1: .1 .25 .05 | .6      product (what a sum of logits ranks): .05 .0625 .0025
+    """
+    p = torch.tensor([[0.5, 0.25, 0.05, 0.2], [0.1, 0.25, 0.05, 0.6]])
+    V = torch.tensor([[1.0, 0], [0, 1], [1, 1], [-1, 1]])
+    return p, torch.eye(2)[None, None], (p.log() * math.sqrt(2)).T[None, None].contiguous(), V[None, None]
+
+
+def test_group_sums_softmaxed_scores_not_logits():
+    _, q, K, V = grouped()
+    y, store = step(SparQ(r=2, k=1, local=0), q, K, V)  # position 0 and the current; mean_value is off for G > 1
+    assert store.v_mean is None
+    torch.testing.assert_close(y[0, 0, 0], (0.5 * V[0, 0, 0] + 0.2 * V[0, 0, 3]) / 0.7)
+    torch.testing.assert_close(y[0, 0, 1], (0.1 * V[0, 0, 0] + 0.6 * V[0, 0, 3]) / 0.7)
+
+
+def test_group_with_mean_value_has_an_alpha_per_query_head():
+    p, q, K, V = grouped()
+    p0 = p[:, [0, 3]]
+    y, _ = step(SparQ(r=2, k=1, local=0, mean_value=True), q, K, V)
+    expected = p0 @ V[0, 0, [0, 3]] + (1 - p0.sum(1, keepdim=True)) * V[0, 0].mean(0)  # alpha = .7 and .7
+    torch.testing.assert_close(y[0, 0], expected)
+
+
+RANDOM = [
+    SparQ(r=3, k=7),
+    SparQ(r=5, k=16, local=0, channels="none"),
+    SparQ(r=1, k=4, local=4, temperature="sqrt_d", mean_value=True),
+    SparQ(r=12, k=9, temperature="sqrt_r", channels="none", mean_value=True),
+    SparQ(r=4, k=30, mean_value=False),
+]
+
+
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("method", RANDOM, ids=repr)
+def test_agrees_with_algorithm_1_on_ragged_rows(method, G):
+    B, H, D, N = 3, 2, 12, 41
+    q, k, v = torch.randn(B, H, G, D) * 2, torch.randn(B, H, N, D) * 1.5, torch.randn(B, H, N, D) + 0.5
+    pad = [0, 17, 38]  # the last row holds two cached tokens
+    mean = G == 1 if method.mean_value is None else method.mean_value
+    local = method.k // 4 if method.local is None else method.local
+    for scale, softcap in ((D**-0.5, None), (0.5, 2.0)):
+        y, _ = step(method, q, k, v, pad, scale, softcap)
+        for b in range(B):
+            for h in range(H):
+                K, V = (x[b, h, pad[b] :].double().numpy() for x in (k, v))
+                args = (method.r, method.k, local, method.temperature, mean, scale, softcap)
+                expected = torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, *args))
+                torch.testing.assert_close(y[b, h].double(), expected, atol=2e-5, rtol=0)
+
+
+def test_a_zero_query_attends_evenly():
+    # eq. 9 is 0/0 here: every score is equal, so with k >= N the answer is dense attention's, the mean of V
+    k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    y, _ = step(SparQ(r=2, k=20), torch.zeros(1, 2, 1, 8), k, v)
+    torch.testing.assert_close(y[:, :, 0], v.mean(2))
+    q = torch.zeros(1, 2, 2, 8)
+    q[:, :, 0, :2], q[:, :, 1, 5] = 4.0, 1.0  # the second head has nothing in the channels the group chose
+    y, _ = step(SparQ(r=2, k=20), q, k, v)
+    dense = (q @ k.transpose(-1, -2) * 8**-0.5).softmax(-1) @ v
+    torch.testing.assert_close(y, dense)

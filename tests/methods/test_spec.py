@@ -1,0 +1,208 @@
+"""Specs, and bad input: everything a caller passes is checked where it enters, with a ValueError of one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv.methods import (
+    H2O,
+    METHODS,
+    Dense,
+    Fixed,
+    LMInfinite,
+    LowRank,
+    SparQ,
+    Strided,
+    SubGen,
+    SubGenStream,
+    TopK,
+    parse,
+)
+from skimkv.stores.base import Shape
+
+EACH = [
+    Dense(),
+    SparQ(6, 4, mean_value=True),
+    SparQ(6, 4, channels="none"),
+    SparQ(6, 4, channels="int8"),
+    SparQ(6, 4, channels="int4"),
+    TopK(4),
+    TopK(4, oracle=True),
+    LowRank(2, 4),
+    LMInfinite(6, initial=2),
+    Strided(8, local=3),
+    Fixed(8, l=4, c=2),
+    H2O(6),
+    H2O(0.5),
+    SubGen(3, recent=3),
+    SubGenStream(0.5, 2, 3),
+]
+
+
+def one_line(error):
+    return "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("spec", "method"),
+    [
+        ("Dense()", Dense()),
+        ("Dense", Dense()),
+        (" SparQ( r=32,k = 128 ) ", SparQ(r=32, k=128)),
+        ("SparQ(32, 128)", SparQ(r=32, k=128)),
+        ("SparQ(32, k=128, channels='int4', mean_value=None)", SparQ(32, 128, channels="int4")),
+        ("H2O(k=0.2)", H2O(k=0.2)),
+        ("SubGen(10, 8)", SubGen(k=10, recent=8)),
+        ("LMInfinite(10, 8)", LMInfinite(k=10, initial=8)),
+        ("H2O(k=100, local=0)", H2O(k=100, local=0)),
+        ("SubGenStream(delta=1, t=2, s=3)", SubGenStream(1.0, 2, 3)),
+        ("TopK(k=8, oracle=True)", TopK(8, oracle=True)),
+        (TopK(8), TopK(8)),
+    ],
+)
+def test_parse(spec, method):
+    assert parse(spec) == method
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (SparQ(32, 128), "SparQ(r=32, k=128)"),
+        (SparQ(r=32, k=128, local=0, mean_value=False), "SparQ(r=32, k=128, local=0, mean_value=False)"),
+        (H2O(0.2), "H2O(k=0.2)"),
+        (LMInfinite(64, initial=0), "LMInfinite(k=64, initial=0)"),
+        (TopK(2, oracle=True), "TopK(k=2, oracle=True)"),
+        (SubGenStream(0.25, 4, 8), "SubGenStream(delta=0.25, t=4, s=8)"),
+        (Dense(), "Dense()"),
+    ],
+)
+def test_repr_is_short_and_says_what_is_not_default(method, text):
+    assert repr(method) == text == str(method) and parse(text) == method
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("SparK(r=32, k=128)", "SparQ"),
+        ("sparq(r=1, k=1)", "SparQ"),
+        ("H20(k=5)", "H2O"),
+        ("LmInfinit(k=5)", "LMInfinite"),
+        ("SubGenSteam(delta=1, t=1, s=1)", "SubGenStream"),
+        ("Quux(k=1)", "Dense"),
+        ("SparQ(r=32, k=128, chanels='copy')", "channels"),
+        ("SparQ(rank=32, k=128)", "'rank'"),
+        ("TopK(k=3, oracl=True)", "oracle"),
+        ("SparQ(r=32, r=32, k=1)", "'r' is given twice"),
+        ("SparQ(32, 128, r=32)", "'r' is given twice"),
+        ("SparQ(r=32)", "k"),
+        ("SparQ", "r, k"),
+        ("Dense(1)", "at most 0"),
+        ("SparQ(1, 2, 3, None, 'sqrt_d', 'copy', 7)", "at most 6"),
+        ("TopK(k)", "k = k is not a literal"),
+        ("", "no method spec"),
+        ("SparQ(r=32, k=128", "no method spec"),
+        ("SparQ(r=32, k=128); Dense()", "no method spec"),
+        ("Dense() + Dense()", "no method spec"),
+        ("x.Dense()", "no method spec"),
+        ("Dense()()", "no method spec"),
+        ("7", "no method spec"),
+        ("\0", "no method spec"),
+        ("TopK(*[1])", "not a literal"),
+        ("SparQ(**{'r': 1, 'k': 2})", "no argument"),
+        ("SparQ(r={[]: 1}, k=1)", "not a literal"),
+        ("SparQ(r={[1]}, k=1)", "not a literal"),
+        ("SparQ(r=-'a', k=1)", "not a literal"),
+        ("SparQ(r=" + "9" * 5000 + ", k=1)", "500 characters"),
+        ("SparQ(r=" + "(" * 240 + "1" + ")" * 240 + ", k=1)", "no method spec"),
+        ("SparQ(r=" + "-" * 480 + "1, k=1)", "not a literal"),
+        ("Dense" + "()" * 247, "no method spec"),
+    ],
+    ids=lambda x: x[:40],
+)
+def test_what_is_no_spec(spec, says):
+    with pytest.raises(ValueError, match=says) as error:
+        parse(spec)
+    assert one_line(error)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "__import__('os').system('touch ran')",
+        "__import__('os')",
+        "SparQ(r=open('ran', 'w'), k=1)",
+        "SparQ(r=__import__('os').system('touch ran'), k=1)",
+        "TopK(k=[open('ran', 'w')])",
+        "TopK(k=(lambda: 3)())",
+        "TopK(k=3 if open('ran', 'w') else 4)",
+        'TopK(k=f\'{open("ran", "w")}\')',
+        "(lambda: Dense())()",
+        "[Dense() for _ in [open('ran', 'w')]]",
+        "TopK(k:=3)",
+        "TopK(k=2**10)",
+    ],
+)
+def test_a_spec_is_never_run(spec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"spec|literal|unknown"):
+        parse(spec)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_name_is_known():
+    assert set(METHODS) == {type(m).__name__ for m in EACH}
+
+
+WHOLE = [(SparQ, "r"), (SparQ, "k"), (TopK, "k"), (LowRank, "r"), (LowRank, "k"), (LMInfinite, "k"), (H2O, "k")]
+WHOLE += [(SubGen, "k"), (SubGen, "recent"), (SubGenStream, "t"), (SubGenStream, "s")]
+GOOD = {SparQ: {"r": 2, "k": 4}, TopK: {"k": 4}, LowRank: {"r": 2, "k": 4}, LMInfinite: {"k": 4, "initial": 0}}
+GOOD |= {H2O: {"k": 4, "local": 0}, SubGen: {"k": 2, "recent": 2}, SubGenStream: {"delta": 1.0, "t": 2, "s": 2}}
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2**31, True, False, "8", None, float("nan"), float("inf"), -0.5, 2.0, [1], 1j])
+@pytest.mark.parametrize(("method", "name"), WHOLE)
+def test_budgets_are_positive_whole_numbers(method, name, bad):
+    with pytest.raises(ValueError, match=name) as error:
+        method(**{**GOOD[method], name: bad})
+    assert one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("SparQ(r=1, k=4, local=5)", "local.*4"),
+        ("SparQ(r=1, k=4, local=-1)", "local"),
+        ("SparQ(r=1, k=4, local=1.0)", "local"),
+        ("SparQ(r=1, k=4, mean_value='yes')", "mean_value"),
+        ("SparQ(r=1, k=4, mean_value=1)", "mean_value"),
+        ("SparQ(r=1, k=4, temperature='hot')", "coverage"),
+        ("SparQ(r=1, k=4, channels='int2')", "int4"),
+        ("TopK(k=1, oracle=1)", "oracle"),
+        ("LMInfinite(k=16)", "initial.*15"),
+        ("LMInfinite(k=3, initial=-1)", "initial"),
+        ("H2O(k=4, local=5)", "local.*4"),
+        ("H2O(k=4, local=0.5)", "local"),
+        ("H2O(k=0.2, local=0.3)", "local"),
+        ("H2O(k=0.2, local=1)", "local"),
+        ("H2O(k=1.5)", "k"),
+        ("H2O(k=0.0)", "k"),
+        ("LowRank(r=1, k=1, seed=-1)", "seed"),
+        ("LowRank(r=1, k=1, seed=True)", "seed"),
+        ("SubGenStream(delta=-1, t=1, s=1)", "delta"),
+        ("SubGenStream(delta='x', t=1, s=1)", "delta"),
+        ("SubGenStream(delta=True, t=1, s=1)", "delta"),
+        ("SubGenStream(delta=1e999, t=1, s=1)", "delta"),
+        ("SubGenStream(delta=1, t=1, s=1, seed=0.5)", "seed"),
+    ],
+)
+def test_bounds_are_named(spec, says):
+    with pytest.raises(ValueError, match=says) as error:
+        parse(spec)
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("method", [SparQ(9, 4), LowRank(9, 4), SparQ(2**31 - 1, 4)])
+def test_r_is_at_most_the_head_size(method):
+    with pytest.raises(ValueError, match=r"r = \d+ must be at most 8"):
+        method.store(Shape(1, 1, 1, 8), torch.float32)

@@ -1,0 +1,190 @@
+"""What the C++ backend refuses, before a pointer is passed: sizes, types, devices, strides, alignment, capacity."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.methods import parse
+from skimkv.ops import linear
+from skimkv.ops.cpu import library as native
+from skimkv.ops.key_scores import fast as column_sums
+from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
+from skimkv.stores.slots import Slots
+from support.kernels import NATIVE, compare, filled, on
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+
+
+@pytest.fixture
+def numbers():
+    """q and a store: a step's numbers are checked in skimkv_step itself, before it follows an address."""
+    with on(None):
+        yield filled(16, [300, 20], torch.float32, 2, "copy")
+
+
+@pytest.fixture
+def parts(numbers, monkeypatch):
+    """The same, and no operation may reach the library."""
+    for name in ("skimkv_run", "skimkv_step", "skimkv_append"):
+
+        def called(*args):
+            raise AssertionError("a pointer was passed")
+
+        monkeypatch.setattr(native.library(), name, called)
+    return numbers
+
+
+def misaligned(t):
+    raw = torch.zeros(t.nbytes + 1, dtype=torch.uint8)
+    bytes_ = raw.numpy()[1:]
+    return torch.from_numpy(bytes_.view("float32").reshape(t.shape))
+
+
+BAD_Q = {
+    "batch": lambda q: q[:1],
+    "heads": lambda q: q[:, :1],
+    "group": lambda q: q[:, :, :1],
+    "head size": lambda q: q[..., :8],
+    "axes": lambda q: q[0],
+    "float64": lambda q: q.double(),
+    "int": lambda q: q.int(),
+    "device": lambda q: q.to("meta"),
+    "alignment": misaligned,
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_Q)
+def test_a_query_that_does_not_fit(parts, wrong):
+    q, store = parts
+    for name, args in (("dense", ()), ("sparq", (4, 8, 2, "coverage", True)), ("topk", (8, False))):
+        with pytest.raises(ValueError, match=r"q|aligned|no CPU kernel|too many|must") as error:
+            getattr(ops, name)(store, BAD_Q[wrong](q), 0.25, None, *args)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", ["heads", "head size", "float64", "int", "device", "alignment"])
+def test_a_token_that_does_not_fit(parts, wrong):
+    _, store = parts
+    k = torch.zeros(2, 2, 16)
+    before = list(store.lengths)
+    for a, b in ((BAD_Q[wrong](k), BAD_Q[wrong](k)), (k, BAD_Q[wrong](k)), (BAD_Q[wrong](k), k)):
+        with pytest.raises(ValueError, match=r"^[kv] "):
+            ops.append(store, a, b)
+    assert store.lengths == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: setattr(c, "k", c.k[..., :8]), "k is"),
+        (lambda c: setattr(c, "v", c.v.half()), "v is"),
+        (lambda c: setattr(c, "k", c.k.transpose(2, 3).contiguous().transpose(2, 3)), "stride"),
+        (lambda c: setattr(c, "index", c.index[:, :, :8]), "index is"),
+        (lambda c: setattr(c, "k", misaligned(c.k)), "aligned"),
+        (lambda c: setattr(c, "k", c.k.to("meta")), "meta"),
+    ],
+)
+def test_a_store_that_does_not_fit(parts, change, says):
+    q, store = parts
+    change(store.chunks[0])
+    with pytest.raises(ValueError, match=says):
+        ops.dense(store, q, 0.25, None)
+
+
+def test_a_length_beyond_the_capacity(numbers):
+    q, store = numbers
+    store.lengths = [store.chunks[-1].start + store.chunks[-1].cap + 1, 20]
+    with pytest.raises(ValueError, match="exceeds the capacity"):
+        ops.dense(store, q, 0.25, None)
+    store.lengths = [0, 20]
+    with pytest.raises(ValueError, match="no token"):
+        ops.dense(store, q, 0.25, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((17, 8, 2, "coverage", True), "r must"),
+        ((0, 8, 2, "coverage", True), "r must"),
+        ((4, 0, 0, "coverage", True), "k must"),
+        ((4, 8, 9, "coverage", True), "local must"),
+        ((4, 8, -1, "coverage", True), "local must"),
+        ((4, 8, 2, "warm", True), "temperature"),
+    ],
+)
+def test_numbers_out_of_range(numbers, args, says):
+    q, store = numbers
+    with pytest.raises(ValueError, match=says):
+        ops.sparq(store, q, 0.25, None, *args)
+    with pytest.raises(ValueError, match="softcap"):
+        ops.dense(store, q, 0.25, -1.0)
+    with pytest.raises(ValueError, match="low rank"):
+        ops.lowrank(store, q, 0.25, None, 8)
+
+
+def test_a_projection_wider_than_a_head(numbers):
+    store = Full(Shape(1, 1, 1, 16), torch.float32, "cpu", "copy", projection=torch.randn(1, 16, 24))
+    store.append(*torch.randn(2, 1, 1, 5, 16))
+    with pytest.raises(ValueError, match=r"R <= D|index has D"):
+        ops.lowrank(store, torch.randn(1, 1, 1, 16), 0.25, None, 2)
+
+
+@pytest.mark.parametrize("D", [1, 7, 12, 100, 255])
+def test_any_head_size_up_to_256_is_served(D):
+    q, store = filled(D, [70, 3], torch.bfloat16, 2, "copy", r=1)
+    for isa in native.isas():
+        compare("dense", isa, q, store, 0.1, None)
+        compare("sparq", isa, q, store, 0.1, None, D, 80, 3, "sqrt_d", True)
+
+
+def test_a_head_size_above_256(parts):
+    shape = Shape(1, 1, 1, 264)
+    for store in (Full(shape, torch.float32), Slots(shape, torch.float32, "cpu", 4)):
+        k = torch.randn(1, 1, 264)
+        with pytest.raises(ValueError, match="at most 256"):
+            ops.append(store, k, k)
+
+
+def test_products_and_sums_off_their_alignment():
+    x, packed = torch.zeros(1, 32), torch.zeros(linear.packed_shape(16, 32), dtype=torch.int16)
+    q, k = torch.zeros(1, 1, 4, 16), torch.zeros(1, 4, 16)
+    with pytest.raises(ValueError, match="aligned"):
+        linear.fast(misaligned(x), packed, 16)
+    with pytest.raises(ValueError, match="aligned"):
+        column_sums(misaligned(q), k, 0.25, None)
+    with pytest.raises(ValueError, match="aligned"):
+        column_sums(q, misaligned(k), 0.25, None)
+
+
+def run(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_an_instruction_set_or_backend_that_is_not_there(monkeypatch):
+    with pytest.raises(ValueError, match="'sse9' is not available"):
+        native.force("sse9")
+    for code in ("ops.chosen()", "ops.backend('cpu').__enter__()"):
+        done = run(f"from skimkv import ops; {code}", SKIMKV_ISA="sse9")
+        assert done.returncode != 0 and "SKIMKV_ISA=sse9 is not available" in done.stderr
+    done = run("from skimkv.ops import native; print(native.isa())", SKIMKV_ISA="scalar")
+    assert done.stdout == "scalar\n"
+    store = parse("Dense()").store(Shape(1, 1, 1, 8), torch.float32)
+    monkeypatch.setattr(native, "_path", lambda: None)
+    native.library.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="not in this installation"), ops.backend("cpu"):
+            pass
+        monkeypatch.setattr(ops, "_modules", {})
+        with pytest.warns(UserWarning, match="slow reference: .*not in this installation"):
+            ops.append(store, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+    finally:
+        native.library.cache_clear()

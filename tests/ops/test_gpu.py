@@ -1,0 +1,260 @@
+"""The Triton kernels against the reference in float64 over the same rounded cache: on a GPU where there is one, else
+in Triton's interpreter, on small shapes. Unused memory is NaN; where a method chooses, the data leave a margin.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.methods import parse
+from skimkv.ops import ref
+from skimkv.ops.gpu import device, launch
+from skimkv.stores.base import Shape, _map
+from skimkv.stores.clusters import Clusters
+from skimkv.stores.slots import Slots
+from support.kernels import EPS, TYPES, close, exact, filled, held, margin
+
+pytestmark = [
+    pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing)),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter: unused memory is NaN
+]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def placed(store):
+    """The same store on the device of the kernels."""
+    twin = _map(store, lambda t: t.to(DEVICE))
+    twin.device = DEVICE
+    return twin
+
+
+def case(*args, **options):
+    q, store = filled(*args, **options)
+    return q.to(DEVICE), placed(store)
+
+
+def compare(name, q, store, *args):
+    want = getattr(ref, name)(exact(store), q.double(), *args)
+    assert not want.isnan().any()
+    with ops.backend("gpu"):
+        got = getattr(ops, name)(store, q, *args)
+    assert got.dtype == q.dtype and got.shape == q.shape
+    close(got, want, store, q, args[0], 512.0 if store.bits else 16.0)
+
+
+def token(store):
+    B, H, _, D = store.shape
+    return tuple(torch.randn(2, D, H, B, device=DEVICE).to(store.dtype).permute(0, 3, 2, 1))  # strided
+
+
+@pytest.fixture(params=["split", "fused", "tiles"])
+def launched(request, monkeypatch):
+    """Step 1 in a launch of its own, in one with the rest, and with more tiles than programs."""
+    monkeypatch.setitem(launch.LAUNCH["fused"], "heads", 0 if request.param == "fused" else 10**6)
+    if request.param == "tiles":
+        monkeypatch.setitem(launch.LAUNCH["choose"], "TILE", 128)
+        monkeypatch.setitem(launch.LAUNCH["choose"], "fill", 2)
+
+
+@pytest.mark.parametrize(
+    ("D", "lengths", "dtype", "G"),
+    [
+        (16, [1], "float32", 1),
+        (80, [300, 256, 1], "bfloat16", 3),
+        (256, [257], "float16", 17),
+        (128, [513], "bfloat16", 1),
+    ],
+)
+def test_dense(D, lengths, dtype, G):
+    q, store = case(D, lengths, TYPES[dtype], G, "none", H=1)
+    for cap in (None, 5.0):
+        compare("dense", q, store, D**-0.5, cap)
+
+
+@pytest.mark.parametrize(
+    ("D", "lengths", "dtype", "G", "channels", "r", "k", "local", "temperature", "mean", "cap"),
+    [
+        (16, [300, 1], "float32", 1, "copy", 5, 24, 6, "coverage", True, None),
+        (80, [511, 256], "bfloat16", 3, "int8", 12, 16, 0, "sqrt_d", False, 8.0),
+        (128, [513, 40], "float16", 8, "int4", 8, 9, 9, "sqrt_r", True, None),
+        (256, [257], "bfloat16", 1, "none", 17, 130, 7, "coverage", True, None),
+    ],
+)
+def test_sparq(D, lengths, dtype, G, channels, r, k, local, temperature, mean, cap, launched):
+    q, store = case(D, lengths, TYPES[dtype], G, channels, r, k, local, H=1)
+    twin, x = exact(store), q.double()
+    i1 = ref.top_channels(x, r)
+    part = x.gather(-1, i1[:, :, None].expand(-1, -1, G, -1))
+    logits = part @ twin.columns(i1) * ref.temperature_scale(x, i1, D**-0.5, temperature)
+    logits = ref.softcapped(logits, cap).masked_fill(~twin.mask()[:, :, None], -torch.inf)
+    assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
+    compare("sparq", q, store, D**-0.5, cap, r, k, local, temperature, mean)
+
+
+@pytest.mark.parametrize("channels", ["copy", "int8"])
+def test_choosing_everything_is_dense(channels, launched):
+    q, store = case(64, [300, 17], torch.float32, 2, channels, H=1)
+    with ops.backend("gpu"):
+        y = ops.sparq(store, q, 0.125, None, 8, 1000, 10, "coverage", True)
+    close(y, ref.dense(exact(store), q.double(), 0.125, None), store, q, 0.125)
+
+
+def test_ties_go_to_the_lower_positions(launched):
+    """Equal keys: every weight is 1/n, and the chosen are the first k - local and the last local + 1."""
+    q, store = case(16, [400], torch.float32, 1, "copy", H=1)
+    for chunk in store.chunks:
+        chunk.k[:], chunk.index[:] = 1.0, 1.0
+    k, local, n = 150, 7, 400
+    with ops.backend("gpu"):
+        y = ops.sparq(store, q, 0.25, None, 4, k, local, "coverage", True)
+    v = store.whole("v")
+    mean = torch.cat([v[:, :, : k - local], v[:, :, n - 1 - local : n]], 2).mean(2)
+    want = (k + 1) / n * mean + (1 - (k + 1) / n) * store.v_mean
+    torch.testing.assert_close(y[:, :, 0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_spoils_its_head_and_no_other():
+    q, store = case(32, [300, 280], torch.float32, 2, "copy", 6, 12, 4)
+    q[0, 1, 0, 3] = store.chunks[0].k[1, 0, 5, :] = store.chunks[0].index[1, 0, :, 5] = torch.nan
+    for name, args in {"dense": (), "sparq": (6, 12, 4, "coverage", True), "topk": (9, True)}.items():
+        want = getattr(ref, name)(store, q, 0.2, None, *args)
+        with ops.backend("gpu"):
+            got = getattr(ops, name)(store, q, 0.2, None, *args)
+        assert torch.equal(got[..., 0].isnan(), want[..., 0].isnan()), name
+        assert 0 < want.isnan().sum() < want.numel(), name
+
+
+@pytest.mark.parametrize(("D", "dtype", "G"), [(32, "float32", 3), (128, "float16", 1)])
+def test_exact_scores_and_low_rank(D, dtype, G):
+    k, scale, lengths = 16, D**-0.5, [400, 30]
+    q, store = case(D, lengths, TYPES[dtype], G, "none", k=k, H=1)
+    weights = ref.attend_rows(q.double(), *[exact(store).rows("k")] * 2, exact(store).mask(), scale, None)[1]
+    assert margin(weights.sum(2), lengths, k, 0) > 1.05
+    for oracle in (False, True):
+        compare("topk", q, store, scale, None, k, oracle)
+    P = torch.linalg.qr(torch.randn(1, D, D)).Q[..., : D - 8].contiguous()
+    q, store = case(D, lengths, TYPES[dtype], G, "copy", k=k, mean=False, projection=P, H=1)
+    compare("lowrank", q, store, scale, None, k)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels"),
+    [("float32", "int8"), ("bfloat16", "int4"), ("float16", "copy"), ("bfloat16", "none"), ("float16", "int8")],
+)
+def test_append_writes_what_the_reference_writes(dtype, channels):
+    q, one = case(32, [254, 510, 3], TYPES[dtype], 2, channels, H=1)  # a group fills, then a chunk; a short row
+    two = one.fork()
+    with ops.backend("gpu"):
+        for _ in range(4):
+            new = token(one)
+            ref.append(one, *new)
+            ops.append(two, *new)
+        held(one, two)
+        twin = exact(two)
+        y = ops.dense(two, q, 0.2, None, new)
+        close(y, ref.dense(twin, q.double(), 0.2, None, tuple(x.double() for x in new)), two, q, 0.2)
+
+
+def test_a_cache_grows_and_nothing_is_replaced():
+    """Chunks are added; the table that kernels read is filled in place until it has to double."""
+    _, store = case(16, [250], torch.float32, 1, "copy", H=1)
+    with ops.backend("gpu"):
+        ops.append(store, *token(store))
+        table, before = device.pages(store).table, device.epoch()
+        for n in (300, 500):
+            store.append(*torch.randn(2, 1, 1, n, 16, device=DEVICE))
+        ops.append(store, *token(store))
+    assert device.pages(store).table is table and device.epoch() == before
+    assert len(store.chunks) > 2 and device.pages(store).lengths.tolist() == store.lengths == [1052]
+
+
+@pytest.mark.parametrize(
+    ("D", "G", "dtype", "scored"), [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 17, "float16", False)]
+)
+def test_slots(D, G, dtype, scored):
+    for capacity, seen in ((100, [100, 7]), (40, [95, 12]), (1, [1, 1])):
+        shape, type_ = Shape(2, 1, G, D), TYPES[dtype]
+        store = Slots(shape, type_, DEVICE, capacity, scored=scored)
+        k, v = torch.randn(2, 2, 1, max(seen), D, device=DEVICE).to(type_)
+        store.append(k, v, [max(seen) - n for n in seen])
+        for b, n in enumerate(store.filled):
+            store.k[b, :, n:] = store.v[b, :, n:] = torch.nan
+            if scored:
+                store.score[b, :, :n].uniform_()
+                store.pos[b, :, :n] = torch.arange(n)
+        twin = exact(store)
+        for _ in range(2):
+            q, new = torch.randn(2, 1, G, D, device=DEVICE).to(type_), token(store)
+            want = ref.slots(twin, q.double(), *(x.double() for x in new), D**-0.5, 9.0, [3, 0])
+            with ops.backend("gpu"):
+                got = ops.slots(store, q, *new, D**-0.5, 9.0, [3, 0])
+            close(got, want, store, q, D**-0.5)
+            assert (twin.filled, twin.lengths) == (store.filled, store.lengths)
+            for b, n in enumerate(store.filled):
+                for name in ("k", "v", "pos", "score"):
+                    x, y = getattr(store, name), getattr(twin, name)
+                    if x is not None:
+                        atol, rtol = (1e-6, 1e-4) if name == "score" else (0, 0)
+                        torch.testing.assert_close(x[b, :, :n].double(), y[b, :, :n].double(), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stream_and_its_append(dtype):
+    one = Clusters(Shape(2, 1, 3, 32), TYPES[dtype], DEVICE, delta=6.9, t=3, s=5, seed=7)
+    two = one.fork()
+    with ops.backend("gpu"):
+        for step in range(20):
+            new = token(one)
+            ref.append(one, *new)
+            ops.append(two, *new)
+            assert torch.equal(one.m, two.m), step
+        assert 1 < (m := int(one.m.max())) < 20
+        for name in ("rep", "samples", "size"):
+            assert torch.equal(one.whole(name)[:, :, :m], two.whole(name)[:, :, :m]), name
+        assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
+        torch.testing.assert_close(one.mu, two.mu, rtol=1e-12, atol=0)
+        q = torch.randn(2, 1, 3, 32, device=DEVICE).to(TYPES[dtype])
+        want, got = ref.stream(exact(one), q.double(), 0.2), ops.stream(two, q, 0.2)
+    torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2.0**63), ("float16", 65504)])
+def test_a_stream_whose_sum_is_missed_stays_finite(dtype, limit):
+    """The one sample of all keys has a logit 1000 below that of the key in M: z / tau = e^1000 v."""
+    store = Clusters(Shape(1, 1, 1, 32), TYPES[dtype], DEVICE, delta=20.0, t=1, s=1, seed=0)
+    key, value = torch.zeros(2, 1, 1, 32, device=DEVICE, dtype=store.dtype)
+    for _ in range(2):
+        ref.append(store, key, value)
+    key[..., 0], value[..., :2] = 10, torch.tensor([-4, 5])
+    store.k[:], store.v[:], store.mu[:] = key[:, :, None], value[:, :, None], 41
+    with ops.backend("gpu"):
+        y = ops.stream(store, 10 * key[:, :, None], 1.0)
+    assert y.flatten().tolist() == [-limit, limit] + 30 * [0]
+
+
+METHODS = ["Dense()", "SparQ(r=8, k=20, channels='int8', mean_value=True)", "H2O(k=24)", "LMInfinite(k=20, initial=3)"]
+METHODS += ["SubGen(k=10, recent=8)", "SubGenStream(delta=4.0, t=2, s=8)", "LowRank(r=8, k=20)", "TopK(k=12)"]
+METHODS += ["Strided(k=20)", "Fixed(k=20)"]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_prompt_and_steps_of_every_method(spec):
+    """Left padding, steps, and rows that change places between them, as the reference has it."""
+    method, scale, D = parse(spec), 0.25, 16
+    q, k, v = torch.randn(3, 2, 1, 44, D, device=DEVICE).double().float()
+    stores, outputs = [], []
+    for name in ("ref", "gpu"):
+        with ops.backend(name):
+            store = method.store(Shape(2, 1, 2, D), torch.float32, DEVICE)
+            queries = torch.stack([q, -q], 2)  # (B,H,G,n,D)
+            method.prefill(store, queries[..., :40, :], k[:, :, :40], v[:, :, :40], scale=scale, pad=[0, 5])
+            y = []
+            for i in range(40, 44):
+                if i == 42:
+                    store.select(torch.tensor([1, 0]))
+                y.append(method.decode(store, queries[..., i, :], k[:, :, i], v[:, :, i], scale=scale))
+            stores.append(store), outputs.append(torch.stack(y))
+    assert stores[0].lengths == stores[1].lengths == [39, 44]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-5)

@@ -1,0 +1,95 @@
+"""The GPU kernels without a GPU: what is refused, and that all compile as they are meant to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.cli import show
+from skimkv.methods import parse
+from skimkv.ops.gpu import backend as gpu
+from skimkv.ops.gpu import launch
+from skimkv.stores.base import Shape
+
+pytestmark = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_bad_calls_name_what_is_wrong():
+    shape = Shape(1, 1, 1, 32)
+    store = parse("SparQ(r=4, k=8)").store(shape, torch.float32, DEVICE)
+    q, kv = torch.randn(1, 1, 1, 32, device=DEVICE), torch.randn(1, 1, 32, device=DEVICE)
+    double = parse("Dense()").store(shape, torch.float64, DEVICE)
+    narrow = parse("Dense()").store(shape._replace(D=24), torch.float32, DEVICE)
+    coded = parse("Dense(kv='int8')").store(shape, torch.float32, DEVICE)
+    slots = parse("H2O(k=4)").store(shape, torch.float32, DEVICE)
+    calls = [
+        (lambda: ops.append(store, kv.half(), kv), "k is torch.float16; the store holds torch.float32"),
+        (lambda: ops.dense(store, q[..., :16], 1.0, None, (kv, kv)), r"q is \(1, 1, 1, 16\) on .*; must be"),
+        (lambda: ops.dense(store, q.double(), 1.0, None, (kv, kv)), "no GPU kernel for a query of torch.float64"),
+        (lambda: ops.dense(store, q, 1.0, -2.0, (kv, kv)), "softcap = -2.0 must be positive"),
+        (lambda: ops.sparq(store, q, 1.0, None, 33, 8, 2, "coverage", True), "r = 33 must be from 1 to 32"),
+        (lambda: ops.sparq(store, q, 1.0, None, 4, 8, 2, "warm", True), "temperature = 'warm' must be one of"),
+        (lambda: ops.append(double, kv.double(), kv.double()), "no GPU kernel for a cache of torch.float64"),
+        (lambda: ops.append(narrow, kv[..., :24], kv[..., :24]), "D = 24; it must be a multiple of 16 up to 256"),
+        (lambda: ops.dense(coded, q, 1.0, None, (kv, kv)), "no GPU kernel for K and V in 8 bits; SKIMKV_BACKEND=ref"),
+        (lambda: ops.slots(slots, q, kv, kv, 1.0, None), "recent = None must be 1 numbers"),
+    ]
+    for call, match in calls:
+        with ops.backend("gpu"), pytest.raises(ValueError, match=match) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert store.lengths == [0]
+
+
+def test_without_triton_or_a_device_one_line_says_so():
+    code = """
+import os, sys
+if sys.argv[1] == "missing":
+    sys.modules["triton"] = None
+os.environ.pop("TRITON_INTERPRET", None)
+from skimkv import ops
+try:
+    ops.backend("gpu").__enter__()
+except ValueError as error:
+    print(error)
+print(ops.chosen("cpu")[0] in ("cpu", "ref"))
+"""
+    for kind, words in (("missing", "pip install 'skimkv[gpu]'"), ("device", "PyTorch sees no CUDA device")):
+        if kind == "device" and DEVICE.type == "cuda":
+            continue
+        out = subprocess.run([sys.executable, "-c", code, kind], capture_output=True, text=True, check=True).stdout
+        assert words in out.splitlines()[0] and out.splitlines()[1:] == ["True"]
+
+
+def test_a_gpu_takes_its_own_kernels_and_nothing_else_does(monkeypatch):
+    """Unless it is asked for, the interpreter is left alone: caches on the CPU have kernels of their own."""
+    assert ops.chosen("cpu")[0] != "gpu"
+    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    assert ops.chosen("cuda") == ("gpu", "native for cuda tensors")
+    monkeypatch.setattr(gpu, "unavailable", lambda: "no driver")
+    assert ops.chosen("cuda") == ("ref", "backend 'gpu' is unavailable: no driver")
+    assert show.facts()["gpu_kernels"] == "no driver"
+
+
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
+    """What the interpreter does not see: types that change in a loop, narrow loads, registers that spill."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
+    script = Path(__file__).parents[1] / "support" / "gpu_compile.py"
+    done = subprocess.run([sys.executable, script, "90", "2"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    names = {"append_kernel", "dense_kernel", "scores_kernel", "choose_kernel", "slots_kernel"}
+    assert {row["kernel"] for row in rows} == names | {"stream_append_kernel", "stream_kernel"}
+    for row in rows:
+        assert row["stack"] <= 64, row  # bytes: none with Triton 3.9, up to 56 with 3.6
+        if row["kernel"] in ("dense_kernel", "scores_kernel", "choose_kernel", "slots_kernel"):
+            wide = sum(n for kind, n in row["loads"].items() if kind in ("cp.async.cg", "ld.global.v4.b32"))
+            assert wide >= 8, row

@@ -1,0 +1,163 @@
+"""The library from outside Python: which instructions each object holds, a plain C caller, and threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.ops.cpu import library as native
+from support.kernels import ISAS, NATIVE, compare, filled, on
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src/skimkv/csrc"
+EXAMPLE = ROOT / "examples/decode.c"
+SETS = ROOT / "tests/support/sets.cpp"
+COMMON = "-std=c++17 -fPIC -fno-math-errno -fno-trapping-math -fno-exceptions -fno-rtti -Wno-psabi".split()
+CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+native_only = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+
+
+def run(*command, **kwargs):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **kwargs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def flags(isa: str) -> list[str]:
+    """An instruction set's flags as CMakeLists.txt has them."""
+    sets = dict(re.findall(r"set\((\w+)_FLAGS (.*?)\)", (ROOT / "CMakeLists.txt").read_text()))
+    text = sets.get(isa, "")
+    while match := re.search(r"\$\{(\w+)_FLAGS\}", text):
+        text = text.replace(match[0], sets[match[1]])
+    return text.split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("isa", "never", "some"),
+    [
+        ("scalar", r"%[yz]mm|%k[0-7]\b|^v|^\{", r"%xmm"),
+        ("avx2", r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])|\{%?[xy]?mm?\d|^vpdp", r"%ymm"),
+        ("avx512", r"^vpdp|^vdpbf16|%tmm", r"%zmm"),
+        ("vnni", r"^vdpbf16|%tmm", r"^vpdpbusd"),  # but in functions that only avx512bf16 calls
+    ],
+)
+def test_no_instruction_outside_the_set(isa, never, some, tmp_path):
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("x86 only")
+    for tool in ("objdump", "g++"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is not installed")
+    run("g++", "-O1", *COMMON, *flags(isa), "-c", SOURCE / f"isa_{isa}.cpp", "-o", tmp_path / "a.o")
+    listing = run("objdump", "-d", "--no-show-raw-insn", tmp_path / "a.o")
+    functions = [text for text in re.split(r"\n(?=[0-9a-f]+ <)", listing) if not re.match(r".*dots_block_bf16", text)]
+    lines = "\n".join(functions).splitlines()
+    found = [line.split("\t", 1)[1] for line in lines if line.startswith(" ") and "\t" in line]
+    assert (isa == "vnni") == ("vdpbf16ps" in listing)
+    assert len(found) > 1000 and any(re.search(some, line) for line in found)
+    assert [line for line in found if re.search(never, line)][:5] == []
+
+
+@native_only
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_c_program_calls_the_library(isa, tmp_path, monkeypatch):
+    path, program = native._path(), tmp_path / "decode"
+    strict = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-iquote", SOURCE)
+    run("gcc", *strict, EXAMPLE, path, "-lm", f"-Wl,-rpath,{Path(path).parent}", "-o", program)
+    monkeypatch.setenv("SKIMKV_ISA", isa)
+    out = run(program)
+    assert len(re.findall(rf"^{isa} .*error", out, re.M)) == 6 and "refused: k must" in out
+
+
+@native_only
+@pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
+def test_every_set_is_the_scalar_one_from_c(tmp_path):
+    path, program = native._path(), tmp_path / "sets"
+    strict = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-iquote", SOURCE)
+    run("g++", *strict, SETS, path, f"-Wl,-rpath,{Path(path).parent}", "-o", program)
+    lines = run(program).splitlines()
+    assert lines == [f"{isa}: 324 of 324 cases as scalar" for isa in ISAS if isa != "scalar"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CROSS and QEMU), reason="no cross compiler and emulator for aarch64")
+@pytest.mark.timeout(600)
+def test_neon_under_an_emulator(tmp_path, monkeypatch):
+    for name in ("isa_neon", "isa_scalar", "dispatch", "check", "columns", "linear", "read"):
+        run(CROSS, "-O1", *COMMON, "-c", SOURCE / f"{name}.cpp", "-o", tmp_path / f"{name}.o")
+    run(CROSS.replace("g++", "gcc"), "-std=c11", "-iquote", SOURCE, "-c", EXAMPLE, "-o", tmp_path / "decode.o")
+    run(CROSS, "-static", *tmp_path.glob("*.o"), "-lm", "-o", tmp_path / "decode")
+    for isa in ("neon", "scalar"):
+        monkeypatch.setenv("SKIMKV_ISA", isa)
+        assert len(re.findall(rf"^{isa} .*error", run(QEMU, tmp_path / "decode"), re.M)) == 6
+    monkeypatch.delenv("SKIMKV_ISA")
+    (tmp_path / "decode.o").unlink()
+    run(CROSS, "-O1", "-std=c++17", "-iquote", SOURCE, "-c", SETS, "-o", tmp_path / "sets.o")
+    run(CROSS, "-static", *tmp_path.glob("*.o"), "-o", tmp_path / "sets")
+    assert "neon: 324 of 324 cases as scalar" in run(QEMU, tmp_path / "sets")
+
+
+@native_only
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("lengths", [[5000], [3000, 20, 1]], ids=str)
+def test_two_threads_give_what_one_gives(isa, lengths):
+    q, store = filled(64, lengths, torch.bfloat16, 3, "int8", 8, 32, 8)
+    for name, args in (("dense", ()), ("sparq", (8, 32, 8, "coverage", True))):
+        one, two = (compare(name, isa, q, store, 0.125, None, *args, threads=n) for n in (1, 2))
+        torch.testing.assert_close(one.float(), two.float(), atol=1e-5, rtol=2**-7)
+
+
+@native_only
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["dense", "sparq"])
+def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
+    q, store = filled(64, [5000, 33], torch.float32, 3, "copy", 8, 32, 8)
+    args = (8, 32, 8, "coverage", True) if name == "sparq" else ()
+    lib = native.library()
+    lib.skimkv_work.restype, lib.skimkv_share.restype = ctypes.c_size_t, None
+    lib.skimkv_work.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    lib.skimkv_share.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+
+    def shares(address, q, y, k, v):
+        op = native.COp.from_address(address)
+        op.q, op.y, op.k_new, op.v_new = q, y, k, v
+        assert lib.skimkv_check(op) is None
+        work = torch.zeros(lib.skimkv_work(address, 3) + 64, dtype=torch.uint8)
+        at = (work.data_ptr() + 63) // 64 * 64
+        for _ in range(2):  # the work area is ready again after a step
+            for i in range(3):
+                lib.skimkv_share(address, at, i, 3)
+        calls.append(name)
+
+    with on(isa):
+        want = getattr(ops, name)(store, q, 0.125, None, *args)
+    calls = []
+    monkeypatch.setattr(native, "step", shares)
+    got = compare(name, isa, q, store, 0.125, None, *args)
+    assert calls == [name]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@native_only
+def test_the_kernels_run_on_pytorchs_threads():
+    """One pool: a loop of linear layers and attention has no thread that linear layers alone do not have."""
+    q, store = filled(64, [5000], torch.bfloat16, 1, "copy", 8, 32, 8)
+    x, w = torch.randn(8, 2048), torch.randn(2048, 2048)
+    with on(ISAS[0], 3):
+        for _ in range(3):
+            x @ w
+        before = len(os.listdir("/proc/self/task"))
+        for _ in range(3):
+            x @ w
+            ops.sparq(store, q, 0.125, None, 8, 32, 8, "coverage", True)
+        assert len(os.listdir("/proc/self/task")) == before

@@ -1,0 +1,230 @@
+"""The C++ kernels against the reference in float64 over the same rounded cache, on every instruction set here.
+
+Unused memory is NaN, so a kernel that lets it in is seen. Where a method chooses, the data leave a margin between
+what is taken and what is left, wider than any rounding, and the tests assert it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skimkv import ops
+from skimkv.ops import ref
+from skimkv.stores.base import Shape
+from skimkv.stores.clusters import Clusters
+from skimkv.stores.slots import Slots
+from support.kernels import EPS, ISAS, NATIVE, TYPES, close, compare, exact, filled, held, margin, on
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+KINDS = (None, "int8", "int4")
+SIZES, HEADS, CHANNELS = (16, 24, 64, 80, 96, 128, 200, 256), (1, 3, 8), ("none", "copy", "int8", "int4")
+LENGTHS = ([1], [255, 40], [257], [700, 256, 1], [1025])
+# every size, length, type and group with every other kind of index, not the full product
+CASES = [
+    (D, LENGTHS[i % 5], list(TYPES)[(i + j) % 3], HEADS[(i // 2 + j) % 3], channels)
+    for (i, D), (j, channels) in itertools.product(enumerate(SIZES), enumerate(CHANNELS))
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES[:: len(CHANNELS)],
+        (64, [4097], "bfloat16", 1, "none"),
+        (200, [4097], "float32", 1, "none"),
+        *((D, [700, 256, 1], "bfloat16", G, "none") for D, G in ((24, 2), (80, 7), (128, 8), (256, 6))),
+    ],
+    ids=str,
+)
+def test_dense(isa, case):
+    D, lengths, dtype, G, _ = case
+    q, store = filled(D, lengths, TYPES[dtype], G, "none")
+    for cap in (None, 5.0):
+        compare("dense", isa, q, store, D**-0.5, cap)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        (64, [4097], "bfloat16", 3, "copy"),
+        (128, [4097], "float16", 1, "int8"),
+        (80, [4097], "float32", 8, "int4"),
+    ],
+    ids=str,
+)
+def test_sparq(isa, case):
+    D, lengths, dtype, G, channels = case
+    i = CASES.index(case) if case in CASES else 1
+    r, (k, local) = (4, 8, 12)[i % 3], ((24, 6), (16, 0), (9, 9))[i % 3]
+    temperature, mean, cap = ("coverage", "sqrt_d", "sqrt_r")[i // 2 % 3], i % 2 == 0, (None, 8.0)[i // 3 % 2]
+    q, store = filled(D, lengths, TYPES[dtype], G, channels, r, k, local)
+    twin, scale = exact(store), D**-0.5
+    x = q.double()
+    sums = x.abs().sum(2).sort(-1, descending=True).values
+    assert r == D or (sums[..., r - 1] > 1.05 * sums[..., r]).all()
+    i1 = ref.top_channels(x, r)
+    part = x.gather(-1, i1[:, :, None].expand(-1, -1, G, -1))
+    logits = part @ twin.columns(i1) * ref.temperature_scale(x, i1, scale, temperature)
+    logits = ref.softcapped(logits, cap).masked_fill(~twin.mask()[:, :, None], -torch.inf)
+    assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
+    compare("sparq", isa, q, store, scale, cap, r, k, local, temperature, mean)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_sparq_over_all_positions_is_dense(isa, channels):
+    q, store = filled(64, [300, 17], torch.float32, 3, channels)
+    with on(isa):
+        y = ops.sparq(store, q, 0.125, None, 8, 300, 10, "coverage", True)
+    close(y, ref.dense(exact(store), q.double(), 0.125, None), store, q, 0.125)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("case", CASES[:: len(CHANNELS)], ids=str)
+def test_exact_scores_and_low_rank(isa, case):
+    D, lengths, dtype, G, _ = case
+    k, scale = 16, D**-0.5
+    q, store = filled(D, lengths, TYPES[dtype], G, "none", k=k)
+    logits = ref.attend_rows(q.double(), *[exact(store).rows("k")] * 2, exact(store).mask(), scale, None)[1]
+    assert margin(logits.sum(2), lengths, k, 0) > 1.05
+    for oracle in (False, True):
+        compare("topk", isa, q, store, scale, None, k, oracle)
+    normal = torch.randn(2, D, D, generator=torch.Generator().manual_seed(1))
+    P = torch.linalg.qr(normal).Q[..., : D - 8 if D > 64 else D].contiguous()
+    q, store = filled(D, lengths, TYPES[dtype], G, "copy", k=k, mean=False, projection=P)
+    twin, x = exact(store), q.double()
+    logits = (x @ P.double()) @ twin.columns(torch.arange(P.shape[-1]).expand(len(lengths), 2, -1)) * scale
+    weights = logits.masked_fill(~twin.mask()[:, :, None], -torch.inf).softmax(-1).sum(2)
+    assert margin(weights, lengths, k, 0) > 1.01
+    compare("lowrank", isa, q, store, scale, None, k)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_long_row_on_two_threads(isa):
+    q, store = filled(16, [100003], torch.float16, 3, "int8", 8, 64, 16, H=1)
+    compare("dense", isa, q, store, 0.25, None, threads=2)
+    compare("sparq", isa, q, store, 0.25, None, 8, 64, 16, "coverage", True, threads=2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("D", "G", "dtype", "scored"),
+    [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 8, "float16", False), (200, 1, "bfloat16", True)],
+)
+def test_slots(isa, D, G, dtype, scored):
+    for capacity, seen in ((300, [300, 7]), (40, [95, 12]), (1, [1, 1])):
+        shape, type_ = Shape(2, 2, G, D), TYPES[dtype]
+        store = Slots(shape, type_, "cpu", capacity, scored=scored)
+        k, v = torch.randn(2, 2, 2, max(seen), D).to(type_)
+        store.append(k, v, [max(seen) - n for n in seen])
+        for b, n in enumerate(store.filled):
+            store.k[b, :, n:] = store.v[b, :, n:] = torch.nan
+        q, new, recent = torch.randn(2, 2, G, D).to(type_), torch.randn(2, 2, 2, D).to(type_), [3, 0]
+        if scored:
+            store.score.uniform_()
+            for b, n in enumerate(store.filled):
+                store.pos[b, :, :n] = torch.stack([torch.randperm(seen[b])[:n] for _ in range(2)])
+        twin = exact(store)
+        want = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0, recent)
+        with on(isa):
+            got = ops.slots(store, q, *new, D**-0.5, 9.0, recent)
+        close(got, want, store, q, D**-0.5)
+        assert (store.filled, store.lengths) == (twin.filled, twin.lengths)
+        for b, n in enumerate(store.filled):
+            for name in ("k", "v", "score", "pos") if scored else ("k", "v"):
+                a, e = (getattr(s, name)[b, :, :n].double() for s in (store, twin))
+                torch.testing.assert_close(a, e, atol=1e-6, rtol=1e-4)
+
+
+STEPS = {"dense": (), "sparq": (8, 24, 6, "coverage", True), "topk": (24, False)}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("op", "channels"), [("dense", "none"), ("topk", "none"), *(("sparq", c) for c in CHANNELS)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, threads):
+    D, lengths = 24, [2302, 1790, 3]  # several parts, groups that fill, a part that is empty
+    q, one = filled(D, lengths, torch.bfloat16, 2, channels)
+    two = one.fork()
+    with on(isa, threads):
+        for _ in range(3):
+            k, v = torch.randn(2, 3, 2, D).to(torch.bfloat16)
+            ops.append(one, k, v)
+            want = getattr(ops, op)(one, q, D**-0.5, None, *STEPS[op])
+            assert torch.equal(getattr(ops, op)(two, q, D**-0.5, None, *STEPS[op], (k, v)), want)
+    held(one, two)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_append_writes_what_the_reference_writes(isa, channels, dtype):
+    D, lengths = 24, [254, 510, 3]  # a group fills, then a chunk; the third row is short
+    _, one = filled(D, lengths, TYPES[dtype], 2, channels)
+    two = one.fork()
+    with on(isa):
+        for _ in range(6):
+            k, v = torch.randn(2, D, 2, 3).to(TYPES[dtype]).permute(0, 3, 2, 1)  # transposed, strided
+            ref.append(one, k, v)
+            ops.append(two, k, v)
+    held(one, two)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_stream_and_its_append(isa, dtype):
+    shape = Shape(2, 2, 3, 24)
+    one = Clusters(shape, TYPES[dtype], "cpu", delta=6.0, t=3, s=5, seed=7)
+    two = one.fork()
+    for step in range(40):
+        k, v = torch.randn(2, 2, 2, 24).to(TYPES[dtype])
+        ref.append(one, k, v)
+        with on(isa):
+            ops.append(two, k, v)
+        assert torch.equal(one.m, two.m), step
+    assert 1 < int(one.m.max()) < 40
+    for name in ("rep", "samples", "size"):
+        m = int(one.m.max())
+        assert torch.equal(one.whole(name)[:, :, :m], two.whole(name)[:, :, :m]), name
+    assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
+    torch.testing.assert_close(one.mu, two.mu, rtol=1e-12, atol=0)
+    q = torch.randn(2, 2, 3, 24).to(TYPES[dtype])
+    want = ref.stream(exact(one), q.double(), 0.2)
+    with on(isa):
+        got = ops.stream(two, q, 0.2)
+    # z and tau are sums of one sign in weights only: errors scale with sum |weight v| / tau
+    torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_shape_stride_and_type(data):
+    draw = data.draw
+    D, G, B, H = draw(st.integers(2, 32)) * 8, draw(st.integers(1, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 600), min_size=B, max_size=B))
+    cache, query = (TYPES[draw(st.sampled_from(list(TYPES)))] for _ in "cq")
+    channels, isa, kv = draw(st.sampled_from(CHANNELS)), draw(st.sampled_from(ISAS)), draw(st.sampled_from(KINDS))
+    r, k = draw(st.integers(1, min(D // 2, 16))), draw(st.integers(1, 40))
+    local = draw(st.integers(0, k))
+    q, store = filled(D, lengths, cache, G, channels, r, k, local, H=H, seed=draw(st.integers(0, 99)), kv=kv)
+    # rows of q anywhere: an offset of one element, gaps between rows, heads and groups transposed
+    room = torch.full((B, G, H, D + 5), torch.nan, dtype=query)
+    strided = room[..., 1 : D + 1].transpose(1, 2)
+    strided.copy_(q)
+    k_new, v_new = torch.randn(2, D, B, H).to(cache).permute(0, 2, 3, 1)
+    one, two = store.fork(), store
+    ref.append(one, k_new, v_new)
+    with on(isa):
+        ops.append(two, k_new, v_new)
+    held(one, two)
+    compare("dense", isa, strided, two, D**-0.5, None, threads=draw(st.integers(1, 2)))
+    # choosing everything leaves nothing to a margin
+    compare("sparq", isa, strided, two, D**-0.5, None, D, 601, min(local, 600), "sqrt_d", True)

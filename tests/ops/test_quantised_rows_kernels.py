@@ -1,0 +1,160 @@
+"""The kernels that read and write rows of K and V in 8 and 4 bits, against the reference, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.ops import ref
+from skimkv.ops.cpu import library as native
+from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
+from skimkv.stores.slots import Slots
+from support.kernels import ISAS, NATIVE, TYPES, close, compare, exact, filled, held, on
+
+pytestmark = [
+    pytest.mark.skipif(not NATIVE, reason="the native library is not built"),
+    pytest.mark.parametrize("kv", ["int8", "int4"]),
+]
+every_isa = pytest.mark.parametrize("isa", ISAS)
+SIZES = [(16, "float32"), (12, "bfloat16"), (64, "bfloat16"), (80, "float16"), (100, "float32"), (128, "bfloat16")]
+SIZES += [(200, "float16"), (256, "float32")]
+
+
+@every_isa
+@pytest.mark.parametrize(("D", "dtype"), SIZES)
+def test_every_method(isa, D, dtype, kv):
+    """Over all positions, so that rounding changes no choice; then with the choice that stands out."""
+    lengths, scale, G = [700, 256, 1], D**-0.5, (1, 3, 8)[D % 3]
+    q, store = filled(D, lengths, TYPES[dtype], G, "none", 4, kv=kv)
+    for cap in (None, 5.0):
+        compare("dense", isa, q, store, scale, cap)
+    compare("dense", isa, q, store, scale, None, threads=3)
+    compare("sparq", isa, q, store, scale, None, 4, 701, 5, "coverage", True)
+    compare("topk", isa, q, store, scale, None, 701, False)
+    compare("topk", isa, q, store, scale, None, 701, True)
+    for channels in ("copy", "int8", "int4"):
+        q, store = filled(D, lengths, TYPES[dtype], G, channels, 4, kv=kv)
+        compare("sparq", isa, q, store, scale, None, 4, 701, 5, "coverage", True)
+    q, store = filled(D, lengths, TYPES[dtype], G, "none", 4, k=9, kv=kv)
+    for oracle in (False, True):
+        compare("topk", isa, q, store, scale, None, 9, oracle)
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("D", "G", "dtype", "scored"), [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 8, "float16", False)]
+)
+def test_slots(isa, D, G, dtype, scored, kv):
+    for capacity, seen in ((300, [300, 7]), (40, [95, 12]), (1, [1, 1])):
+        shape, type_ = Shape(2, 2, G, D), TYPES[dtype]
+        store = Slots(shape, type_, "cpu", capacity, scored=scored, kv=kv)
+        k, v = torch.randn(2, 2, 2, max(seen), D).to(type_)
+        store.append(k, v, [max(seen) - n for n in seen])
+        for b, n in enumerate(store.filled):
+            store.k[b, :, n:] = store.v[b, :, n:] = 255
+        q, new, recent = torch.randn(2, 2, G, D).to(type_), torch.randn(2, 2, 2, D).to(type_), [3, 0]
+        if scored:
+            store.score.uniform_()
+            for b, n in enumerate(store.filled):
+                store.pos[b, :, :n] = torch.stack([torch.randperm(seen[b])[:n] for _ in range(2)])
+        twin = exact(store)
+        want = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0, recent)
+        with on(isa, 2):
+            got = ops.slots(store, q, *new, D**-0.5, 9.0, recent)
+        assert (store.filled, store.lengths) == (twin.filled, twin.lengths)
+        for b, n in enumerate(store.filled):
+            assert torch.equal(store.k[b, :, :n], twin.k[b, :, :n]) and torch.equal(store.v[b, :, :n], twin.v[b, :, :n])
+            for name in ("score", "pos") if scored else ():
+                a, e = (getattr(s, name)[b, :, :n].double() for s in (store, twin))
+                torch.testing.assert_close(a, e, atol=1e-6, rtol=1e-4)
+            store.k[b, :, n:] = store.v[b, :, n:] = 0
+        close(got, want, store, q, D**-0.5)
+
+
+@every_isa
+@pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_append_writes_what_the_reference_writes(isa, channels, dtype, kv):
+    D, lengths = 72, [254, 510, 3]  # a group fills, then a chunk; the third row is short
+    _, one = filled(D, lengths, TYPES[dtype], 2, channels, kv=kv)
+    two = one.fork()
+    with on(isa):
+        for _ in range(6):
+            k, v = torch.randn(2, D, 2, 3).to(TYPES[dtype]).permute(0, 3, 2, 1)  # transposed, strided
+            ref.append(one, k, v)
+            ops.append(two, k, v)
+    held(one, two)
+
+
+@every_isa
+@pytest.mark.parametrize(
+    ("op", "args"), [("dense", ()), ("sparq", (8, 24, 6, "coverage", True)), ("topk", (24, False))]
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_step_that_appends_is_an_append_and_a_step(isa, op, args, threads, kv):
+    D, lengths = 24, [2302, 1790, 3]
+    q, one = filled(D, lengths, torch.bfloat16, 2, "copy" if op == "sparq" else "none", kv=kv)
+    two = one.fork()
+    with on(isa, threads):
+        for _ in range(3):
+            k, v = torch.randn(2, 3, 2, D).to(torch.bfloat16)
+            ops.append(one, k, v)
+            want = getattr(ops, op)(one, q, D**-0.5, None, *args)
+            assert torch.equal(getattr(ops, op)(two, q, D**-0.5, None, *args, (k, v)), want)
+    held(one, two)
+
+
+@every_isa
+@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e4])
+def test_low_rank_and_numbers_of_any_size(isa, scale, kv):
+    """K of 1e-5 to 1e4; where all numbers of a row are equal there is no step."""
+    normal = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
+    store = Full(
+        Shape(1, 2, 2, 64),
+        torch.float32,
+        "cpu",
+        "copy",
+        projection=torch.linalg.qr(normal).Q[..., :8].contiguous(),
+        kv=kv,
+    )
+    k, v = torch.randn(2, 1, 2, 40, 64)
+    k[:, :, 7], v[:, :, 9] = 0.5, -1.0
+    twin = store.fork()
+    store.append(k * scale, v)
+    with on(isa):
+        for i in range(40):
+            ops.append(twin, k[:, :, i] * scale, v[:, :, i])
+    held(store, twin)
+    compare("lowrank", isa, torch.randn(1, 2, 2, 64) / scale, twin, 0.1, None, 40)
+
+
+@every_isa
+def test_a_nan_in_a_key_is_a_nan_in_the_result(isa, kv):
+    for bad in (torch.nan, torch.inf):
+        store = Full(Shape(1, 2, 1, 64), torch.float32, kv=kv)
+        with on(isa):
+            for i in range(5):
+                k, v = torch.randn(2, 1, 2, 64)
+                if i == 2:
+                    k[0, 0, 33] = bad
+                ops.append(store, k, v)
+            y = ops.dense(store, torch.randn(1, 2, 1, 64), 0.125, None)
+        assert y[0, 0].isnan().all() and y[0, 1].isfinite().all()
+
+
+def test_what_the_library_refuses(kv):
+    q, store = filled(16, [300, 20], torch.float32, 2, "copy", kv=kv)
+    with on(None):
+        ops.dense(store, q, 0.25, None)
+        cache = store.pointers.cache
+        for bits, D, says in ((5, 16, "0 .as they are., 8 or 4"), (4, 15, "even D")):
+            cache.bits, cache.D = bits, D
+            with pytest.raises(ValueError, match=says):
+                ops.dense(store, q, 0.25, None)
+        cache.bits, cache.D = store.form.bits, 16
+        store.chunks[0].k = store.chunks[0].k[..., 1:]
+        with pytest.raises(ValueError, match=r"k is torch\.uint8"):
+            ops.dense(store, q, 0.25, None)
+    assert native.VERSION == 3

@@ -1,0 +1,154 @@
+"""Rows of K and V in 8 and 4 bits: the code by hand, its error, and what stores make of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from methods.test_laws import CODED, DTYPES, Stream, close, run
+from skimkv.methods import H2O, METHODS, Dense, SparQ, parse
+from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
+from skimkv.stores.rows import SPAN, Rows
+
+KINDS = ["int8", "int4"]
+
+
+def test_four_bits_by_hand():
+    """Ends 0 and 15: a step of 1. The first two channels are the low nibbles, the last two the high ones."""
+    x, form = torch.tensor([0.0, 15.0, 7.4, 7.6]), Rows(4, "int4")
+    held = form.encode(x)
+    assert held.tolist() == [0x00, 0x00, 0x80, 0x4B, 0x70, 0x8F]  # 15 is 0x4B80 in float16; codes 0, 15, 7, 8
+    assert form.decode(held, torch.float32).tolist() == [0, 15, 7, 8]
+
+
+def test_eight_bits_by_hand():
+    """Ends -1 and 50: a step of 1/5."""
+    x, form = torch.tensor([-1.0, 50.0, 0.05]), Rows(3, "int8")
+    held = form.encode(x)
+    assert held.tolist() == [0x00, 0xBC, 0x40, 0x52, 0, 255, 5]
+    torch.testing.assert_close(form.decode(held, torch.float32), torch.tensor([-1.0, 50.0, 0.0]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("D", [2, 16, 64, 80, 128, 200])
+@pytest.mark.parametrize("kv", KINDS)
+def test_the_error_is_half_a_step(kv, D, dtype):
+    torch.manual_seed(D)
+    form = Rows(D, kv)
+    for scale in (1.0, 1e-5, 3e3):
+        x = ((torch.randn(3, 5, D) + 2 * torch.randn(3, 5, 1)) * scale).to(dtype)
+        error = (form.decode(form.encode(x), torch.float64) - x.double()).abs()
+        for e, part in zip(error.split(SPAN, -1), x.double().split(SPAN, -1), strict=True):
+            low, high = part.aminmax(dim=-1, keepdim=True)
+            ends = torch.maximum(low.abs(), high.abs()) * 2**-11 + 2**-25  # float16
+            step = (high - low + 2 * ends) / (2**form.bits - 1)
+            assert (e <= step / 2 + ends + 1e-6 * part.abs().max()).all()
+
+
+def test_equal_numbers_have_no_step():
+    for kv in KINDS:
+        form = Rows(64, kv)
+        assert (form.decode(form.encode(torch.full((64,), -0.75)), torch.float32) == -0.75).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e6])
+@pytest.mark.parametrize("kv", KINDS)
+def test_what_float16_cannot_hold_is_nan(kv, bad):
+    """Only in the channels that share its ends."""
+    x, form = torch.randn(2, 128), Rows(128, kv)
+    x[0, 70] = bad
+    y = form.decode(form.encode(x), torch.float32)
+    assert y[0, 64:].isnan().all() and y[0, :64].isfinite().all() and y[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kv", "D", "width"), [("int4", 64, 36), ("int4", 128, 72), ("int8", 128, 136), ("int4", 80, 48)]
+)
+def test_bytes_of_a_row(kv, D, width):
+    """Of 4 bits 4.5, of 8 bits 8.5: 64 channels share 4 bytes."""
+    form = Rows(D, kv)
+    assert form.encode(torch.zeros(1, D)).nbytes == form.nbytes(1, torch.bfloat16) == width
+    assert sum(n * size for n, size in form.parts(1, torch.float32)) == width
+    store = Dense(kv=kv).store(Shape(1, 2, 1, D), torch.bfloat16)
+    store.append(*torch.zeros(2, 1, 2, 100, D, dtype=torch.bfloat16))
+    assert store.nbytes == 2 * 2 * 100 * width <= store.allocated == 2 * 2 * 256 * width
+
+
+# methods that choose by what is rounded to the cache's type choose the same in float32 only
+ROUNDED = [(spec, torch.float32) for spec in CODED]
+ROUNDED += [(s, torch.bfloat16) for s in CODED if not s.startswith(("LowRank", "SparQ", "H2O", "SubGen"))]
+
+
+@pytest.mark.parametrize(("spec", "dtype"), ROUNDED)
+def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
+    """The same method in float32 over the decoded stream: same choices, same outputs."""
+    method, shape = parse(spec), Shape(2, 2, 3, 16)
+    s, form = Stream.random(shape, 300, dtype), method.form(16)
+    decoded = Stream(s.q.float(), *(form.decode(form.encode(x), torch.float32) for x in (s.k, s.v)))
+    _, y = run(method, s, 280, pad=[0, 33])
+    _, plain = run(parse(spec.replace(f"kv='{method.kv}'", "")), decoded, 280, pad=[0, 33])
+    close(y, plain, dtype)
+
+
+@pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
+@pytest.mark.parametrize("kv", KINDS)
+def test_forgotten_tokens_leave_no_trace(kv, channels, backend):
+    shape, method = Shape(2, 2, 2, 16), SparQ(4, 12, mean_value=True, channels=channels, kv=kv)
+    s = Stream.random(shape, 301)
+    store, once = (method.store(shape, torch.float32) for _ in "ab")
+    store.append(s.k[:, :, :300], s.v[:, :, :300])
+    store.crop(100)
+    store.append(s.k[:, :, 200:300], s.v[:, :, 200:300])
+    once.append(s.k[:, :, :300], s.v[:, :, :300])
+    step = (s.q[..., 300, :], s.k[:, :, 300], s.v[:, :, 300])
+    twin = once.share([1])
+    a, b = (method.decode(x, *step, scale=0.25) for x in (store, once))
+    close(a, b, torch.float32)
+    close(method.decode(twin, *(x[1:] for x in step), scale=0.25), b[1:], torch.float32)
+    assert store.nbytes == once.nbytes
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_history_is_decoded_in_the_type_of_the_cache(kv):
+    s = Stream.random(Shape(1, 2, 1, 16), 30, torch.bfloat16)
+    for method in (Dense(kv=kv), H2O(30, kv=kv)):
+        store = method.store(Shape(1, 2, 1, 16), torch.bfloat16)
+        method.prefill(store, s.q, s.k, s.v, scale=0.25)
+        k, v = store.history(slice(0, 1))
+        assert k.dtype == v.dtype == torch.bfloat16 and k.shape == v.shape == s.k.shape
+        assert (k - s.k).abs().max() < (0.05 if kv == "int8" else 0.4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_spec_says_it_last(name):
+    required = {"SubGenStream": "delta=1, t=1, s=1", "SparQ": "r=2, k=4", "LowRank": "r=2, k=4", "Dense": ""}.get(
+        name, "k=32"
+    )
+    if name == "SubGenStream":
+        with pytest.raises(ValueError, match=r"samples.*'int4' must be None"):
+            parse(f"{name}({required}, kv='int4')")
+        return
+    method = parse(f"{name}(kv='int4', {required})")
+    assert method.kv == "int4" and repr(method).endswith("kv='int4')") and parse(repr(method)) == method
+    assert parse(f"{name}({required})").kv is None and "kv" not in repr(parse(f"{name}({required})"))
+
+
+@pytest.mark.parametrize("bad", ["int2", "INT4", "", 4, True, ["int4"], "copy"])
+def test_what_is_no_width(bad):
+    for make in (lambda: Dense(kv=bad), lambda: H2O(8, kv=bad), lambda: Full(Shape(1, 1, 1, 4), torch.float32, kv=bad)):
+        with pytest.raises(ValueError, match=r"^kv = .* must be None, 'int8' or 'int4'$"):
+            make()
+
+
+def test_four_bits_come_in_pairs():
+    with pytest.raises(ValueError, match="even head size, D = 13"):
+        Dense(kv="int4").store(Shape(1, 1, 1, 13), torch.float32)
+    assert Dense(kv="int8").store(Shape(1, 1, 1, 13), torch.float32).form.width == 17
+
+
+def test_kv_is_named():
+    with pytest.raises(ValueError, match="at most 0 arguments"):
+        parse("Dense('int4')")
+    with pytest.raises(TypeError):
+        Dense("int4")

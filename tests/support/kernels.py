@@ -1,0 +1,144 @@
+"""Stores for the tests of the C++ kernels, and the float64 reference they are held against."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from skimkv import ops
+from skimkv.ops import ref
+from skimkv.ops.cpu import library as native
+from skimkv.stores.base import Shape, _map
+from skimkv.stores.codes import GROUP
+from skimkv.stores.full import Full
+from skimkv.stores.slots import Slots
+
+NATIVE = ops.chosen("cpu")[0] == "cpu"
+ISAS = native.isas() if NATIVE else []
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@contextlib.contextmanager
+def on(isa, threads=1):
+    before = torch.get_num_threads()
+    native.force(isa)
+    torch.set_num_threads(threads)
+    try:
+        with ops.backend("cpu"):
+            yield
+    finally:
+        native.force(None)
+        torch.set_num_threads(before)
+
+
+def exact(store):
+    """The same store with its rounded contents in float64."""
+    twin = _map(store, lambda t: t.double() if t.is_floating_point() else t.clone())
+    twin.dtype = torch.float64
+    return twin
+
+
+def poison(store):
+    """NaN wherever no token is held."""
+    for b, n in enumerate(store.lengths):
+        for c in store.chunks:
+            at = max(0, n - c.start)
+            c.k[b, :, at:] = c.v[b, :, at:] = 255 if store.form.bits else torch.nan  # as ends of a row: NaN
+            if c.scale is not None:
+                c.scale[b, :, at // GROUP :] = torch.nan
+            elif c.index is not None:
+                c.index[b, ..., at:] = torch.nan
+        if store.tail is not None:
+            store.tail[b, ..., n % GROUP :] = torch.nan
+
+
+def filled(D, lengths, dtype, G, channels="copy", r=8, k=0, local=0, mean=True, projection=None, H=2, seed=0, kv=None):
+    """q and a store: r channels of q stand out, and k - local positions of K that agree with q in them."""
+    torch.manual_seed(seed)
+    shape, n = Shape(len(lengths), H, G, D), max(lengths)
+    sign = torch.randn(shape.B, H, D).sign()
+    big = torch.zeros(shape.B, H, D).scatter(2, torch.rand(shape.B, H, D).argsort(-1)[..., :r], 1.0)
+    size = torch.rand(shape.B, H, G, D)
+    q = (sign[:, :, None] * torch.where(big[:, :, None] > 0, 1 + size, 0.4 * size)).to(dtype)
+    K, V = torch.randn(2, shape.B, H, n, D).mul_(0.5)
+    for b, length in enumerate(lengths):
+        free = length - 1 - local  # candidates 0 .. free-1, moved to the end of the left-padded row
+        for h in range(H):
+            if k - local > 0 and free > 0:
+                top = torch.randperm(free)[: k - local] + n - length
+                K[b, h, top] += 5 * D**0.5 / r * sign[b, h] * big[b, h]
+    store = Full(shape, dtype, "cpu", channels, mean, projection, kv)
+    pads = [n - length for length in lengths]
+    first = n // 2  # two blocks, two chunks
+    for a, z in ((0, first), (first, n)):
+        cut = [min(max(p - a, 0), z - a) for p in pads]
+        if z > a:
+            store.append(K[:, :, a:z].to(dtype), (V[:, :, a:z] + 0.25).to(dtype), cut)
+    poison(store)
+    return q, store
+
+
+def margin(score, lengths, k, local):
+    """Least ratio between the last candidate taken and the first left, over rows that leave some."""
+    least = float("inf")
+    for b, n in enumerate(lengths):
+        free = n - 1 - local
+        if free > k - local > 0:
+            s = score[b, :, :free].sort(-1, descending=True).values
+            least = min(least, (s[:, k - local - 1] / s[:, k - local]).min().item())
+    return least
+
+
+def close(got, want, store, q, scale, factor=16.0):
+    """Error of float32 sums of D products in a logit, passed on to weights of values, and one rounding to q's type."""
+    slots = isinstance(store, Slots)
+    keys, values = (store.form.decode(getattr(store, x), torch.float64) if slots else store.whole(x) for x in "kv")
+    logit = scale * q.double().abs().sum(-1).max() * keys.double().nan_to_num(0).abs().max()
+    bound = factor * 2.0**-24 * (4 + logit) * values.double().nan_to_num(0).abs().max() + 2 * EPS[q.dtype] * want.abs()
+    worst = ((got.double() - want).abs() - bound).max().item()
+    assert worst <= 0, f"{worst:.3g} beyond {bound.max():.3g}"
+
+
+def compare(name, isa, q, store, *args, threads=1):
+    want = getattr(ref, name)(exact(store), q.double(), *args)
+    assert not want.isnan().any()
+    with on(isa, threads):
+        got = getattr(ops, name)(store, q, *args)
+    assert got.dtype == q.dtype and got.shape == q.shape
+    # integer weights of the coded index: 2^-16 of the largest, far below the codes' own rounding
+    close(got, want, store, q, args[0], 512.0 if store.bits else 16.0)
+    return got
+
+
+def held(one, two):
+    """All that the tokens of both stores occupy is equal; v_mean up to the order of its sums.
+
+    What is made of decoded rows is equal up to one rounding, which may move a code of the index.
+    """
+    poison(one), poison(two)
+    if one.form.bits:
+        for c, d in zip(one.chunks, two.chunks, strict=True):
+            assert torch.equal(c.k, d.k) and torch.equal(c.v, d.v)
+        every = torch.arange(one.R).expand(*one.shape[:2], -1)
+        x, y = (store.columns(every) for store in (one, two))
+        step = 1 / (2**one.bits - 1) if one.bits else 0
+        torch.testing.assert_close(x, y, rtol=0, atol=(2 * EPS[one.dtype] + 2 * step + 1e-5) * float(x.abs().max()))
+        if one.v_mean is not None:
+            torch.testing.assert_close(one.v_mean, two.v_mean, rtol=0, atol=2 * EPS[one.dtype] + 1e-6)
+        assert one.lengths == two.lengths
+        return
+    for c, d in zip(one.chunks, two.chunks, strict=True):
+        for x, y in ((c.k, d.k), (c.v, d.v), (c.scale, d.scale)):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+        if c.index is not None:
+            for b, n in enumerate(one.lengths):
+                at = max(0, n - c.start) if one.bits is None else max(0, n // GROUP * GROUP - c.start) * one.bits // 8
+                assert torch.equal(c.index[b, ..., :at], d.index[b, ..., :at])
+    for x, y, tolerance in ((one.tail, two.tail, 0), (one.v_mean, two.v_mean, 1e-6)):
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=0, atol=tolerance, equal_nan=True)
+    assert one.lengths == two.lengths
