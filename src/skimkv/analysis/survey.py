@@ -129,15 +129,6 @@ def served(model: Any) -> int:
     return count
 
 
-def blocks(held: Any) -> list[tuple[int, prompt.Block]]:
-    """(layer, what it read) of the layers of full attention, after `prompt.read`."""
-    found = []
-    for i, layer in enumerate(held.layers):
-        if isinstance(layer, Layer) and isinstance(layer.store, prompt.Block):
-            found.append((i, layer.store))
-    return found
-
-
 @torch.inference_mode()
 def survey(
     model: Any, pieces: Sequence[Sequence[int]], queries: int, clouds: int = 5, seed: int = 0,
@@ -150,7 +141,7 @@ def survey(
     each: list[dict[str, list[Tensor]]] = []
     values = []
     for piece in pieces:
-        held = blocks(prompt.read(model, torch.tensor([piece], device=model.device))[0])
+        held = prompt.blocks(prompt.read(model, torch.tensor([piece], device=model.device))[0])
         shapes = {block.shape for _, block in held}
         if len(shapes) > 1:
             raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")

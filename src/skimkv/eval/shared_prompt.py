@@ -64,6 +64,12 @@ def read(model: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Cache, Te
     return cache, logits[:, -1].float()
 
 
+def blocks(cache: Cache) -> list[tuple[int, Block]]:
+    """Return (layer number, its prompt) for every layer with full attention, from a cache that `read` filled."""
+    layers = enumerate(cache.layers)
+    return [(i, layer.store) for i, layer in layers if isinstance(layer, Layer) and isinstance(layer.store, Block)]
+
+
 def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Logits (B,n,V). mask (B, positions seen and these), None where nothing is padded."""
     if mask is not None:  # else a model counts the padding; rows that are done may be past the last position

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..analysis.survey import blocks
 from ..methods import Dense, SparQ
 from ..methods.base import Method
 from . import shared_prompt as prompt
@@ -106,7 +105,7 @@ class Scorer:
     def layers(self) -> list[tuple[Any, torch.dtype]]:
         """(shape, dtype) of each layer that a method serves."""
         held, _, _ = next(self._prompts())
-        return [(block.shape, block.dtype) for _, block in blocks(held)]
+        return [(block.shape, block.dtype) for _, block in prompt.blocks(held)]
 
     def _add(self, method: Method, number: int, nats: float, moved: int) -> None:
         record = {**self.key, "method": repr(method), "id": str(number), "score": nats, "bytes": moved}
