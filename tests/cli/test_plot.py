@@ -39,9 +39,9 @@ def drawn(monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
-    for name in ("curves", "heat", "speedup"):
+    for name in ("curves", "heat"):
         watch(plots, name)
-    for name in ("scaling", "ablation", "token"):
+    for name in ("scaling", "ablation", "token", "speedup"):
         watch(plots_sweeps, name)
     watch(plots_gpu, "sweep")
     return given

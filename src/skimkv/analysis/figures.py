@@ -13,8 +13,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from ..eval.figures import STYLES
 from ..methods.sparq import TEMPERATURES
+from ..plotting import STYLES
 from . import statistics as analysis
 from .survey import CENTRES, DELTAS, HOWS, TOP, Findings
 

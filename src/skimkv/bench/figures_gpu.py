@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from ..eval.figures import STYLES
 from ..methods import parse
+from ..plotting import STYLES
 from .figures_sweeps import _lengths, _plain
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from ..eval.figures import STYLES
+from ..plotting import STYLES
 
 
 def roofline(

@@ -10,7 +10,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ..eval.figures import STYLES, apart, curve, styles
+from ..plotting import STYLES
+from ..plotting import draw_scores as curve
+from ..plotting import line_styles as styles
+from ..plotting import shifted as apart
 
 Line = Sequence[tuple[float, float, float | None]]  # (tokens, mean, standard error)
 
@@ -151,5 +154,40 @@ def memory(rows: Sequence[Mapping[str, Any]], path: Path, shape: str) -> None:
     _plain(ax, f"Memory of a layer's cache: {shape}\nline: held; hollow: growth of the process's peak",
            "cached tokens N (log scale)", "MiB (log scale)")  # fmt: skip
     ax.legend(frameon=False, fontsize=8, loc="upper left")
+    fig.savefig(path)
+    plt.close(fig)
+
+
+def speedup(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Speed-up over our own dense attention against length, from the rows of `bench attention --json`.
+
+    One colour a method; dashed, what its bytes allow. The best of PyTorch's dense paths is a line of its own.
+    """
+    fig, ax = plt.subplots(figsize=(9, 5.4), dpi=150)
+    torch_rows = [r for r in rows if r.get("best_of_torch")]
+    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith("torch:") and n != "Dense()"]
+    for name, (colour, marker) in styles(names).items():
+        line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
+        x, measured, theory = zip(*line, strict=True)
+        ax.plot(x, theory, "--", color=colour, linewidth=1.2)
+        ax.plot(x, measured, "-", color=colour, marker=marker, linewidth=2, label=name)
+    if torch_rows:
+        ends = sorted((r["length"], r["speedup_dense"]) for r in torch_rows)
+        ax.plot(*zip(*ends, strict=True), ":", color="black", marker="x", label="PyTorch's best dense")
+    ax.axhline(1, color="0.4", linewidth=1)
+    lengths = sorted({r["length"] for r in rows})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    ax.minorticks_off()
+    ax.set_xlabel("cached tokens N")
+    ax.set_ylabel("times as fast as our dense attention")
+    ax.set_ylim(bottom=0)
+    ax.grid(color="0.92")
+    ax.spines[["top", "right"]].set_visible(False)
+    first = rows[0]
+    shape = "batch {batch}, {heads} query heads on {kv_heads}, head size {head_dim}, {dtype}".format(**first)
+    ax.set_title(f"Decode attention: {shape}\nsolid: measured, dashed: what the bytes allow", loc="left")
+    ax.legend(frameon=False, loc="upper left")
+    fig.tight_layout()
     fig.savefig(path)
     plt.close(fig)

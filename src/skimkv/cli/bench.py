@@ -157,7 +157,7 @@ def attention(
         result["faster_from"] = _faster_from(result["rows"])
     if plot is not None:
         from ..bench.figures_gpu import sweep as swept
-        from ..eval.figures import speedup
+        from ..bench.figures_sweeps import speedup
 
         (swept if sweep else speedup)(result["rows"], plot)
     if as_json:

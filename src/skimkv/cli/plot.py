@@ -50,12 +50,11 @@ def _bench(path: Path) -> list[dict[str, Any]] | None:
 def _speed(rows: list[dict[str, Any]], path: Path, out: Path) -> list[Path]:
     from ..bench import figures_gpu as plots_gpu
     from ..bench import figures_sweeps as plots_sweeps
-    from ..eval import figures as plots
 
     if len({row.get("batch") for row in rows if "speedup_best" in row}) > 1:
         plots_gpu.sweep(rows, out)
     elif rows and all({"speedup_dense", "speedup_theory", "length"} <= set(row) for row in rows):
-        plots.speedup(rows, out)
+        plots_sweeps.speedup(rows, out)
     elif rows and all({"ms", "ms_attention", "floor_ms", "length"} <= set(row) for row in rows):
         if not any(row["method"] == "Dense()" for row in rows):
             raise ValueError(f"{path}: Dense() is not among its methods, there is nothing to compare with")

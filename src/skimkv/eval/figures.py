@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -12,13 +11,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.transforms import ScaledTranslation, Transform
 
-# Okabe and Ito's colours and two more, told apart by all kinds of colour vision; the shapes tell them apart in grey.
-STYLES = [
-    ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"),
-    ("#E69F00", "v"), ("#56B4E9", "P"), ("#7F7F7F", "X"), ("#000000", "<"), ("#882255", "p"), ("#A89A00", ">"),
-]  # fmt: skip
+from ..plotting import draw_scores as curve
+from ..plotting import line_styles as styles
 
 
 def quality(points: Sequence[tuple[str, float, float, bool]], path: Path, title: str, subtitle: str) -> None:
@@ -81,83 +76,6 @@ def _label(ax: Axes, ends: list[tuple[float, float, str, str]], least: float) ->
     for place, (y, end, name, colour) in zip(at, ends, strict=True):
         ax.text(x / 1.06, place, name, ha="right", va="center", color=colour, weight="bold")
         ax.plot([x / 1.05, end / 1.02], [place, y], color=colour, linewidth=0.7, alpha=0.7)
-
-
-def speedup(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Speed-up over our own dense attention against length, from the rows of `bench attention --json`.
-
-    One colour a method; dashed, what its bytes allow. The best of PyTorch's dense paths is a line of its own.
-    """
-    fig, ax = plt.subplots(figsize=(9, 5.4), dpi=150)
-    torch_rows = [r for r in rows if r.get("best_of_torch")]
-    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith("torch:") and n != "Dense()"]
-    for name, (colour, marker) in styles(names).items():
-        line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
-        x, measured, theory = zip(*line, strict=True)
-        ax.plot(x, theory, "--", color=colour, linewidth=1.2)
-        ax.plot(x, measured, "-", color=colour, marker=marker, linewidth=2, label=name)
-    if torch_rows:
-        ends = sorted((r["length"], r["speedup_dense"]) for r in torch_rows)
-        ax.plot(*zip(*ends, strict=True), ":", color="black", marker="x", label="PyTorch's best dense")
-    ax.axhline(1, color="0.4", linewidth=1)
-    lengths = sorted({r["length"] for r in rows})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    ax.minorticks_off()
-    ax.set_xlabel("cached tokens N")
-    ax.set_ylabel("times as fast as our dense attention")
-    ax.set_ylim(bottom=0)
-    ax.grid(color="0.92")
-    ax.spines[["top", "right"]].set_visible(False)
-    first = rows[0]
-    shape = "batch {batch}, {heads} query heads on {kv_heads}, head size {head_dim}, {dtype}".format(**first)
-    ax.set_title(f"Decode attention: {shape}\nsolid: measured, dashed: what the bytes allow", loc="left")
-    ax.legend(frameon=False, loc="upper left")
-    fig.tight_layout()
-    fig.savefig(path)
-    plt.close(fig)
-
-
-def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker each; from the eleventh on, colours come again with other markers."""
-    n = len(STYLES)
-    return {name: (STYLES[i % n][0], STYLES[(i + i // n) % n][1]) for i, name in enumerate(names)}
-
-
-def apart(ax: Axes, i: int, n: int) -> Transform:
-    """Data coordinates for line i of n, moved up or down by a few points: equal results do not hide one another."""
-    shift = 0.6 * ((n - 1) / 2 - i) / 72
-    return ax.transData + ScaledTranslation(0, shift, ax.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
-
-
-def curve(
-    ax: Axes,
-    title: str,
-    points: Sequence[tuple[str, float, float, float | None]],
-    style: Mapping[str, tuple[str, str]],
-) -> None:
-    """One panel of `curves`."""
-    for _, _, mean, error in (point for point in points if point[0] == "Dense"):
-        ax.axhline(mean, color="0.45", linewidth=1.2, zorder=1)
-        ax.axhspan(mean - (error or 0), mean + (error or 0), color="0.45", alpha=0.12, linewidth=0, zorder=0)
-    names = list(dict.fromkeys(name for name, *_ in points if name in style))
-    for i, name in enumerate(names):
-        line = sorted(point[1:] for point in points if point[0] == name)
-        x, y, e = [p[0] for p in line], [p[1] for p in line], [p[2] or 0 for p in line]
-        colour, marker = style[name]
-        where = apart(ax, i, len(names))
-        ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3, transform=where)
-        low, high = ([a + sign * b for a, b in zip(y, e, strict=True)] for sign in (-1, 1))
-        if len(x) == 1:
-            ax.errorbar(x, y, e, color=colour, linewidth=1, zorder=2)
-        ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0, zorder=2)
-    for share in (2, 4, 8):
-        ax.axvline(1 / share, color="0.8", linestyle="--", linewidth=1, zorder=0)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks([1 / 8, 1 / 4, 1 / 2, 1], ["⅛", "¼", "½", "all"])
-    ax.minorticks_off()
-    ax.set_title(title, loc="left", fontsize=10, weight="bold")
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def curves(panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float | None]]]], path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from .figures import STYLES
+from ..plotting import STYLES
 
 WAYS = ("copy", "int8", "int4", "none")
 
