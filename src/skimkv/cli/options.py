@@ -1,0 +1,219 @@
+"""The options that several commands share, and the checks that need neither torch nor transformers.
+
+An option is a type here, so that a command only names it: `model: Model = "builtin"`. Its check runs while the
+command line is parsed, before anything heavy is imported, and raises ValueError with one line that says what to do.
+The console, the progress bar and `print_json` are in output.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+# Headings of the groups of options in a command's --help: rich_help_panel of an option.
+MODEL_OPTIONS = "Model options"
+OUTPUT_OPTIONS = "Output options"
+
+DTYPES = {
+    "float32": "float32", "fp32": "float32", "float": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16",
+    "float64": "float64",
+}  # fmt: skip
+
+
+def check_dtype(name: str) -> str:
+    """PyTorch's name of a number format: check_dtype("bf16") is "bfloat16". Raises ValueError if it is unknown."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        known = "float32 (fp32), bfloat16 (bf16) and float16 (fp16, half)"
+        raise ValueError(f"unknown dtype {name!r}; known are {known}") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch.dtype of that name or short name. Raises ValueError if the name is unknown."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, check_dtype(name))
+    return dtype
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch.device of that name. Raises ValueError if the name is unknown or this machine has no such device."""
+    import torch
+
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device {device!r} is unknown; write for example cpu, cuda or cuda:1") from None
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {device}: PyTorch sees no CUDA device here")
+        if place.index is not None and place.index >= torch.cuda.device_count():
+            raise ValueError(f"--device {device}: PyTorch sees only {torch.cuda.device_count()} CUDA devices here")
+    return place
+
+
+def quiet(model: str) -> None:
+    """Switch the Hub's progress bars off for a model on this disk. Call it before transformers is imported.
+
+    A model that is downloaded keeps its bars.
+    """
+    if model == "builtin" or Path(model).expanduser().exists():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ValueError unless a file can be written at `path`; `option` is the option's name for the message."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; create it first")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: this is a folder; give the name of a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} {path}: no permission to write there")
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises ValueError unless `path` is a folder that can be written to, or such a folder can be made there."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option} {path}: this is a file; give the name of a folder")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; create it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"{option} {path}: no permission to write there")
+
+
+def check_readable(option: str, path: Path) -> None:
+    """Raises ValueError unless `path` is a file that can be read."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: this is a folder; give the name of a file")
+    if not path.exists():
+        raise ValueError(f"{option} {path}: there is no such file")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{option} {path}: no permission to read it")
+
+
+def check_model(model: str) -> None:
+    """Raises ValueError if `model` can be nothing that exists: neither builtin, a file, a folder, nor a Hub id."""
+    path = Path(model).expanduser()
+    if model == "builtin":
+        return
+    if not model:
+        raise ValueError("--model is empty: give builtin, a folder, a GGUF file, or a Hugging Face id")
+    if path.is_dir():
+        if any(path.iterdir()) and not (path / "config.json").is_file():
+            raise ValueError(f"--model {model}: no config.json; give the folder of a Hugging Face checkpoint")
+    elif path.exists():
+        if not model.endswith(".gguf"):
+            raise ValueError(f"--model {model}: this file is not a GGUF file; give a folder, or a file *.gguf")
+    elif model[0] in "./~" or model.count("/") > 1 or model.endswith((".gguf", "/")):
+        raise ValueError(f"--model {model}: there is no such file or folder")
+
+
+# What typer calls with the option's value when it has parsed it.
+
+
+def _name(param: typer.CallbackParam) -> str:
+    return max(param.opts, key=len)
+
+
+def _dtype(value: str | None) -> str | None:
+    return None if value in (None, "auto") else check_dtype(value)
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"[a-z]+(:\d+)?", value):
+        raise ValueError(f"--device {value!r} is unknown; write for example cpu, cuda or cuda:1")
+    return value
+
+
+def _model(value: str) -> str:
+    check_model(value)
+    return value
+
+
+def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    if value is not None:
+        check_writable(_name(param), value)
+    return value
+
+
+def _folder(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    if value is not None:
+        check_folder(_name(param), value)
+    return value
+
+
+def _readable(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    if value is not None:
+        check_readable(_name(param), value)
+    return value
+
+
+# Options that differ between commands in their help only. Use: `out: Annotated[Path, output_file("...")] = Path(..)`.
+
+
+def output_file(help: str, option: str = "--out") -> Any:
+    """An option for a file to write; the folder of that file must exist."""
+    return typer.Option(option, help=help, metavar="FILE", callback=_writable, rich_help_panel=OUTPUT_OPTIONS)
+
+
+def output_folder(help: str, option: str = "--out") -> Any:
+    """An option for a folder to write into, which may have to be made."""
+    return typer.Option(option, help=help, metavar="FOLDER", callback=_folder, rich_help_panel=OUTPUT_OPTIONS)
+
+
+def input_file(help: str, option: str, panel: str | None = None) -> Any:
+    """An option for a file to read, which must exist."""
+    return typer.Option(option, help=help, metavar="FILE", callback=_readable, rich_help_panel=panel)
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="MODEL", callback=_model, rich_help_panel=MODEL_OPTIONS,
+        help="The model: builtin, a folder, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", callback=_dtype, rich_help_panel=MODEL_OPTIONS,
+        show_default="the checkpoint's own",
+        help="Number format of weights, activations and cache: float32, bfloat16 or float16.",
+    ),
+]  # fmt: skip
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", callback=_device, rich_help_panel=MODEL_OPTIONS,
+        help="The device to run on: cpu, cuda, or cuda:1 for the second GPU.",
+    ),
+]  # fmt: skip
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method", metavar="SPEC",
+        help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
+    ),
+]  # fmt: skip
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences that are decoded together.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed; the same seed gives the same result.")]
+Records = Annotated[
+    Path,
+    output_file("File of records (JSON Lines). New records are added; those it already holds are not computed again."),
+]
+Plot = Annotated[Path | None, output_file("Save a figure to this file (PNG, PDF or SVG).", "--plot")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object instead of text for people.", rich_help_panel=OUTPUT_OPTIONS),
+]

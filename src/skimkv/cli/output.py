@@ -1,0 +1,56 @@
+"""What the commands print: the console for tables, the progress bar, and the JSON object of --json.
+
+With --json the last line on stdout is one JSON object, and nothing else is printed there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """Print the answer of a command with --json: one object on one line of stdout."""
+    print(json.dumps(answer))
+
+
+def console(min_width: int = 0, stderr: bool = False) -> Console:
+    """A console for stdout or stderr. Where the output is not a terminal it is at least `min_width` columns wide."""
+    terminal = Console(highlight=False, stderr=stderr)
+    if terminal.is_terminal or terminal.width >= min_width:
+        return terminal
+    return Console(highlight=False, stderr=stderr, width=min_width)
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table: the first column is text that may wrap, the others hold numbers."""
+    made = Table(title=title, title_style="dim", title_justify="left")
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="right" if i else "left", overflow="fold")
+    return made
+
+
+def progress_bar(*more: ProgressColumn, keep: bool = False) -> Progress:
+    """The progress bar of every command, on stderr: use it in a `with`, and add a task to it.
+
+    A task without a total shows how much is done and the time it took. more: columns after the usual ones.
+    keep: the bar stays on the screen when it has ended.
+    """
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TimeElapsedColumn(), TimeRemainingColumn(), *more,
+    )  # fmt: skip
+    return Progress(*columns, console=Console(stderr=True), transient=not keep)
