@@ -1,3 +1,5 @@
+"""Settings for all tests: where the kernels run, threads, seeds, and the backends that a test can ask for."""
+
 from __future__ import annotations
 
 import os

@@ -1,0 +1,1 @@
+"""Helpers that several test files share: models, kernels and files to test with."""

@@ -1,0 +1,369 @@
+"""The structure of the source tree: who imports whom, what has a docstring, and that every test asserts something.
+
+Every rule reads the files with `ast` and runs nothing. A rule is a function that returns one line for each place where
+it is broken. The tests at the end break each rule on purpose in a small package of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "skimkv"
+TESTS = ROOT / "tests"
+
+# From the bottom to the top. A folder or module imports only from lines above its own, never from its neighbours in a
+# line. This is the one place where the order stands.
+ORDER = (
+    ("spec", "plotting"),
+    ("stores",),
+    ("ops",),
+    ("methods",),
+    ("hf", "testing"),
+    ("eval", "bench"),
+    ("analysis", "lm_eval"),
+    ("cli",),
+    ("models",),
+)
+LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
+FROM_ROOT = {"__version__", "__path__"}  # all that a module may import from `skimkv` itself
+
+# Files whose public names do not all have a docstring in whole sentences yet. A file leaves this list when they do.
+INCOMPLETE_DOCSTRINGS = frozenset("""
+    bench/attention.py bench/attention_gpu.py bench/cuda.py bench/roofline.py bench/token.py cli/app.py
+    eval/demo.py eval/figures_tune.py eval/generate.py eval/plan.py eval/run.py eval/shared_prompt.py
+    eval/tasks/__init__.py eval/tasks/answers.py eval/tasks/bpc.py eval/tasks/lines.py eval/tasks/needle.py
+    eval/tasks/passkey.py eval/tasks/record.py eval/tasks/repetition.py eval/tasks/source.py
+    eval/tasks/squad.py eval/tasks/summarise.py eval/tasks/triviaqa.py eval/tune.py hf/attach.py
+    hf/cuda_graph.py hf/layer.py hf/weights.py methods/base.py methods/dense.py methods/h2o.py
+    methods/lm_infinite.py methods/lowrank.py methods/sparq.py methods/sparse_transformer.py methods/subgen.py
+    methods/topk.py ops/__init__.py ops/cpu/library.py ops/cpu/views.py ops/gpu/kernels/dense.py
+    ops/gpu/kernels/sparq.py ops/gpu/kernels/stream.py ops/gpu/launch.py ops/gpu/tables.py ops/key_scores.py
+    ops/linear.py ops/prefill.py ops/ref.py stores/base.py stores/clusters.py stores/codes.py stores/full.py
+    stores/memory.py stores/rows.py stores/slots.py
+""".split())
+
+
+class Import(NamedTuple):
+    """One import statement, resolved: the module that it names, and the line where it stands."""
+
+    module: str
+    line: int
+
+
+def python_files(*folders: Path) -> list[Path]:
+    """Return every Python file in the folders and below, sorted by path."""
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    """Parse one file; a text that was parsed before is not parsed again."""
+    return parse_text(path.read_text(encoding="utf-8"))
+
+
+parse_text = functools.cache(ast.parse)
+
+
+def module_names(package: Path) -> dict[str, Path]:
+    """Return the modules of a package: their dotted names and their files."""
+    names = {}
+    for path in python_files(package):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
+    """Yield what a module imports at any depth: in functions, under TYPE_CHECKING, and by `import_module`.
+
+    `from .folder import name` yields the module `folder.name` where there is one, and otherwise the attribute's home,
+    `folder`. The root package yields the attribute itself, so that a rule can tell which one it is.
+    """
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    root = next(iter(known)).partition(".")[0]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            home = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{home}.{alias.name}"
+                yield Import(inner if inner in known or home == root else home, node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            for part in ast.walk(node.args[0]):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.startswith("."):
+                    yield Import(f"{package}{part.value}".rstrip("."), node.lineno)
+                elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield Import(part.value, node.lineno)
+
+
+def broken_order(package: Path) -> list[str]:
+    """Find imports that run upward or sideways, and imports of public names from the root package."""
+    known, found = module_names(package), []
+    root = package.name
+    for module, path in known.items():
+        if module == root:
+            continue
+        part = module.split(".")[1]
+        if part not in LEVEL:
+            found.append(f"{module}: ORDER does not name {part!r}")
+            continue
+        for target, line in imports(module, path, known):
+            if target.split(".")[0] != root:
+                continue
+            where, other = f"{module}:{line}", (target.split(".") + [""])[1]
+            if other not in LEVEL:
+                if other not in FROM_ROOT:
+                    found.append(f"{where} imports {other or root!r} from the root package")
+            elif other != part and LEVEL[other] >= LEVEL[part]:
+                found.append(f"{where} imports {target}, which stands beside or above it")
+    return found
+
+
+def circles(package: Path) -> list[str]:
+    """Find modules that import each other, directly or by way of others."""
+    known = module_names(package)
+    graph = {
+        module: {target for target, _ in imports(module, path, known) if target in known and target != module}
+        for module, path in known.items()
+        if module != package.name
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [" imports ".join(reversed(error.args[1]))]
+    return []
+
+
+def imports_of_matplotlib(package: Path) -> list[str]:
+    """Find imports of matplotlib outside the modules for figures, and those that run when a module is imported."""
+    found = []
+    for path in python_files(package):
+        tree, figures = parse(path), path.stem == "plotting" or path.stem.startswith("figures")
+        inner: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            if lazy or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+                inner.update(ast.walk(node))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.split(".")[0] == "matplotlib" for name in names) and not (figures and node in inner):
+                found.append(f"{path.relative_to(package)}:{node.lineno}")
+    return found
+
+
+def imports_of_tests(folder: Path) -> list[str]:
+    """Find imports of test files and of conftest.py; what tests share belongs in tests/support."""
+    found = []
+    for path in python_files(folder):
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            names = [alias.name for alias in node.names]
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(part == "conftest" or part.startswith("test_") for name in names for part in name.split(".")):
+                found.append(f"{path.relative_to(folder)}:{node.lineno}")
+    return found
+
+
+def missing_module_docstrings(*folders: Path) -> list[str]:
+    """Find files that do not say what they are for."""
+    return [str(path) for path in python_files(*folders) if not ast.get_docstring(parse(path))]
+
+
+def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (name, docstring) of every public function, class and method, without what @overload declares."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield prefix + node.name, ast.get_docstring(node) or ""
+            yield from public_definitions(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if not any(name.endswith(("overload", ".setter")) for name in decorators):
+                yield prefix + node.name, ast.get_docstring(node) or ""
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            yield from public_definitions(node.body, prefix)
+
+
+def poor_docstrings(path: Path) -> list[str]:
+    """Find public names without a docstring whose first paragraph is a sentence: a capital at the start, an end."""
+    found = []
+    for name, text in public_definitions(parse(path).body):
+        first = text.split("\n\n")[0].strip()
+        if not (re.match(r"[A-ZΑ-Ω]", first) and re.search(r"[.!?:][)\"'”`]*$", first)):
+            found.append(f"{name}: {first!r}")
+    return found
+
+
+ASSERTS = {"raises", "warns", "fail", "assert_close", "assert_allclose", "assert_array_equal"}
+
+
+def statements(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node of a function, but not those of functions that are defined in it."""
+    for node in ast.iter_child_nodes(function):
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from statements(node)
+
+
+def called(node: ast.AST) -> set[str]:
+    """Return the last names of everything that is called below a node: `raises` for `pytest.raises(...)`."""
+    calls = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+    return {ast.unparse(function).rpartition(".")[2] for function in calls}
+
+
+def asserting_names(trees: list[ast.Module]) -> set[str]:
+    """Return the names of functions that assert something, themselves or through another such function."""
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    names, before = set(ASSERTS), -1
+    while len(names) > before:
+        before = len(names)
+        for function in functions:
+            if any(isinstance(node, ast.Assert) for node in ast.walk(function)) or called(function) & names:
+                names.add(function.name)
+    return names
+
+
+def empty_tests(folder: Path, *helpers: Path) -> list[str]:
+    """Find tests that assert nothing, and tests with a `return`, which lets a case pass before it has asserted.
+
+    A helper that asserts counts, wherever under `folder` or among `helpers` it is defined.
+    """
+    trees = {path: parse(path) for path in python_files(folder)}
+    asserting = asserting_names([*trees.values(), *map(parse, helpers)])
+    found = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            where = f"{path.relative_to(folder)}:{node.lineno} {node.name}"
+            if not any(isinstance(part, ast.Assert) for part in ast.walk(node)) and not called(node) & asserting:
+                found.append(f"{where} asserts nothing")
+            if any(isinstance(part, ast.Return) for part in statements(node)):
+                found.append(f"{where} returns early")
+    return found
+
+
+def test_imports_run_downward_only() -> None:
+    assert broken_order(PACKAGE) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_only_figures_import_matplotlib_and_only_when_they_draw() -> None:
+    assert imports_of_matplotlib(PACKAGE) == []
+
+
+def test_no_test_imports_another() -> None:
+    assert imports_of_tests(TESTS) == []
+
+
+def test_every_file_has_a_docstring() -> None:
+    assert missing_module_docstrings(PACKAGE, TESTS, ROOT / "benchmarks") == []
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    paths = {str(path.relative_to(PACKAGE)): path for path in python_files(PACKAGE)}
+    found = {name: poor_docstrings(path) for name, path in paths.items() if name not in INCOMPLETE_DOCSTRINGS}
+    assert {name: poor for name, poor in found.items() if poor} == {}
+
+
+def test_every_test_asserts_something() -> None:
+    assert empty_tests(TESTS, *PACKAGE.glob("testing.py")) == []
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Make a package with one file for each argument; `a__b` is the file b.py of the folder a."""
+    package = folder / "skimkv"
+    for name, text in {"__init__": "", **files}.items():
+        path = package / f"{name.replace('___', '/_').replace('__', '/') if name != '__init__' else name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+@pytest.mark.parametrize("statement", [
+    "from ..methods import base",
+    "from ..methods.base import Method",
+    "from .. import methods",
+    "import skimkv.methods.base",
+    "def f():\n    from ..methods import base",
+    "if TYPE_CHECKING:\n    from ..methods import base",
+    "import_module('skimkv.methods.base')",
+    "importlib.import_module(f'skimkv.methods.base')",
+])  # fmt: skip
+def test_an_upward_import_is_seen(tmp_path: Path, statement: str) -> None:
+    downward = "from ..stores import full\nfrom ..stores.full import Full\nfrom .. import __version__, spec\nimport torch"
+    package = write(tmp_path, stores__full="", methods__base="", spec="", ops__kernel=downward)
+    assert broken_order(package) == []
+    (package / "ops" / "kernel.py").write_text(statement)
+    assert ["skimkv.ops.kernel" in line for line in broken_order(package)] == [True]
+
+
+@pytest.mark.parametrize(("files", "words"), [
+    ({"eval__run": "from ..bench import token", "bench__token": ""}, "eval.run:1 imports skimkv.bench.token"),
+    ({"ops__kernel": "from .. import attach"}, "'attach' from the root package"),
+    ({"ops__kernel": "import skimkv"}, "'skimkv' from the root package"),
+    ({"serve__main": ""}, "ORDER does not name 'serve'"),
+])  # fmt: skip
+def test_a_sideways_or_unknown_import_is_seen(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    (line,) = broken_order(write(tmp_path, **files))
+    assert words in line
+
+
+def test_a_circle_is_seen(tmp_path: Path) -> None:
+    chain = {"ops__a": "from . import b", "ops__b": "def f():\n    from .c import g"}
+    assert circles(write(tmp_path, **chain, ops__c="")) == []
+    (line,) = circles(write(tmp_path, **chain, ops__c="from .a import h"))
+    assert sorted(line.split(" imports ")[1:]) == ["skimkv.ops.a", "skimkv.ops.b", "skimkv.ops.c"]
+
+
+def test_an_import_of_matplotlib_is_seen(tmp_path: Path) -> None:
+    lazy = "if TYPE_CHECKING:\n    from matplotlib.axes import Axes\ndef draw():\n    import matplotlib.pyplot"
+    assert imports_of_matplotlib(write(tmp_path, eval__figures=lazy, plotting=lazy)) == []
+    package = write(tmp_path, eval__figures="from matplotlib.axes import Axes", plotting="", eval__run=lazy)
+    assert imports_of_matplotlib(package) == ["eval/figures.py:1", "eval/run.py:2", "eval/run.py:4"]
+
+
+@pytest.mark.parametrize("statement", ["from ops.test_gpu import case", "from . import test_gpu", "import conftest"])
+def test_an_import_of_a_test_is_seen(tmp_path: Path, statement: str) -> None:
+    folder = write(tmp_path, test_this=f"from support import kernels\n{statement}")
+    assert imports_of_tests(folder) == ["test_this.py:2"]
+
+
+@pytest.mark.parametrize(("text", "poor"), [
+    ('def f():\n    """Return one."""', []),
+    ('def f():\n    """Return one (see eq. 3).\n\n    x (n,)\n    """', []),
+    ("def f(): pass", ["f: ''"]),
+    ('def f():\n    """return one."""', ["f: 'return one.'"]),
+    ('def f():\n    """Return one"""', ["f: 'Return one'"]),
+    ('class A:\n    """An A."""\n\n    def f(self): pass\n    def _g(self): pass', ["A.f: ''"]),
+    ("class _A:\n    def f(self): pass\ndef _g(): pass", []),
+])  # fmt: skip
+def test_a_poor_docstring_is_seen(tmp_path: Path, text: str, poor: list[str]) -> None:
+    package = write(tmp_path, spec=text)
+    assert poor_docstrings(package / "spec.py") == poor
+    assert missing_module_docstrings(package) == [str(package / "__init__.py"), str(package / "spec.py")]
+
+
+def test_a_test_that_asserts_nothing_is_seen(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        support__help="def check(x):\n    assert x\n\ndef twice(x):\n    check(x)",
+        test_good="def test_a():\n    assert 1\ndef test_b():\n    help.twice(1)\ndef test_c():\n    with pytest.raises(E): f()",
+        test_poor="def test_d():\n    f()\ndef test_e(x):\n    if x:\n        return\n    assert x",
+    )
+    assert empty_tests(folder) == ["test_poor.py:1 test_d asserts nothing", "test_poor.py:3 test_e returns early"]
