@@ -18,8 +18,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..methods import parse
 from ..methods.base import Method
+from ..stores.base import Store
 from .compile import Compiled, compiled, use
-from .layer import BASES, Layer, attention, mask
+from .layer import BASES, AttentionLayer, Layer, attention, mask
 from .load import load
 from .supported import layers
 
@@ -39,11 +40,17 @@ class Cache(_Cache):
         _install(model)
         super().__init__(layers=[Layer(self.method) if served else own for own, served in layers(model)])
         self.positions = _positions(model)
-        self._open: Layer | None = None
+        self._open: AttentionLayer | None = None
 
     @property
-    def _ours(self) -> list[Layer]:
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
+    def _ours(self) -> list[AttentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
+    @property
+    def stores(self) -> list[Store]:
+        """The stores of the layers that the method serves, in the layers' order; none before the first block."""
+        stores = (layer.store for layer in self.layers if isinstance(layer, Layer))
+        return [store for store in stores if store is not None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -54,7 +61,7 @@ class Cache(_Cache):
                 "or changes its keys after caching them; make a new cache"
             )
         layer: Any = self.layers[layer_idx]
-        if isinstance(layer, Layer):
+        if isinstance(layer, AttentionLayer):
             self._open = layer
             if key_states.shape[2] > 1:
                 _check_positions(layer.seen + key_states.shape[2], self.positions)
@@ -81,16 +88,16 @@ class Cache(_Cache):
         return sum(layer.allocated for layer in self._ours) + self._library_bytes()
 
     def _library_bytes(self) -> int:
-        own: list[Any] = [layer for layer in self.layers if not isinstance(layer, Layer)]
+        own: list[Any] = [layer for layer in self.layers if not isinstance(layer, AttentionLayer)]
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in own if layer.is_initialized)
 
     @property
     def elements(self) -> int:
-        return sum(layer.store.elements for layer in self._ours if layer.store is not None)
+        return sum(store.elements for store in self.stores)
 
     @property
     def bytes(self) -> int:
-        return sum(layer.store.bytes for layer in self._ours if layer.store is not None)
+        return sum(store.bytes for store in self.stores)
 
 
 @dataclass

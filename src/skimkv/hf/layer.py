@@ -8,7 +8,9 @@ own attention and its own mask, unchanged.
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,29 +32,50 @@ HARMLESS = {"scaling", "softcap", "position_ids", "cache_position", "use_cache",
 HARMLESS |= {"token_type_ids", "labels", "logits_to_keep", "num_items_in_batch"}
 
 
-class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One attention layer's store, made at the first block. `seen` counts positions, padding included."""
+class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer of a cache that our attention function hands the model's blocks of new tokens to.
+
+    A subclass says what becomes of a block (`attend_block`) and how many tokens each row holds (`cached_tokens`).
+    `seen` counts positions, padding included.
+    """
 
     is_sliding = False
     is_compileable = False
-    is_croppable = True
     supports_early_init = False
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.method = method
-        self.record_past = False
-        self.prompt: int | None = None  # in assisted decoding: positions before this one are read, not verified
         self.reset()
 
     def reset(self) -> None:
-        self.store: Store | None = None
+        """Forget all tokens."""
         self.seen = 0
         self.pending: Tensor | None = None  # the values of an update that no attention call has consumed yet
         self.is_initialized = False
-        # Since the last crop, for stores that cannot forget: the store as it was, and each (q, k, v) decoded.
-        self.snapshot: Store | None = None
-        self.log: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def cached_tokens(self) -> list[int] | None:
+        """How many tokens each row of the batch holds, padding not included; None before the first block."""
+        raise NotImplementedError
+
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+    ) -> Tensor:
+        """Take n new tokens and attend with them: q (B,H,G,n,D) · k, v (B,H,n,D) -> (B,H,G,n,D).
+
+        The first pad[b] tokens of row b are padding. `seen` grows by n.
+        """
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cached tokens occupy."""
+        raise NotImplementedError
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are allocated, with room for growth."""
+        raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a store is made by the first attention call")
@@ -69,15 +92,76 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
     ) -> Tensor:
-        """Hand one block to the method: q (B,H*G,n,D) · k, v (B,H,n,D) -> (B,n,H*G,D)."""
+        """Attend with one block of the model: q (B,H*G,n,D) · k, v (B,H,n,D) -> (B,n,H*G,D)."""
         if self.pending is not v:
             raise RuntimeError("the model changed its values between cache and attention: it cannot be served")
-        (B, H, n, D), seen = k.shape, self.seen
+        B, H, n, D = k.shape
         pad = self._padding(mask, B, n)
-        q = q.unflatten(1, (H, -1))
+        y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
+        self.pending, self.is_initialized = None, True
+        return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
+
+    def _padding(self, mask: Tensor | None, B: int, n: int) -> list[int] | None:
+        """How many leading tokens of this block are padding, per row; None if none is."""
+        if mask is None or mask.ndim != 1:
+            kind = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+            raise ValueError(f"skimkv serves causal attention with left padding; the model made {kind}")
+        if error := getattr(mask, "error", None):
+            raise ValueError(error)
+        if getattr(mask, "start", self.seen) != self.seen:
+            raise RuntimeError("this cache is half updated, by a forward pass that was interrupted: make a new one")
+        pads: list[int] = mask.pads if hasattr(mask, "pads") else mask.tolist()  # a move between devices drops it
+        cached = self.cached_tokens
+        if cached is not None:
+            masked = [self.seen - min(p, self.seen) for p in pads]
+            if masked != cached:
+                raise ValueError(f"the attention mask says the cache holds {masked} tokens per row, it holds {cached}")
+        if not any(pads):
+            return None
+        pads = [min(max(p - self.seen, 0), n) for p in pads]
+        return pads if any(pads) else None
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """What transformers sizes its mask by: (length of keys, offset of the first key)."""
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Positions seen, padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """-1: the layer has no greatest length."""
+        return -1
+
+
+class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
+    """An attention layer whose tokens a method reads from its store, which is made at the first block."""
+
+    is_croppable = True
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.record_past = False
+        self.prompt: int | None = None  # in assisted decoding: positions before this one are read, not verified
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self.store: Store | None = None
+        # Since the last crop, for stores that cannot forget: the store as it was, and each (q, k, v) decoded.
+        self.snapshot: Store | None = None
+        self.log: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def cached_tokens(self) -> list[int] | None:
+        return None if self.store is None else self.store.lengths
+
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+    ) -> Tensor:
+        (B, H, n, D), seen = k.shape, self.seen
         if self.store is None:
             self.store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
-            self.is_initialized = True
         dense = n  # leading tokens of the block that are read; the rest is decoded token by token
         if self.prompt is not None:
             dense = min(max(self.prompt - seen, 0), n)
@@ -98,31 +182,30 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     self.snapshot = self.store.fork()
                 self.log.append(token)
             y.append(self.method.decode(self.store, *token, scale=scale, softcap=softcap)[..., None, :])
-        self.pending = None
         self.seen += n
-        out = y[0] if len(y) == 1 else torch.cat(y, 3)  # (B,H,G,n,D)
-        return out.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
+        return y[0] if len(y) == 1 else torch.cat(y, 3)
 
-    def _padding(self, mask: Tensor | None, B: int, n: int) -> list[int] | None:
-        """How many leading tokens of this block are padding, per row; None if none is."""
-        if mask is None or mask.ndim != 1:
-            kind = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
-            raise ValueError(f"skimkv serves causal attention with left padding; the model made {kind}")
-        if error := getattr(mask, "error", None):
-            raise ValueError(error)
-        if getattr(mask, "start", self.seen) != self.seen:
-            raise RuntimeError("this cache is half updated, by a forward pass that was interrupted: make a new one")
-        pads: list[int] = mask.pads if hasattr(mask, "pads") else mask.tolist()  # a move between devices drops it
-        if self.store is not None:
-            held = [self.seen - min(p, self.seen) for p in pads]
-            if held != self.store.lengths:
-                raise ValueError(
-                    f"the attention mask says the cache holds {held} tokens per row, it holds {self.store.lengths}"
-                )
-        if not any(pads):
-            return None
-        pads = [min(max(p - self.seen, 0), n) for p in pads]
-        return pads if any(pads) else None
+    def take_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+    ) -> None:
+        """Take a prompt whose attention was computed elsewhere; every later token is decoded. Shapes: attend_block."""
+        B, H, n, D = k.shape
+        self.store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+        self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        self.seen, self.is_initialized, self.prompt = n, True, 0
+
+    def copy_rows(self, rows: Sequence[int]) -> Layer:
+        """A layer of these rows of the batch, in this order, independent of this one; a row may come repeatedly.
+
+        Whole groups of a `Full` store are shared memory until one of the two layers writes there.
+        """
+        twin = copy.copy(self)
+        if isinstance(self.store, Full):
+            twin.store = self.store.share(rows)
+        elif self.store is not None:
+            twin.store = copy.copy(self.store)
+            twin._select(torch.tensor(rows))  # makes new tensors and leaves the old
+        return twin
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens. Full does it itself; other stores go back to the snapshot
@@ -173,15 +256,6 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.store is not None:
             self._select(torch.arange(self.store.shape.B)[torch.as_tensor(indices).cpu()])
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
     @property
     def nbytes(self) -> int:
         """What is held: the store, and while a draft is being verified what it takes to go back."""
@@ -197,7 +271,7 @@ def attention(
     base: str, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """query (B,Hq,n,D) · key, value (B,H,n,D) of a tagged block -> (B,n,Hq,D); anything else: the base."""
-    layer: Layer | None = getattr(key, "_skimkv", None)
+    layer: AttentionLayer | None = getattr(key, "_skimkv", None)
     if layer is not None:
         for name, given in kwargs.items():
             if given is not None and given is not False and name not in HARMLESS:
