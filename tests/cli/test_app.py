@@ -136,7 +136,7 @@ def test_generate_stops_at_the_last_position(capsys: pytest.CaptureFixture[str])
         (["generate", "--prompt", " \n"], "the prompt is empty"),
         (["generate", "--prompt", "x " * 5000], "does not fit the model's 4096 positions"),
         (["generate", "--prompt", "x", "--chat"], "no chat template"),
-        (["generate", "--prompt", "x", "--prompt-file", "y"], "not both"),
+        (["generate", "--prompt", "x", "--prompt-file", "README.md"], "not both"),
         (["generate", "--prompt-file", "no-such-file"], "no-such-file"),
         (["generate", "--prompt", "x", "--model", "tests"], "tests: no config.json"),
         (["generate", "--prompt", "x", "--dtype", "float23"], "float23"),

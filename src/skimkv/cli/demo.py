@@ -1,0 +1,95 @@
+"""`skimkv demo`: the bundled model answers questions about a long record, with every method at equal budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import output
+from .options import Json, Seed, output_file, quiet
+
+if TYPE_CHECKING:
+    from ..eval.demo import Row
+
+KEPT_ANSWERS = 0.9  # a method keeps dense attention's quality if it gives at least this share of its right answers
+
+
+def demo(
+    lines: Annotated[int, typer.Option(help="Number of lines of the record; a line has about 15 tokens.")] = 190,
+    asked: Annotated[int, typer.Option(help="Number of questions; each asks for one line of the record.")] = 20,
+    seed: Seed = 0,
+    out: Annotated[Path, output_file("Save the figure to this file (PNG, PDF or SVG).")] = Path("skimkv-demo.png"),
+    as_json: Json = False,
+) -> None:
+    """Ask the bundled model about a long record, with every method at equal budgets.
+
+    The demo needs no network and takes about a minute. It prints right answers, bytes and time for every method
+    beside dense attention, and draws a figure.
+
+    Example:
+
+        skimkv demo --lines 100 --asked 10
+    """
+    quiet("builtin")
+    import torch
+
+    from ..eval import demo as demonstration
+    from ..eval import figures
+
+    torch.set_num_threads(1)  # the model is too small to gain from more
+    run = demonstration.Demo(lines, asked, seed)
+    plan, left_out = run.plan()
+    tokens = run.prompt.shape[1]
+    setting = f"a record of {lines} lines, {tokens} tokens; {asked} lines asked for after it"
+    output.console(stderr=as_json).print(f"Bundled model, {run.where}: {setting}.", soft_wrap=True, markup=False)
+    with output.progress_bar() as bar:
+        task = bar.add_task("asking", total=len(plan) * asked)
+        rows = list(run.rows(plan, lambda: bar.advance(task)))
+    figures.quality([row.point() for row in rows], out, *_figure_title(rows, setting))
+    if as_json:
+        output.print_json({"rows": [row.json() for row in rows], "figure": str(out)})
+        return
+    _print_table(rows, left_out)
+    print(f"{demonstration.finding(rows)}\nFigure: {out}")
+
+
+def _print_table(rows: Sequence[Row], left_out: Sequence[str]) -> None:
+    """Print the rows, with a line under each budget, and what could not reach a budget."""
+    dense_bytes = rows[0].bytes_counted
+    table = output.table(
+        "one decode step, all layers", "method", "right", "of dense",
+        "elements\npredicted", "\ncounted", "bytes\npredicted", "\ncounted", "cache\nMB", "ms a\ntoken",
+    )  # fmt: skip
+    for i, row in enumerate(rows):
+        table.add_row(
+            repr(row.method), f"{row.correct}/{row.asked}", f"{row.bytes_counted / dense_bytes:.1%}",
+            *(f"{x:,}" for x in (row.elements_predicted, row.elements_counted, row.bytes_predicted, row.bytes_counted)),
+            f"{row.cache_bytes / 1e6:.2f}", f"{row.ms_per_token:.1f}",
+            end_section=i + 1 == len(rows) or rows[i + 1].share != row.share,
+        )  # fmt: skip
+    console = output.console(120)
+    console.print(table)
+    for line in left_out:
+        console.print(f"Left out: {line}.", style="dim", markup=False)
+
+
+def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:
+    """Two lines over the figure: the finding, and the conditions."""
+    dense = rows[0]
+    conditions = (
+        f"Bundled model; {setting}: no method knew the questions before.\n"
+        "Solid: all tokens are held and a part is read. Dotted: the rest was dropped for good."
+    )
+    least_share: dict[str, float] = {}
+    for row in rows[1:]:
+        if row.correct >= KEPT_ANSWERS * dense.correct:
+            name = type(row.method).__name__
+            least_share[name] = min(least_share.get(name, 1.0), row.bytes_counted / dense.bytes_counted)
+    if not least_share:
+        return "At these budgets no method keeps dense attention's answers", conditions
+    name = min(least_share, key=lambda n: least_share[n])
+    finding = f"{name} keeps at least {KEPT_ANSWERS:.0%} of dense attention's answers with {least_share[name]:.0%}"
+    return f"{finding} of its bytes", conditions

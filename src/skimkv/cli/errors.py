@@ -1,0 +1,43 @@
+"""How a command ends: exit status 0; 2 and one line on stderr after a mistake; 130 after Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+MISTAKE = 2
+INTERRUPTED = 130
+
+
+def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -> int:
+    """Run the command that `argv` names (by default the process's arguments) and return its exit status.
+
+    ValueError, OSError and a wrong command line become one line on stderr. Any other exception is a defect of the
+    program and is raised with its traceback.
+    """
+    try:
+        status = commands(argv, prog_name=name, standalone_mode=False)
+    except KeyboardInterrupt:
+        return fail("interrupted", INTERRUPTED)
+    except (ValueError, OSError) as error:
+        return fail(str(error))
+    except Exception as error:
+        # typer has its own copy of click from 0.26 on: its errors are known by their methods, not by their class
+        if type(error).__name__ == "Abort":
+            return fail("interrupted", INTERRUPTED)
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return MISTAKE
+        return fail(error.format_message())
+    return status if isinstance(status, int) else 0
+
+
+def fail(message: str, status: int = MISTAKE) -> int:
+    """Print the message as one line on stderr, and return the exit status."""
+    print("skimkv:", " ".join(message.split()), file=sys.stderr)
+    return status

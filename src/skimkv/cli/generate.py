@@ -1,0 +1,128 @@
+"""`skimkv generate`: continue a prompt with a method, and report what it cost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import output
+from .errors import INTERRUPTED, fail
+from .options import MODEL_OPTIONS, Dtype, Json, Model, input_file, quiet
+
+if TYPE_CHECKING:
+    from ..eval.generate import Result
+    from ..methods.base import Method
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The prompt. Without --prompt and --prompt-file it is read from stdin."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, input_file("A text file (UTF-8) that holds the prompt.", "--prompt-file")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template first.")] = False,
+    method: Annotated[
+        str, typer.Option(metavar="SPEC", help="The method with its parameters; `skimkv info` lists all methods.")
+    ] = "Dense()",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run dense attention as well, and show where the two texts differ.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; at 0 the most likely token is always taken.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling; without a temperature it has no effect.")] = 0,
+    model: Model = "builtin",
+    dtype: Dtype = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=MODEL_OPTIONS,
+            help="int8: quantise the weights to 8 bits while they are read. Those of a GGUF file are so already.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Continue a prompt with a method, and report what it cost.
+
+    Example:
+
+        skimkv generate --prompt "The king" --method "SparQ(r=16, k=64)" --compare
+
+    The text goes to stdout. Time per token, bytes moved per step and the cache's size go to stderr.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise ValueError("give --prompt or --prompt-file, not both")
+    if weights not in (None, "int8"):
+        raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
+    from ..methods import parse
+
+    parsed = parse(method)
+    text = _read_prompt(prompt, prompt_file)
+    quiet(model)
+    from ..eval import generate as generation
+    from ..hf.load import load
+
+    network, tokenizer = load(model, dtype=dtype, weights=weights)
+    ids = generation.encode(tokenizer, text, chat)
+
+    def run(method: Method) -> Result:
+        if as_json:
+            return generation.run(network, tokenizer, ids, method, max_new_tokens, temperature, seed)
+        if compare:
+            print(f"--- {method}")
+        result = generation.run(network, tokenizer, ids, method, max_new_tokens, temperature, seed, _write)
+        print("" if result.text.endswith("\n") else "\n", end="")
+        print(result.line(), file=sys.stderr)
+        return result
+
+    result = run(parsed)
+    answer: dict[str, Any] = result.json()
+    interrupted = result.interrupted
+    if compare and not interrupted:
+        dense = run(parse("Dense()"))
+        interrupted = dense.interrupted
+        differs_at = generation.part(result.text, dense.text)
+        answer["compare"] = {"dense": dense.json(), "differs_at": differs_at}
+        if not as_json:
+            print(_difference(result.text, dense.text, differs_at))
+    if as_json:
+        output.print_json(answer)
+    return fail("interrupted", INTERRUPTED) if interrupted else 0
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _difference(text: str, dense: str, differs_at: int | None) -> str:
+    """Where the method's text leaves dense attention's, for a person."""
+    if differs_at is None:
+        return f"--- the texts are equal, all {len(text)} characters"
+    start = max(0, differs_at - 20)
+    return (
+        f"--- the texts part at character {differs_at}, after {text[start:differs_at]!r}:\n"
+        f"    method: {text[differs_at : differs_at + 40]!r}\n"
+        f"    dense:  {dense[differs_at : differs_at + 40]!r}"
+    )
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from --prompt, --prompt-file or stdin. Raises ValueError if it is empty or not UTF-8 text."""
+    if prompt is None:
+        if file is None and sys.stdin.isatty():
+            print("Type the prompt; Ctrl-D on an empty line ends it.", file=sys.stderr)
+        try:
+            prompt = (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode()
+        except UnicodeDecodeError as error:
+            where = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{file or 'stdin'}: not UTF-8 text ({where})") from None
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    return prompt
