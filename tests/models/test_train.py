@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from typer import Typer
 
 import skimkv
-from skimkv.cli.app import carry_out
+from skimkv.cli.errors import carry_out
 from skimkv.eval.tasks.record import WORDS
 from skimkv.hf.load import BUILTIN
 from skimkv.models import folder, train

@@ -147,8 +147,9 @@ def main(
 
 
 if __name__ == "__main__":
-    from ..cli.app import carry_out
+    from ..cli.errors import carry_out
+    from ..cli.help import App
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = App()
     app.command()(main)
     raise SystemExit(carry_out(app, "skimkv.models.train"))
