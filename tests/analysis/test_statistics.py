@@ -1,17 +1,13 @@
-"""The statistics of skimkv analyse, worked by hand, and the command on the bundled model."""
+"""The statistics of skimkv analyse, worked by hand."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from skimkv.analysis import statistics as analysis
-from skimkv.cli.app import main
+from skimkv.analysis import statistics
 from skimkv.methods import SubGenStream
 from skimkv.stores.base import Shape
 
@@ -26,164 +22,121 @@ def qk():
 
 def test_scores_end_at_the_query(qk):
     q, k, at = qk
-    s = analysis.logits(q, k, at, 0.5).softmax(-1)
+    s = statistics.logits(q, k, at, 0.5).softmax(-1)
     assert torch.equal(s > 0, (torch.arange(N) <= at[:, None]).expand_as(s))
     h, g, i = 1, 0, 1
     by_hand = (k[h, :31] @ q[h, g, i] * 0.5).softmax(-1)
     torch.testing.assert_close(s[h, g, i, :31], by_hand)
-    capped = analysis.logits(q, k, at, 0.5, softcap=2.0)
+    capped = statistics.logits(q, k, at, 0.5, softcap=2.0)
     assert float(capped.max()) <= 2
 
 
 def test_top_mass():
     one_hot = torch.eye(5)
-    assert analysis.top_mass(one_hot, 1).tolist() == [1.0] * 5
+    assert statistics.top_mass(one_hot, 1).tolist() == [1.0] * 5
     even = torch.full((2, 64), 1 / 64)
-    assert analysis.top_mass(even, 32).tolist() == [0.5, 0.5]
-    assert analysis.top_mass(even, 100).tolist() == [1.0, 1.0], "more than there are: all of it"
+    assert statistics.top_mass(even, 32).tolist() == [0.5, 0.5]
+    assert statistics.top_mass(even, 100).tolist() == [1.0, 1.0], "more than there are: all of it"
 
 
 def test_kurtosis_and_tail():
     """+1 and -1 alike have z^4 = 1; one in 1 + 99 zeros has p = 0.01, z^4 mean (1 - 3p(1-p)) / (p(1-p))."""
-    assert analysis.kurtosis(torch.tensor([1.0, -1.0, 1.0, -1.0])).item() == pytest.approx(-2)
+    assert statistics.kurtosis(torch.tensor([1.0, -1.0, 1.0, -1.0])).item() == pytest.approx(-2)
     spike, p = torch.zeros(100), 0.01
     spike[7] = 5.0
-    assert analysis.kurtosis(spike).item() == pytest.approx((1 - 3 * p * (1 - p)) / (p * (1 - p)) - 3)
-    assert analysis.tail_mass(spike).item() == pytest.approx(0.01 / 0.0026998)
+    assert statistics.kurtosis(spike).item() == pytest.approx((1 - 3 * p * (1 - p)) / (p * (1 - p)) - 3)
+    assert statistics.tail_mass(spike).item() == pytest.approx(0.01 / 0.0026998)
     normal = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
-    assert analysis.kurtosis(normal).item() == pytest.approx(0, abs=0.03)
-    assert analysis.tail_mass(normal).item() == pytest.approx(1, abs=0.1)
+    assert statistics.kurtosis(normal).item() == pytest.approx(0, abs=0.03)
+    assert statistics.tail_mass(normal).item() == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("how", ["top", "group", "first", "random"])
-def test_all_channels_agree_wholly(qk, how):
+@pytest.mark.parametrize("channels", ["top", "group", "first", "random"])
+def test_with_all_channels_the_logits_are_exact(qk, channels):
     q, k, _ = qk
     exact = q @ k[:, None].mT
-    torch.testing.assert_close(analysis.projected(q, k, D, how), exact, atol=1e-4, rtol=1e-4)
-    assert analysis.agreement(exact, analysis.projected(q, k, D, how), 5).min() == 1
+    torch.testing.assert_close(statistics.approximate_logits(q, k, D, channels), exact, atol=1e-4, rtol=1e-4)
+    assert statistics.agreement(exact, statistics.approximate_logits(q, k, D, channels), 5).min() == 1
 
 
 def test_projections_by_hand():
     q = torch.tensor([[[[3.0, -4.0, 1.0]], [[5.0, 0.0, 2.0]]]])  # one KV head, two query heads
     k = torch.eye(3)[None]
-    assert analysis.projected(q, k, 1, "top")[0, :, 0].tolist() == [[0, -4, 0], [5, 0, 0]]
-    assert analysis.projected(q, k, 1, "group")[0, :, 0].tolist() == [[3, 0, 0], [5, 0, 0]], "8 against 4 and 3"
-    assert analysis.projected(q, k, 2, "first")[0, :, 0].tolist() == [[3, -4, 0], [5, 0, 0]]
+    assert statistics.approximate_logits(q, k, 1, "top")[0, :, 0].tolist() == [[0, -4, 0], [5, 0, 0]]
+    assert statistics.approximate_logits(q, k, 1, "group")[0, :, 0].tolist() == [[3, 0, 0], [5, 0, 0]], (
+        "8 against 4 and 3"
+    )
+    assert statistics.approximate_logits(q, k, 2, "first")[0, :, 0].tolist() == [[3, -4, 0], [5, 0, 0]]
 
 
-def test_agreement_counts_the_shared():
+def test_agreement_is_a_share_of_the_k_largest():
     a, b = torch.tensor([9.0, 8, 7, 1, 0]), torch.tensor([9.0, 0, 1, 8, 7])
-    assert analysis.agreement(a, b, 1).item() == 1
-    assert analysis.agreement(a, b, 2).item() == 0.5
-    assert analysis.agreement(a, b, 3).item() == pytest.approx(1 / 3)
+    assert statistics.agreement(a, b, 1).item() == 1
+    assert statistics.agreement(a, b, 2).item() == 0.5
+    assert statistics.agreement(a, b, 3).item() == pytest.approx(1 / 3)
 
 
 def test_alpha(qk):
     """With all channels it is the true mass at every temperature; with one channel, worked by hand."""
     q, k, at = qk
-    true = analysis.top_mass(analysis.logits(q, k, at, D**-0.5).softmax(-1), 4)
+    true = statistics.top_mass(statistics.logits(q, k, at, D**-0.5).softmax(-1), 4)
     for temperature in ("coverage", "sqrt_d", "sqrt_r"):
-        torch.testing.assert_close(analysis.coverage(q, k, at, D**-0.5, None, D, 4, temperature), true)
+        torch.testing.assert_close(statistics.estimated_alpha(q, k, at, D**-0.5, None, D, 4, temperature), true)
     q, k = torch.tensor([[[[3.0, 1.0, 0.0, 0.0]]]]), torch.zeros(1, 2, 4)
     k[0, 1, 0] = 2.0
     for temperature, tau in (("coverage", math.sqrt(4 * 3 / 4)), ("sqrt_d", 2.0), ("sqrt_r", 1.0)):
-        found = analysis.coverage(q, k, torch.tensor([1]), 0.5, None, 1, 1, temperature)
+        found = statistics.estimated_alpha(q, k, torch.tensor([1]), 0.5, None, 1, 1, temperature)
         assert found.item() == pytest.approx(1 / (1 + math.exp(-6 / tau))), temperature
 
 
 def test_correlation_ratio():
     rows = torch.randn(1, 50).expand(16, 50)  # the same along axis 0
-    assert analysis.correlation_ratio(rows, 0) == pytest.approx(1 - 16**-0.5)
+    assert statistics.correlation_ratio(rows, 0) == pytest.approx(1 - 16**-0.5)
     x = torch.tensor([[1.0, 3.0], [-1.0, -3.0]])  # means over axis 1: 2 and -2, over axis 0: 0 and 0
-    assert analysis.correlation_ratio(x, 1) == pytest.approx(2 / math.sqrt(5) - 2**-0.5)
-    assert analysis.correlation_ratio(x, 0) == pytest.approx(-(2**-0.5))
-    assert analysis.correlation_ratio(torch.randn(64, 4000), 0) == pytest.approx(0, abs=0.01)
+    assert statistics.correlation_ratio(x, 1) == pytest.approx(2 / math.sqrt(5) - 2**-0.5)
+    assert statistics.correlation_ratio(x, 0) == pytest.approx(-(2**-0.5))
+    assert statistics.correlation_ratio(torch.randn(64, 4000), 0) == pytest.approx(0, abs=0.01)
 
 
 def test_sparsity():
     """Keys of 0, one of them with a logit of 10 for every query: exp(-10) < 1% of it; before it all are alike."""
     n = 200  # more than a block of queries
     q, k = torch.ones(1, 1, n, 1), torch.zeros(1, n, 1)
-    assert analysis.sparsity(q, k, 1.0).item() == 0
+    assert statistics.sparsity(q, k, 1.0).item() == 0
     k[0, 0] = 10
-    assert analysis.sparsity(q, k, 1.0).item() == pytest.approx(sum(range(n)) / (n * (n + 1) / 2))
-    assert analysis.sparsity(q, k, 0.1).item() == 0, "1 in e is more than 1%"
+    assert statistics.sparsity(q, k, 1.0).item() == pytest.approx(sum(range(n)) / (n * (n + 1) / 2))
+    assert statistics.sparsity(q, k, 0.1).item() == 0, "1 in e is more than 1%"
 
 
 def test_power_law():
     x = torch.arange(1, 50).double()
-    assert analysis.power_law(x, 3 * x**-1.5) == (pytest.approx(-1.5), pytest.approx(1))
-    slope, fit = analysis.power_law(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([5.0, 5.0, 9.0]))
+    assert statistics.fit_power_law(x, 3 * x**-1.5) == (pytest.approx(-1.5), pytest.approx(1))
+    slope, fit = statistics.fit_power_law(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([5.0, 5.0, 9.0]))
     assert (slope, fit) == (0, 1), "a flat line; the pair with 0 is left out"
-    assert math.isnan(analysis.power_law(torch.ones(3), torch.ones(3))[0])
+    assert math.isnan(statistics.fit_power_law(torch.ones(3), torch.ones(3))[0])
 
 
-def test_by_token():
-    ids, count, score = analysis.by_token(torch.tensor([7, 3, 7, 9]), torch.tensor([1.0, 2.0, 4.0, 8.0]))
+def test_scores_by_token():
+    ids, count, score = statistics.scores_by_token(torch.tensor([7, 3, 7, 9]), torch.tensor([1.0, 2.0, 4.0, 8.0]))
     assert (ids.tolist(), count.tolist(), score.tolist()) == ([3, 7, 9], [1, 2, 1], [2.0, 5.0, 8.0])
 
 
-def test_founders_are_those_of_the_stream():
+def test_founders_are_those_of_the_streaming_store():
     line = torch.tensor([[0.0], [0.5], [2.0], [1.2], [0.9]])
-    assert analysis.founders(line, 1.0).tolist() == [True, False, True, False, False]
-    assert analysis.founders(line, 0.1).all()
+    assert statistics.cluster_founders(line, 1.0).tolist() == [True, False, True, False, False]
+    assert statistics.cluster_founders(line, 0.1).all()
     x = torch.randn(1, 1, 60, 4)
     store = SubGenStream(delta=1.5, t=2, s=4).store(Shape(1, 1, 1, 4), torch.float32)
     store.append(x, x)
-    assert 1 < int(store.m.sum()) == int(analysis.founders(x[0, 0], 1.5).sum()) < 60
+    assert 1 < int(store.m.sum()) == int(statistics.cluster_founders(x[0, 0], 1.5).sum()) < 60
 
 
-def test_windows():
-    assert analysis.windows([1, *range(10, 20)], 4, 9, bos=1) == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 16, 17, 18]]
-    assert analysis.windows(list(range(5)), 2, 1, bos=None) == [[0, 1]]
-    assert analysis.windows([1, 2], 3, 1, bos=1) == []
-    assert analysis.positions(10, 3).tolist() == [5, 7, 9]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("The mill stood by the river, and the river ran to the sea. " * 60)
-    return path
-
-
-def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "figures"
-    sizes = ["--tokens", "128", "--pieces", "2", "--queries", "3", "--clouds", "1"]
-    assert main(["analyse", "--text", str(text), *sizes, "--out", str(out), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tokens"], found["pieces"]) == (128, 2)
-    assert [row["layer"] for row in found["layers"]] == [0, 1, 2, 3]
-    for row in found["layers"]:
-        assert all(len(row[name]) == 4 for name in ("top_mass", "kurtosis", "tail_mass", "sparsity"))
-        assert all(0 < x <= 1.001 for x in row["top_mass"]) and all(0 <= x < 1 for x in row["sparsity"])
-    whole = [x["mean"] for x in found["agreement"] if x["r"] == 64]
-    assert len(whole) == 4 and min(whole) > 0.99, "all 64 channels"
-    assert set(found["alpha"]["off_by"]) == {"coverage", "sqrt_d", "sqrt_r"}
-    assert set(found["correlation_ratio"]) == {"batch", "sequence", "layer", "head", "channel"}
-    assert {(c["kind"], c["layer"]) for c in found["clusters"]} == {("keys", 0), ("values", 0)}
-    for path in found["figures"]:
-        assert Path(path).read_bytes().startswith(b"\x89PNG")
-    assert len(found["figures"]) == 4
-
-
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--tokens", "100"], "--tokens 100 must be at least 128"),
-    (["--tokens", "99999"], "has fewer than --tokens 99999"),
-    (["--text", "nowhere.txt"], "nowhere.txt: no such file"),
-    (["--out", "no/such/folder"], "--out no/such/folder"),
-    (["--clouds", "0"], "--clouds"),
-    (["--device", "toaster"], "'toaster' is unknown"),
-])  # fmt: skip
-def test_mistakes_are_one_line(argv, words, text, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert main(["analyse", "--text", str(text), *argv]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
-
-
-def test_without_scikit_learn(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    assert main(["analyse"]) == 2
-    err = capsys.readouterr().err
-    assert "pip install 'skimkv[analyse]'" in err and err.count("\n") == 1
+def test_pieces_of_a_text():
+    assert statistics.split_into_pieces([1, *range(10, 20)], 4, 9, bos=1) == [
+        [1, 10, 11, 12],
+        [1, 13, 14, 15],
+        [1, 16, 17, 18],
+    ]
+    assert statistics.split_into_pieces(list(range(5)), 2, 1, bos=None) == [[0, 1]]
+    assert statistics.split_into_pieces([1, 2], 3, 1, bos=1) == []
+    assert statistics.query_positions(10, 3).tolist() == [5, 7, 9]

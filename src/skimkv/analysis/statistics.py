@@ -1,7 +1,7 @@
-"""What the papers' methods rest on, measured: sparse scores, heavy-tailed queries, heavy hitters, clustered keys.
+"""Statistics of attention that the papers' methods rest on: sparse scores, heavy-tailed queries, clustered keys.
 
-Each statistic is a pure function of one layer's queries q (H,G,m,D) at the positions `at` (m,) and its keys
-k (H,n,D), float32, or of scores that are made of them. How a model is run for them: survey.py.
+Every statistic is a pure function of float32 tensors of one layer: queries q (H,G,m,D) at the positions `at` (m,), the
+keys k (H,n,D) of the same text, or attention scores made of both. survey.py runs a model to obtain them.
 """
 
 from __future__ import annotations
@@ -18,78 +18,88 @@ from ..ops.prefill import softcapped
 from ..stores.base import Shape
 
 GAUSSIAN_TAIL = 0.0026998  # the mass of a normal distribution beyond three standard deviations
-SHOWN = 0.01  # of a row's maximum: what is less counts as nothing (H2O section 3.1)
-BLOCK = 128  # queries at a time where all of a prompt are used
+NEGLIGIBLE = 0.01  # a score below this part of the largest in its row counts as zero (H2O section 3.1)
+QUERY_BLOCK = 128  # queries that are scored at a time where every query of a prompt is used
 
 
 def logits(q: Tensor, k: Tensor, at: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """SparQ eq. 4 before its softmax, -inf after each query's own position -> (H,G,m,n)."""
+    """Compute causal attention logits, -inf after each query's own position -> (H,G,m,n). SparQ eq. 4."""
     x = softcapped(q @ k[:, None].mT * scale, softcap)
     return x.masked_fill(torch.arange(k.shape[1], device=k.device) > at[:, None], -torch.inf)
 
 
-def top_mass(s: Tensor, k: int) -> Tensor:
-    """The mass of the k largest scores (SparQ fig. 4a, 4b). s (...,n), rows that sum to 1 -> (...)."""
-    return s.topk(min(k, s.shape[-1]), -1).values.sum(-1)
+def top_mass(scores: Tensor, k: int) -> Tensor:
+    """Sum the k largest scores of each row: (...,n) rows that sum to 1 -> (...). SparQ fig. 4a and 4b."""
+    return scores.topk(min(k, scores.shape[-1]), -1).values.sum(-1)
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Fisher's, of the population: the mean of z^4, less 3; 0 for a Gaussian (SparQ fig. 4d, E1). (...,n) -> (...)."""
-    return _standard(x).pow(4).mean(-1) - 3
+    """Compute Fisher's kurtosis of the population, mean(z^4) - 3: (...,n) -> (...). SparQ fig. 4d and E1.
+
+    A Gaussian has 0; heavier tails have more.
+    """
+    return _standardised(x).pow(4).mean(-1) - 3
 
 
 def tail_mass(x: Tensor) -> Tensor:
-    """The share of |z| > 3 over a Gaussian's 0.27% (SparQ fig. E1). (...,n) -> (...)."""
-    return (_standard(x).abs() > 3).double().mean(-1) / GAUSSIAN_TAIL
+    """Divide the share of entries beyond three standard deviations by a Gaussian's: (...,n) -> (...). SparQ fig. E1."""
+    return (_standardised(x).abs() > 3).double().mean(-1) / GAUSSIAN_TAIL
 
 
-def _standard(x: Tensor) -> Tensor:
+def _standardised(x: Tensor) -> Tensor:
     x = x.double()
     return (x - x.mean(-1, keepdim=True)) / x.std(-1, correction=0, keepdim=True)
 
 
-def projected(q: Tensor, k: Tensor, r: int, how: str) -> Tensor:
-    """q K^T seen through r dimensions (SparQ fig. 4e, E2) -> (H,G,m,n), neither scaled nor masked.
+def approximate_logits(q: Tensor, k: Tensor, r: int, channels: str) -> Tensor:
+    """Compute q K^T from r dimensions only -> (H,G,m,n), neither scaled nor masked. SparQ fig. 4e and E2.
 
-    how: "top", the r largest of |q|; "group", of its sum over the group (section 4); "first", the first r;
-    "random", an orthonormal projection, that of LowRank.
+    channels says which dimensions are used: "top", the r channels where |q| is largest; "group", those where |q| summed
+    over the query group is largest (section 4); "first", the first r channels; "random", the orthonormal projection of
+    the method LowRank.
     """
-    if how == "random":
+    if channels == "random":
         shape = Shape(1, q.shape[0], q.shape[1], q.shape[-1])
         P = LowRank(r, 1).store(shape, q.dtype, q.device).projection
         assert P is not None  # (H,D,r)
         return (q @ P[:, None].to(q.dtype)) @ (k @ P.to(k.dtype))[:, None].mT
-    if how == "first":
+    if channels == "first":
         return q[..., :r] @ k[:, None, :, :r].mT
-    size = q.abs() if how == "top" else q.abs().sum(1, keepdim=True).expand_as(q)
-    return (q * torch.zeros_like(q).scatter_(-1, size.topk(r, -1).indices, 1)) @ k[:, None].mT
+    size = q.abs() if channels == "top" else q.abs().sum(1, keepdim=True).expand_as(q)
+    chosen = torch.zeros_like(q).scatter_(-1, size.topk(r, -1).indices, 1)
+    return (q * chosen) @ k[:, None].mT
 
 
 def agreement(x: Tensor, y: Tensor, k: int) -> Tensor:
-    """The share of the k largest of x that are among the k largest of y (SparQ fig. 4e, E2). (...,n) -> (...)."""
+    """Compute how many of the k largest of x are among the k largest of y, as a share: (...,n) -> (...).
+
+    SparQ fig. 4e and E2 call it top-k agreement.
+    """
     a, b = (torch.zeros_like(t, dtype=torch.bool).scatter_(-1, t.topk(k, -1).indices, True) for t in (x, y))
     return (a & b).sum(-1) / k
 
 
-def coverage(
+def estimated_alpha(
     q: Tensor, k: Tensor, at: Tensor, scale: float, softcap: float | None, r: int, count: int, temperature: str
 ) -> Tensor:
-    """alpha: the mass that the scores from r channels, at that temperature, give to their `count` largest.
+    """Estimate alpha from r channels: the mass of the `count` largest approximate scores -> (H,G,m).
 
-    SparQ eq. 7, 9 and 10, fig. 4f, where it is compared with `top_mass` of the exact scores -> (H,G,m).
+    SparQ eq. 7, 9 and 10, and fig. 4f, which compares it with `top_mass` of the exact scores. temperature is a field of
+    the method SparQ.
     """
     x = q.permute(2, 0, 1, 3)  # (m,H,G,D): the queries as the batch
     index = ref.top_channels(x, r)
     chosen = torch.zeros_like(x[:, :, 0]).scatter_(-1, index, 1)[:, :, None]
-    each = x * chosen * ref.temperature_scale(x, index, scale, temperature)
-    return top_mass(logits(each.permute(1, 2, 0, 3), k, at, 1.0, softcap).softmax(-1), count)
+    x = x * chosen * ref.temperature_scale(x, index, scale, temperature)
+    return top_mass(logits(x.permute(1, 2, 0, 3), k, at, 1.0, softcap).softmax(-1), count)
 
 
 def correlation_ratio(x: Tensor, axis: int) -> float:
-    """eta, the standard deviation of the means along an axis over that of all, less d^-0.5 for its d entries.
+    """Compute the excess correlation ratio of x along an axis with d entries. SparQ table 1.
 
-    SparQ table 1: 0 for independent entries, 1 - d^-0.5 where x does not change along the axis. Where it is large
-    along the sequence, one mean stands for many values.
+    It is eta, the standard deviation of the means along the axis over that of all entries, minus d^-0.5. Independent
+    entries give 0; an x that does not change along the axis gives 1 - d^-0.5. Where it is large along the sequence, one
+    mean can stand for many values.
     """
     x = x.float()
     d: int = x.shape[axis]
@@ -97,27 +107,28 @@ def correlation_ratio(x: Tensor, axis: int) -> float:
 
 
 def sparsity(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """The share of a prompt's causal scores below 1% of their row's largest (H2O section 3.1, fig. 2a).
+    """Compute the share of a prompt's causal scores below 1% of their row's largest -> (H,G). H2O section 3.1, fig. 2a.
 
-    q (H,G,n,D) · k (H,n,D), all queries of the prompt -> (H,G). The zeros of the causal mask are not counted.
+    q (H,G,n,D) and k (H,n,D) hold all positions of the prompt. The zeros of the causal mask are not counted.
     """
     n = k.shape[1]
     small = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-    for start in range(0, n, BLOCK):
-        at = torch.arange(start, min(start + BLOCK, n), device=q.device)
+    for start in range(0, n, QUERY_BLOCK):
+        at = torch.arange(start, min(start + QUERY_BLOCK, n), device=q.device)
         x = logits(q[:, :, at], k, at, scale, softcap)
-        below = (x - x.amax(-1, keepdim=True)).exp() < SHOWN
+        below = (x - x.amax(-1, keepdim=True)).exp() < NEGLIGIBLE
         small += (below & (x > -torch.inf)).sum((-1, -2))
     return small / (n * (n + 1) // 2)
 
 
-def power_law(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """The exponent p of y = c x^p by least squares on the logarithms, and the R^2 of that line; positive pairs only.
+def fit_power_law(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Fit y = c x^p by least squares on the logarithms of the positive pairs; return p and the R^2 of the fit.
 
-    H2O section 3.2 for accumulated scores against their rank; SubGen section 2.2 for clusters against tokens.
+    H2O section 3.2 does so for accumulated scores against their rank, SubGen section 2.2 for clusters against tokens.
+    Both numbers are nan where fewer than two different x are positive.
     """
-    held = (x > 0) & (y > 0)
-    a, b = x[held].double().log(), y[held].double().log()
+    positive = (x > 0) & (y > 0)
+    a, b = x[positive].double().log(), y[positive].double().log()
     a, b = a - a.mean(), b - b.mean()
     if len(a) < 2 or not float(a.square().sum()):
         return float("nan"), float("nan")
@@ -126,43 +137,47 @@ def power_law(x: Tensor, y: Tensor) -> tuple[float, float]:
     return p, 1 - float((b - p * a).square().sum()) / total if total else 1.0
 
 
-def by_token(ids: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of the vocabulary that occur, how often, and the scores that they received in all (H2O fig. 2).
+def scores_by_token(ids: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the scores of equal tokens: ids (n,) int64, score (n,) -> ids (t,), counts (t,), sums (t,). H2O fig. 2.
 
-    ids (n,) int64 · score (n,) -> ids (t,), counts (t,), sums (t,).
+    The t different tokens come in ascending order; a count says how often a token occurs.
     """
-    found, place, count = ids.unique(return_inverse=True, return_counts=True)
-    return found, count, torch.zeros(len(found), dtype=score.dtype).scatter_add_(0, place, score)
+    tokens, place, counts = ids.unique(return_inverse=True, return_counts=True)
+    return tokens, counts, torch.zeros(len(tokens), dtype=score.dtype).scatter_add_(0, place, score)
 
 
-def founders(x: Tensor, delta: float) -> Tensor:
-    """Which points open a cluster in SubGen's algorithm 1: those farther than delta from every founder before.
+def cluster_founders(x: Tensor, delta: float) -> Tensor:
+    """Tell which points open a cluster in SubGen's algorithm 1: (n,D) -> (n,) bool.
 
-    x (n,D) -> (n,) bool; its cumulative sum is m(n), the clusters after n tokens (definition 1).
+    Those are the points farther than delta from every founder before them. The cumulative sum is m(n), the number of
+    clusters after n tokens (definition 1).
     """
     near = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") <= delta
-    covered, founds = (torch.zeros(len(x), dtype=torch.bool) for _ in range(2))
+    covered, founders = (torch.zeros(len(x), dtype=torch.bool) for _ in range(2))
     while not bool(covered.all()):
         i = int(covered.int().argmin())
-        founds[i] = True
+        founders[i] = True
         covered |= near[i]
         covered[i] = True
-    return founds
+    return founders
 
 
 def median_distance(x: Tensor) -> float:
-    """Between two different points of x (n,D): the unit in which a delta says how coarse its clusters are."""
+    """Return the median distance between two points of x (n,D), the unit in which a delta is easiest to read."""
     return float(torch.pdist(x).median())
 
 
-def positions(n: int, count: int) -> Tensor:
-    """`count` positions evenly over the second half of n, the last among them: each sees half of the text or more."""
+def query_positions(n: int, count: int) -> Tensor:
+    """Spread `count` positions evenly over the second half of n tokens, the last token among them -> (count,) int64.
+
+    Every query then sees at least half of the text.
+    """
     at: Tensor = torch.linspace(n // 2, n - 1, count).round().long().unique()
     return at
 
 
-def windows(ids: Sequence[int], n: int, count: int, bos: int | None) -> list[list[int]]:
-    """Up to `count` pieces of n tokens in a row; each begins with bos if the whole does."""
+def split_into_pieces(ids: Sequence[int], n: int, count: int, bos: int | None) -> list[list[int]]:
+    """Cut ids into up to `count` pieces of n tokens; each piece begins with the token bos if the whole does."""
     first = [bos] if bos is not None and ids[0] == bos else []
     rest, step = list(ids[len(first) :]), n - len(first)
     return [first + rest[a : a + step] for a in range(0, len(rest) - step + 1, step)][:count]

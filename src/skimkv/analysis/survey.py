@@ -1,128 +1,153 @@
-"""A model reads pieces of a text, and analysis.py's statistics are taken of every layer and head: `skimkv analyse`."""
+"""Let a model read pieces of a text, and take the statistics of every layer and head: `skimkv analyse`."""
 
 from __future__ import annotations
 
 import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..eval import shared_prompt as prompt
+from ..eval import shared_prompt
 from ..hf.attach import Cache
 from ..hf.layer import Layer
 from ..methods import Dense
 from ..methods.sparq import TEMPERATURES
 from ..methods.subgen import k_centres
-from . import statistics as analysis
+from ..stores.base import Shape
+from . import statistics
 
-TOP = 32  # positions, of SparQ fig. 4a
-CENTRES = 16  # of SubGen fig. 1
-DELTAS = (0.25, 0.5, 0.75, 1.0)  # of the median distance
-HOWS = {
+TOP = 32  # the largest scores whose mass is measured (SparQ fig. 4a)
+CENTRES = 16  # centres that greedy k-centre draws in a cloud (SubGen fig. 1)
+DELTAS = (0.25, 0.5, 0.75, 1.0)  # cluster radii, in units of the median distance
+# How r dimensions are chosen: the names that `statistics.approximate_logits` takes, and what figures call them.
+CHANNEL_CHOICES = {
     "top": "r largest of |q|",
     "group": "r largest, one choice a group",
     "first": "first r",
     "random": "random projection",
 }
-LEAST = 4 * TOP  # tokens of a piece: half are history, of which the top 32 must be a choice
+LEAST_TOKENS = 4 * TOP  # of a piece: queries see at least half of it, of which the top 32 must be a choice
 
 
-@dataclass
+class Grid(NamedTuple):
+    """The parameters at which agreement and alpha are measured; they follow from the heads and the piece's length."""
+
+    r: list[int]  # channels
+    k: list[int]  # positions
+    channels: list[str]  # keys of CHANNEL_CHOICES
+    alpha: tuple[int, int]  # (r, k) where alpha is estimated
+
+
+@dataclass(frozen=True)
 class Cloud:
-    """The keys or values of one head of one piece: (n,2) t-SNE places, its k-centre points, m(n) for each delta."""
+    """The keys or the values of one head in one piece, as points: their map in two dimensions and their clusters."""
 
     layer: int
     head: int
-    kind: str
-    places: Tensor
-    centres: Tensor
+    kind: str  # "keys" or "values"
+    places: Tensor  # (n,2): by t-SNE
+    centres: Tensor  # indices of the points that greedy k-centre chose
     deltas: list[float]
-    clusters: list[Tensor]
+    clusters: list[Tensor]  # for each delta m(n): (n,)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Findings:
-    """E pieces, L layers, heads = H G query heads, m queries each. `layers` are those of full attention."""
+    """What was measured: E pieces of n tokens, L layers with full attention, m queries for each of H G query heads.
+
+    In the shapes below, `heads` is H G.
+    """
 
     layers: list[int]
     tokens: int
-    r: list[int]
-    k: list[int]
-    coverage: tuple[int, int]  # r, k of alpha
-    hows: list[str]
-    top_mass: Tensor = field(default_factory=Tensor)  # (L,heads,E m)
-    q: Tensor = field(default_factory=Tensor)  # (L,heads,E m D)
-    agreement: Tensor = field(default_factory=Tensor)  # (hows,r,k,L,heads): means over queries
-    alpha: Tensor = field(default_factory=Tensor)  # (1 + temperatures,L,heads,E): the true mass first
-    sparsity: Tensor = field(default_factory=Tensor)  # (L,heads)
-    accumulated: Tensor = field(default_factory=Tensor)  # (E,L,H,n): mean over a group
-    ratio: dict[str, float] = field(default_factory=dict)
-    ids: Tensor = field(default_factory=Tensor)  # (E,n)
-    clouds: list[Cloud] = field(default_factory=list)
+    grid: Grid
+    ids: Tensor  # (E,n)
+    top_mass: Tensor  # (L,heads,E m)
+    q: Tensor  # (L,heads,E m D)
+    agreement: Tensor  # (channels,r,k,L,heads): means over queries
+    alpha: Tensor  # (1 + temperatures,L,heads,E): the true mass first
+    sparsity: Tensor  # (L,heads)
+    accumulated: Tensor  # (E,L,H,n): accumulated scores of each key, means over a query group
+    correlation_ratio: dict[str, float]
+    clouds: list[Cloud]
 
-    def heavy(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of the vocabulary, their counts and accumulated scores, over all pieces and layers."""
-        return analysis.by_token(self.ids.flatten(), self.accumulated.sum((1, 2)).flatten())
+    def scores_by_token(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens of the vocabulary, how often each occurs, and its accumulated score over pieces and layers."""
+        return statistics.scores_by_token(self.ids.flatten(), self.accumulated.sum((1, 2)).flatten())
 
-    def ranked(self) -> Tensor:
-        """Accumulated scores by rank in each KV head, as shares of their sum, mean over pieces and heads -> (L,n)."""
+    def scores_by_rank(self) -> Tensor:
+        """Return accumulated scores by rank, as shares of their KV head's sum; means over pieces and heads -> (L,n)."""
         ordered = self.accumulated.sort(-1, descending=True).values
         return (ordered / ordered.sum(-1, keepdim=True)).mean((0, 2))
 
     def json(self, tokenizer: Any) -> dict[str, Any]:
-        """The figures' numbers; a list in a layer has an entry per query head."""
-        stats: Any = importlib.import_module("scipy.stats")
-        heads = {
-            "top_mass": self.top_mass.mean(-1), "kurtosis": analysis.kurtosis(self.q),
-            "tail_mass": analysis.tail_mass(self.q), "sparsity": self.sparsity,
-        }  # fmt: skip
-        shares, true = self.ranked().mean(0), self.alpha[0]
-        off = [float((x - true).abs().mean()) for x in self.alpha[1:]]
-        exponent, fit = analysis.power_law(torch.arange(1, self.tokens + 1), shares)
-        ids, count, score = self.heavy()
-        best = score.topk(min(8, len(ids))).indices.tolist()
+        """Return the figures' numbers for --json; a list in a layer has one entry for each query head."""
         return {
-            "layers": [
-                {"layer": layer, **{name: x[i].tolist() for name, x in heads.items()}}
-                for i, layer in enumerate(self.layers)
-            ],
+            "layers": self._layers_json(),
             "agreement": [
                 {"how": how, "r": r, "k": k, "mean": float(self.agreement[a, b, c].mean())}
-                for a, how in enumerate(self.hows) for b, r in enumerate(self.r) for c, k in enumerate(self.k)
+                for a, how in enumerate(self.grid.channels)
+                for b, r in enumerate(self.grid.r)
+                for c, k in enumerate(self.grid.k)
             ],
-            "alpha": {
-                "r": self.coverage[0], "k": self.coverage[1], "true": float(true.mean()),
-                "off_by": dict(zip(TEMPERATURES, off, strict=True)),
-            },
-            "correlation_ratio": self.ratio,
-            "accumulated": {
-                "exponent": exponent, "r2": fit, "top_5_percent": float(shares[: max(1, self.tokens // 20)].sum()),
-            },
-            "heavy_hitters": {
-                "spearman": float(stats.spearmanr(count, score).statistic),
-                "spearman_per_occurrence": float(stats.spearmanr(count, score / count).statistic),
-                "top": [
-                    {"token": tokenizer.decode([int(ids[i])]), "count": int(count[i]), "score": float(score[i])}
-                    for i in best
-                ],
-            },
+            "alpha": self._alpha_json(),
+            "correlation_ratio": self.correlation_ratio,
+            "accumulated": self._accumulated_json(),
+            "heavy_hitters": self._heavy_hitters_json(tokenizer),
             "clusters": [
                 {
                     "layer": cloud.layer, "head": cloud.head, "kind": cloud.kind, "delta": delta,
-                    "clusters": int(m[-1]), "exponent": analysis.power_law(torch.arange(1, len(m) + 1), m)[0],
+                    "clusters": int(m[-1]), "exponent": statistics.fit_power_law(torch.arange(1, len(m) + 1), m)[0],
                 }
                 for cloud in self.clouds for delta, m in zip(cloud.deltas, cloud.clusters, strict=True)
             ],
         }  # fmt: skip
 
+    def _layers_json(self) -> list[dict[str, Any]]:
+        heads = {
+            "top_mass": self.top_mass.mean(-1),
+            "kurtosis": statistics.kurtosis(self.q),
+            "tail_mass": statistics.tail_mass(self.q),
+            "sparsity": self.sparsity,
+        }
+        return [
+            {"layer": layer, **{name: x[i].tolist() for name, x in heads.items()}}
+            for i, layer in enumerate(self.layers)
+        ]
 
-def served(model: Any) -> int:
-    """How many layers have full attention. Raises ValueError if the model cannot be served, or has none."""
+    def _alpha_json(self) -> dict[str, Any]:
+        (r, k), true = self.grid.alpha, self.alpha[0]
+        errors = [float((estimate - true).abs().mean()) for estimate in self.alpha[1:]]
+        off_by = dict(zip(TEMPERATURES, errors, strict=True))
+        return {"r": r, "k": k, "true": float(true.mean()), "off_by": off_by}
+
+    def _accumulated_json(self) -> dict[str, float]:
+        shares = self.scores_by_rank().mean(0)
+        exponent, fit = statistics.fit_power_law(torch.arange(1, self.tokens + 1), shares)
+        top = float(shares[: max(1, self.tokens // 20)].sum())
+        return {"exponent": exponent, "r2": fit, "top_5_percent": top}
+
+    def _heavy_hitters_json(self, tokenizer: Any) -> dict[str, Any]:
+        stats: Any = importlib.import_module("scipy.stats")
+        ids, count, score = self.scores_by_token()
+        best = score.topk(min(8, len(ids))).indices.tolist()
+        return {
+            "spearman": float(stats.spearmanr(count, score).statistic),
+            "spearman_per_occurrence": float(stats.spearmanr(count, score / count).statistic),
+            "top": [
+                {"token": tokenizer.decode([int(ids[i])]), "count": int(count[i]), "score": float(score[i])}
+                for i in best
+            ],
+        }
+
+
+def count_layers(model: Any) -> int:
+    """Return how many layers have full attention. Raises ValueError if the model is not supported, or has none."""
     count = sum(isinstance(layer, Layer) for layer in Cache(model, Dense()).layers)
     if not count:
         raise ValueError(f"{type(model).__name__} has no layer of full attention")
@@ -131,85 +156,116 @@ def served(model: Any) -> int:
 
 @torch.inference_mode()
 def survey(
-    model: Any, pieces: Sequence[Sequence[int]], queries: int, clouds: int = 5, seed: int = 0,
+    model: Any,
+    pieces: Sequence[Sequence[int]],
+    queries: int,
+    clouds: int = 5,
+    seed: int = 0,
     tick: Callable[[str], None] = lambda what: None,
-) -> Findings:  # fmt: skip
-    """One piece after another. Raises ValueError if the layers of full attention differ in shape."""
-    served(model)  # refuses
-    n = len(pieces[0])
-    at = analysis.positions(n, queries)
-    each: list[dict[str, list[Tensor]]] = []
+) -> Findings:
+    """Read pieces of equal length one after another, and measure every layer of full attention.
+
+    queries: positions of each piece whose scores are used. clouds: layers of the last piece that are drawn as clouds,
+    one random head of each. tick: called after every layer and every cloud with a word for what was done.
+    Raises ValueError if the model is not supported, or if its layers of full attention differ in shape.
+    """
+    count_layers(model)  # raises ValueError
+    at = statistics.query_positions(len(pieces[0]), queries)
+    measured: list[dict[str, Tensor]] = []
     values = []
     for piece in pieces:
-        held = prompt.blocks(prompt.read(model, torch.tensor([piece], device=model.device))[0])
-        shapes = {block.shape for _, block in held}
-        if len(shapes) > 1:
-            raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")
-        (_, _, G, D), layers = held[0][1].shape, [i for i, _ in held]
-        hows = ["top", "group", "first", "random"] if G > 1 else ["top", "first", "random"]
-        r, k = sorted({max(1, D * i // 16) for i in (1, 2, 4, 8, 16)}), [k for k in (32, 64, 128) if 4 * k <= n]
-        found = Findings(layers, n, r, k, (max(1, D // 4), min(128, n // 4)), hows, ids=torch.tensor(pieces))
-        each.append({})
-        for _, block in held:
-            for name, x in _layer(block, at, found).items():
-                each[-1].setdefault(name, []).append(x.cpu())
+        cache, _ = shared_prompt.read(model, torch.tensor([piece], device=model.device))
+        blocks = shared_prompt.blocks(cache)
+        grid = _grid(_one_shape(blocks), len(piece))
+        of_layers = []
+        for _, block in blocks:
+            of_layers.append(_measure_layer(block, at, grid))
             tick("scores")
-        values.append(torch.stack([block.v[0].cpu() for _, block in held], 1))  # (H,L,n,D)
-    whole = {name: torch.stack([torch.stack(one[name]) for one in each]) for name in each[0]}  # (E,L,...)
-    found.top_mass, found.q = (whole[name].permute(1, 2, 0, 3, *range(4, whole[name].ndim)).flatten(2) for name in
-                               ("top_mass", "q"))  # fmt: skip
-    found.agreement = whole["agreement"].mean(0).permute(1, 2, 3, 0, 4)
-    found.alpha = whole["alpha"].permute(2, 1, 3, 0)
-    found.sparsity, found.accumulated = whole["sparsity"].mean(0), whole["accumulated"]
-    V = torch.stack(values)  # (E,H,L,n,D)
-    for axis, name in ((0, "batch"), (3, "sequence"), (2, "layer"), (1, "head"), (4, "channel")):
-        if V.shape[axis] > 1:
-            found.ratio[name] = analysis.correlation_ratio(V, axis)
-    found.clouds = list(_clouds(held, clouds, random.Random(seed), tick))
-    return found
+        measured.append({name: torch.stack([layer[name] for layer in of_layers]) for name in of_layers[0]})
+        values.append(torch.stack([block.v[0].cpu() for _, block in blocks], 1))  # (H,L,n,D)
+    x = {name: torch.stack([of_piece[name] for of_piece in measured]) for name in measured[0]}  # each (E,L,...)
+    return Findings(
+        layers=[i for i, _ in blocks],
+        tokens=len(pieces[0]),
+        grid=grid,
+        ids=torch.tensor(pieces),
+        top_mass=x["top_mass"].permute(1, 2, 0, 3).flatten(2),
+        q=x["q"].permute(1, 2, 0, 3, 4).flatten(2),
+        agreement=x["agreement"].mean(0).permute(1, 2, 3, 0, 4),
+        alpha=x["alpha"].permute(2, 1, 3, 0),
+        sparsity=x["sparsity"].mean(0),
+        accumulated=x["accumulated"],
+        correlation_ratio=_correlation_ratios(torch.stack(values)),
+        clouds=list(_clouds(blocks, clouds, random.Random(seed), tick)),
+    )
 
 
-def _layer(block: prompt.Block, at: Tensor, found: Findings) -> dict[str, Tensor]:
-    """One layer's statistics of one piece; heads are the H G query heads."""
+def _one_shape(blocks: Sequence[tuple[int, shared_prompt.Block]]) -> Shape:
+    shapes = {block.shape for _, block in blocks}
+    if len(shapes) > 1:
+        raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")
+    return shapes.pop()
+
+
+def _grid(shape: Shape, n: int) -> Grid:
+    channels = [name for name in CHANNEL_CHOICES if name != "group" or shape.G > 1]
+    r = sorted({max(1, shape.D * i // 16) for i in (1, 2, 4, 8, 16)})
+    return Grid(r, [k for k in (32, 64, 128) if 4 * k <= n], channels, (max(1, shape.D // 4), min(128, n // 4)))
+
+
+def _measure_layer(block: shared_prompt.Block, at: Tensor, grid: Grid) -> dict[str, Tensor]:
+    """One layer's statistics of one piece, on the CPU; `heads` are the H G query heads."""
     q, k = block.q[0].float(), block.k[0].float()  # (H,G,n,D), (H,n,D)
     scale, softcap = block.given["scale"], block.given["softcap"]
     at = at.to(q.device)
     x = q[:, :, at]
-    exact = analysis.logits(x, k, at, scale, softcap)
-    past = exact == -torch.inf
-    s = exact.softmax(-1)
-    r, count = found.coverage
-    alpha = [analysis.top_mass(s, count)]
-    alpha += [analysis.coverage(x, k, at, scale, softcap, r, count, name) for name in TEMPERATURES]
-    agreement = []
-    for how in found.hows:
-        seen = [analysis.projected(x, k, r, how).masked_fill_(past, -torch.inf) for r in found.r]
-        agreement.append([[analysis.agreement(exact, y, k_).mean(-1).flatten() for k_ in found.k] for y in seen])
-    return {
-        "top_mass": analysis.top_mass(s, TOP).flatten(0, 1),  # (heads,m)
+    exact = statistics.logits(x, k, at, scale, softcap)
+    scores = exact.softmax(-1)
+    r, count = grid.alpha
+    alpha = [statistics.top_mass(scores, count)]
+    alpha += [statistics.estimated_alpha(x, k, at, scale, softcap, r, count, name) for name in TEMPERATURES]
+    found = {
+        "top_mass": statistics.top_mass(scores, TOP).flatten(0, 1),  # (heads,m)
         "q": x.flatten(0, 1),  # (heads,m,D)
-        "alpha": torch.stack([a.mean(-1).flatten() for a in alpha]),  # (1 + temperatures,heads)
-        "agreement": torch.stack([torch.stack([torch.stack(row) for row in rows]) for rows in agreement]),
-        "sparsity": analysis.sparsity(q, k, scale, softcap).flatten(),
+        "alpha": torch.stack([mass.mean(-1).flatten() for mass in alpha]),  # (1 + temperatures,heads)
+        "agreement": _agreement(x, k, exact, grid),  # (channels,r,k,heads)
+        "sparsity": statistics.sparsity(q, k, scale, softcap).flatten(),  # (heads,)
         "accumulated": ops.columns(q, k, scale, softcap),  # (H,n)
     }
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def _agreement(q: Tensor, k: Tensor, exact: Tensor, grid: Grid) -> Tensor:
+    """Agreement with the exact logits, means over the queries -> (channels,r,k,heads)."""
+    masked = exact == -torch.inf
+    rows = []
+    for channels in grid.channels:
+        for r in grid.r:
+            approximate = statistics.approximate_logits(q, k, r, channels).masked_fill_(masked, -torch.inf)
+            rows += [statistics.agreement(exact, approximate, count).mean(-1).flatten() for count in grid.k]
+    return torch.stack(rows).reshape(len(grid.channels), len(grid.r), len(grid.k), -1)
+
+
+def _correlation_ratios(values: Tensor) -> dict[str, float]:
+    """The excess correlation ratio of values (E,H,L,n,D) along every axis with more than one entry."""
+    axes = {"batch": 0, "sequence": 3, "layer": 2, "head": 1, "channel": 4}
+    return {name: statistics.correlation_ratio(values, i) for name, i in axes.items() if values.shape[i] > 1}
 
 
 def _clouds(
-    held: list[tuple[int, prompt.Block]], most: int, draw: random.Random, tick: Callable[[str], None]
+    blocks: Sequence[tuple[int, shared_prompt.Block]], most: int, draw: random.Random, tick: Callable[[str], None]
 ) -> Iterator[Cloud]:
     """One head, drawn at random, of up to `most` layers from the first to the last (SubGen fig. 1)."""
     manifold: Any = importlib.import_module("sklearn.manifold")
-    few = min(most, len(held))
-    chosen = sorted({round(i * (len(held) - 1) / max(1, few - 1)) for i in range(few)})
-    for layer, block in (held[i] for i in chosen):
+    count = min(most, len(blocks))
+    chosen = sorted({round(i * (len(blocks) - 1) / max(1, count - 1)) for i in range(count)})
+    for layer, block in (blocks[i] for i in chosen):
         head = draw.randrange(block.shape.H)
         for kind, x in (("keys", block.k[0, head]), ("values", block.v[0, head])):
             x = x.float().cpu()
             places = manifold.TSNE(perplexity=min(30, len(x) // 4), random_state=0).fit_transform(x.numpy())
-            median = analysis.median_distance(x)
-            clusters = [analysis.founders(x, share * median).cumsum(0) for share in DELTAS]
+            deltas = [share * statistics.median_distance(x) for share in DELTAS]
+            clusters = [statistics.cluster_founders(x, delta).cumsum(0) for delta in deltas]
             centres = k_centres(x[None], min(CENTRES, len(x)))[0]
-            deltas = [share * median for share in DELTAS]
             yield Cloud(layer, head, kind, torch.from_numpy(places), centres, deltas, clusters)
             tick("clusters")

@@ -2,134 +2,168 @@
 
 from __future__ import annotations
 
-import importlib
-import json
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from .eval import place, quiet
+from . import output
+from .options import Device, Dtype, Json, Model, Seed, input_file, output_folder, quiet, resolve_device
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TEXT_OPTIONS = "Text options"
 
 
 def analyse(
-    model: Annotated[str, typer.Option(help="builtin, a folder, a GGUF file, or a Hugging Face id.")] = "builtin",
-    text: Annotated[Path | None, typer.Option(help="A text file; without it, records that are made up.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of each piece of the text.")] = 1024,
-    pieces: Annotated[int, typer.Option(min=1, help="At most so many pieces.")] = 4,
-    queries: Annotated[int, typer.Option(min=1, help="Of each piece, over its second half.")] = 16,
-    clouds: Annotated[int, typer.Option(min=1, help="Layers of which one head's keys and values are drawn.")] = 5,
-    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("skimkv-analysis"),
-    seed: Annotated[int, typer.Option(help="Of the heads that are drawn as clouds.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else the checkpoint's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")] = False,
+    model: Model = "builtin",
+    text: Annotated[
+        Path | None,
+        input_file(
+            "The text to read. Without it, the command makes up a record of keys and numbers.", "--text", TEXT_OPTIONS
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Length of each piece of the text in tokens, 128 or more.", rich_help_panel=TEXT_OPTIONS)
+    ] = 1024,
+    pieces: Annotated[
+        int, typer.Option(min=1, help="The largest number of pieces to read.", rich_help_panel=TEXT_OPTIONS)
+    ] = 4,
+    queries: Annotated[
+        int, typer.Option(min=1, help="Number of queries whose scores are used, in the second half of each piece.")
+    ] = 16,
+    clouds: Annotated[
+        int, typer.Option(min=1, help="Number of layers whose keys and values are drawn as points; one head of each.")
+    ] = 5,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    out: Annotated[Path, output_folder("Save the four figures in this folder.")] = Path("skimkv-analysis"),
+    as_json: Json = False,
 ) -> None:
-    """Why skimming works: sparse scores, heavy-tailed queries, heavy hitters, clustered keys, layer by layer."""
-    for name in ("sklearn.manifold", "scipy.stats"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ValueError(f"skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]' ({error})") from None
-    quiet(model)
-    from ..analysis import figures as plots_analysis
-    from ..analysis import statistics as analysis
-    from ..analysis import survey
-    from ..eval.generate import encode
-    from ..eval.tasks import record, source
-    from ..hf.attach import load
+    """Measure why reading a part of the cache is enough: scores, queries, heavy hitters and clusters, layer by layer.
 
-    if tokens < survey.LEAST:
-        raise ValueError(f"--tokens {tokens} must be at least {survey.LEAST}")
-    if not out.absolute().parent.is_dir() or (out.exists() and not out.is_dir()):
-        raise ValueError(f"--out {out}: not a folder, nor can one be made there")
-    if text is not None and not text.is_file():
-        raise ValueError(f"--text {text}: no such file")
-    where = place(device)
-    if text is None:
-        parts = record.records(pieces * (1 + tokens // 2000), 190, 1, seed)
-        words = "".join(part.context for part in parts)
-    else:
-        words = source.text(text)[: 64 * tokens * pieces]  # no token is so long on average
+    The command repeats the analyses of the SparQ, H2O and SubGen papers on your model and text. It prints three tables
+    and saves four figures. It needs scikit-learn: pip install 'skimkv[analyse]'.
+
+    Example:
+
+        skimkv analyse --model Qwen/Qwen3-0.6B --text book.txt --out book-analysis
+    """
+    if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
+        raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
+    quiet(model)
+    from ..analysis import figures, statistics
+    from ..analysis.survey import LEAST_TOKENS, count_layers, survey
+    from ..eval.generate import encode
+    from ..hf.load import load
+
+    if tokens < LEAST_TOKENS:
+        raise ValueError(f"--tokens {tokens} must be at least {LEAST_TOKENS}")
+    torch_device = resolve_device(device)
+    words = _text(text, tokens, pieces, seed)
     network: Any
     network, tokenizer = load(model, dtype=dtype)
-    network = network.to(where)
-    found = analysis.windows(encode(tokenizer, words, False), tokens, pieces, tokenizer.bos_token_id)
-    if not found:
-        raise ValueError(f"{text}: it has fewer than --tokens {tokens}")
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        layers = survey.served(network)
-        going = bar.add_task("", total=len(found) * layers + 2 * min(clouds, layers))
-
-        def tick(what: str) -> None:
-            bar.update(going, advance=1, description=what)
-
-        findings = survey.survey(network, found, queries, clouds, seed, tick)
+    network = network.to(torch_device)
+    ids = statistics.split_into_pieces(encode(tokenizer, words, False), tokens, pieces, tokenizer.bos_token_id)
+    if not ids:
+        raise ValueError(f"{text}: the text has fewer than --tokens {tokens}")
+    with output.progress_bar() as bar:
+        layers = count_layers(network)
+        task = bar.add_task("", total=len(ids) * layers + 2 * min(clouds, layers))
+        findings = survey(
+            network, ids, queries, clouds, seed, lambda what: bar.update(task, advance=1, description=what)
+        )
     out.mkdir(exist_ok=True)
-    figures = [out / f"{name}.png" for name in ("sparq", "h2o", "subgen", "clusters")]
-    plots_analysis.sparq(findings, figures[0])
-    plots_analysis.h2o(findings, tokenizer, figures[1])
-    plots_analysis.subgen(findings, figures[2])
-    plots_analysis.clusters(findings, figures[3])
-    answer = {"model": model, "tokens": tokens, "pieces": len(found), "queries": queries, **findings.json(tokenizer)}
+    paths = [out / f"{name}.png" for name in ("sparq", "h2o", "subgen", "clusters")]
+    figures.draw_sparq(findings, paths[0])
+    figures.draw_h2o(findings, tokenizer, paths[1])
+    figures.draw_subgen(findings, paths[2])
+    figures.draw_clusters(findings, paths[3])
+    answer = {"model": model, "tokens": tokens, "pieces": len(ids), "queries": queries, **findings.json(tokenizer)}
     if as_json:
-        print(json.dumps({**answer, "figures": [str(f) for f in figures]}))
+        output.print_json({**answer, "figures": [str(path) for path in paths]})
         return
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(110, console.width))
-    console.print(*_tables(answer), sep="\n")
-    for figure in figures:
-        console.print(f"Figure: {figure}", soft_wrap=True, markup=False)
+    console = output.console(110)
+    console.print(_layers_table(answer), _agreement_table(answer), _other_table(answer), sep="\n")
+    for path in paths:
+        console.print(f"Figure: {path}", soft_wrap=True, markup=False)
 
 
-def _tables(answer: dict[str, Any]) -> list[Table]:
-    """For a person: layers, agreement, and the rest."""
-    from ..analysis.survey import DELTAS, HOWS
+def _text(path: Path | None, tokens: int, pieces: int, seed: int) -> str:
+    """Enough of the file for all pieces, or else of made-up records."""
+    from ..eval.tasks import record, source
 
-    tokens, heads = answer["tokens"], len(answer["layers"][0]["top_mass"])
-    title = f"{answer['pieces']} pieces of {tokens} tokens; mean over {heads} heads, least … most"
-    layers = Table(title=title, title_style="dim", title_justify="left")
-    for name in ("layer", "mass of the top 32", "kurtosis of q", "mass of q beyond 3σ", "scores under 1% of the most"):
-        layers.add_column(name, justify="right")
+    if path is not None:
+        return source.text(path)[: 64 * tokens * pieces]  # tokens have fewer than 64 characters on average
+    return "".join(part.context for part in record.records(pieces * (1 + tokens // 2000), 190, 1, seed))
+
+
+def _layers_table(answer: dict[str, Any]) -> Table:
+    """A line for each layer."""
+    heads = len(answer["layers"][0]["top_mass"])
+    table = output.table(
+        f"{answer['pieces']} pieces of {answer['tokens']} tokens; mean over {heads} heads, least … most",
+        "layer", "mass of the top 32", "kurtosis of q", "mass of q beyond 3σ", "scores under 1% of the most",
+    )  # fmt: skip
     for row in answer["layers"]:
-        layers.add_row(
-            str(row["layer"]), _range(row["top_mass"], "{:.3f}"), _range(row["kurtosis"], "{:.1f}"),
-            _range(row["tail_mass"], "{:.1f} ×"), _range([100 * x for x in row["sparsity"]], "{:.1f}%"),
-        )  # fmt: skip
-    found = {(x["how"], x["r"], x["k"]): x["mean"] for x in answer["agreement"]}
-    rs, hows = sorted({r for _, r, _ in found}), list(dict.fromkeys(how for how, _, _ in found))
-    k = min(k for _, _, k in found)
-    agreement = Table(title=f"agreement on the top {k}, by channels read", title_style="dim", title_justify="left")
-    agreement.add_column("which channels")
-    for r in rs:
-        agreement.add_column(f"r = {r}", justify="right")
-    for how in hows:
-        agreement.add_row(HOWS[how], *(f"{found[how, r, k]:.3f}" for r in rs))
-    rest = Table(show_header=False, title="and", title_style="dim", title_justify="left")
-    alpha, sums, heavy = answer["alpha"], answer["accumulated"], answer["heavy_hitters"]
-    rest.add_row(
-        f"α off its true {alpha['true']:.3f} by, r = {alpha['r']}, k = {alpha['k']}",
-        ", ".join(f"{name} {x:.3f}" for name, x in alpha["off_by"].items()),
+        percent = [100 * x for x in row["sparsity"]]
+        table.add_row(
+            str(row["layer"]),
+            _mean_and_range(row["top_mass"], "{:.3f}"),
+            _mean_and_range(row["kurtosis"], "{:.1f}"),
+            _mean_and_range(row["tail_mass"], "{:.1f} ×"),
+            _mean_and_range(percent, "{:.1f}%"),
+        )
+    return table
+
+
+def _agreement_table(answer: dict[str, Any]) -> Table:
+    """A line for each way to choose channels, a column for each r, at the least k."""
+    from ..analysis.survey import CHANNEL_CHOICES
+
+    agreement = {(x["how"], x["r"], x["k"]): x["mean"] for x in answer["agreement"]}
+    r, least_k = sorted({r for _, r, _ in agreement}), min(k for _, _, k in agreement)
+    title = f"agreement on the top {least_k}, by channels read"
+    table = output.table(title, "which channels", *(f"r = {channels}" for channels in r))
+    for how in dict.fromkeys(how for how, _, _ in agreement):
+        table.add_row(CHANNEL_CHOICES[how], *(f"{agreement[how, channels, least_k]:.3f}" for channels in r))
+    return table
+
+
+def _other_table(answer: dict[str, Any]) -> Table:
+    """Alpha, correlation ratios, accumulated scores, and clusters: one line each."""
+    from ..analysis.survey import DELTAS
+
+    table = output.table("over all layers", "", "")
+    table.show_header, table.columns[1].justify = False, "left"
+    alpha, accumulated, heavy = answer["alpha"], answer["accumulated"], answer["heavy_hitters"]
+    table.add_row(
+        f"error of α by temperature; true α {alpha['true']:.3f}, r = {alpha['r']}, k = {alpha['k']}",
+        ", ".join(f"{name} {error:.3f}" for name, error in alpha["off_by"].items()),
     )
-    ratio = ", ".join(f"{name} {x:.3f}" for name, x in answer["correlation_ratio"].items())
-    rest.add_row("excess correlation ratio of V along", ratio)
-    law = f"{sums['exponent']:.2f} (R² {sums['r2']:.2f}); the top 5% of tokens receive {sums['top_5_percent']:.0%}"
-    rest.add_row("accumulated score by rank, exponent", law)
-    each = f"in all {heavy['spearman']:.2f}, per occurrence {heavy['spearman_per_occurrence']:.2f}"
-    rest.add_row("its rank correlation with a token's frequency", each)
+    ratios = ", ".join(f"{axis} {ratio:.3f}" for axis, ratio in answer["correlation_ratio"].items())
+    table.add_row("excess correlation ratio of V along", ratios)
+    table.add_row(
+        "exponent of accumulated scores by rank",
+        f"{accumulated['exponent']:.2f} (R² {accumulated['r2']:.2f}); "
+        f"the top 5% of tokens receive {accumulated['top_5_percent']:.0%}",
+    )
+    table.add_row(
+        "rank correlation of accumulated score and a token's frequency",
+        f"in all {heavy['spearman']:.2f}, per occurrence {heavy['spearman_per_occurrence']:.2f}",
+    )
     for kind in ("keys", "values"):
-        mine = [c for c in answer["clusters"] if c["kind"] == kind]
-        size = len({(c["layer"], c["head"]) for c in mine})
-        counts = [sum(c["clusters"] for c in mine[i :: len(DELTAS)]) / size for i in range(len(DELTAS))]
-        shown = ", ".join(f"{share:g}: {count:.0f}" for share, count in zip(DELTAS, counts, strict=True))
-        rest.add_row(f"clusters of {tokens} {kind}, by δ over the median distance", shown)
-    return [layers, agreement, rest]
+        clusters = [cluster for cluster in answer["clusters"] if cluster["kind"] == kind]
+        counts = [clusters[i :: len(DELTAS)] for i in range(len(DELTAS))]
+        means = [sum(cluster["clusters"] for cluster in part) / len(part) for part in counts]
+        shown = ", ".join(f"{share:g}: {mean:.0f}" for share, mean in zip(DELTAS, means, strict=True))
+        table.add_row(f"clusters of {answer['tokens']} {kind}, by δ over the median distance", shown)
+    return table
 
 
-def _range(x: Sequence[float], form: str) -> str:
+def _mean_and_range(x: Sequence[float], form: str) -> str:
     return f"{form.format(sum(x) / len(x))}  {form.format(min(x))} … {form.format(max(x))}"

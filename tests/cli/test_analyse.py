@@ -1,0 +1,69 @@
+"""skimkv analyse on the bundled model: its tables, figures and JSON, and mistakes on its command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from skimkv.cli.app import main
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The mill stood by the river, and the river ran to the sea. " * 60)
+    return path
+
+
+def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures"
+    sizes = ["--tokens", "128", "--pieces", "2", "--queries", "3", "--clouds", "1"]
+    assert main(["analyse", "--text", str(text), *sizes, "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["pieces"]) == (128, 2)
+    assert [row["layer"] for row in found["layers"]] == [0, 1, 2, 3]
+    for row in found["layers"]:
+        assert all(len(row[name]) == 4 for name in ("top_mass", "kurtosis", "tail_mass", "sparsity"))
+        assert all(0 < x <= 1.001 for x in row["top_mass"]) and all(0 <= x < 1 for x in row["sparsity"])
+    whole = [x["mean"] for x in found["agreement"] if x["r"] == 64]
+    assert len(whole) == 4 and min(whole) > 0.99, "all 64 channels"
+    assert set(found["alpha"]["off_by"]) == {"coverage", "sqrt_d", "sqrt_r"}
+    assert set(found["correlation_ratio"]) == {"batch", "sequence", "layer", "head", "channel"}
+    assert {(c["kind"], c["layer"]) for c in found["clusters"]} == {("keys", 0), ("values", 0)}
+    for path in found["figures"]:
+        assert Path(path).read_bytes().startswith(b"\x89PNG")
+    assert len(found["figures"]) == 4
+
+
+def test_its_tables(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "128", "--pieces", "1", "--queries", "2", "--clouds", "1"]
+    assert main(["analyse", "--text", str(text), *sizes, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("1 pieces of 128 tokens", "agreement on the top 32", "random projection", "clusters of 128 values"):
+        assert words in shown
+    assert shown.count("Figure: ") == 4
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--tokens", "100"], "--tokens 100 must be at least 128"),
+    (["--tokens", "99999"], "has fewer than --tokens 99999"),
+    (["--text", "nowhere.txt"], "--text nowhere.txt: there is no such file"),
+    (["--out", "no/such/folder"], "--out no/such/folder"),
+    (["--clouds", "0"], "--clouds"),
+    (["--device", "toaster"], "'toaster' is unknown"),
+])  # fmt: skip
+def test_mistakes_are_one_line(argv, words, text, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["analyse", "--text", str(text), *argv]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+
+
+def test_without_scikit_learn(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["analyse"]) == 2
+    err = capsys.readouterr().err
+    assert "pip install 'skimkv[analyse]'" in err and err.count("\n") == 1
