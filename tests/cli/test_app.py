@@ -1,51 +1,38 @@
-"""The command line as a user meets it: what it prints, and how it ends."""
+"""The command line as a whole: its help, its version, and mistakes that are found before anything heavy is imported."""
+
+from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from skimkv.cli.app import main
+from skimkv.cli.app import app
+from support.command_line import assert_mistake, run
 
-SKIMKV = [sys.executable, "-m", "skimkv.cli"]
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    status = main(list(argv))
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    status, out, err = run(capsys, *argv, "--json")
-    assert status == 0, err
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+COMMANDS: dict[str, Any] = {}
+for _name, _command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    _parts = getattr(_command, "commands", None)
+    COMMANDS |= {f"{_name} {part}": c for part, c in _parts.items()} if _parts else {_name: _command}
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
-    from skimkv import METHODS
-
-    facts = answer(capsys, "info")
-    assert [m["name"] for m in facts["methods"]] == list(METHODS)
-    assert {m["store"] for m in facts["methods"]} == {"Full", "Slots", "Clusters"}
-    assert facts["backends"]["cpu"]["backend"] in ("ref", "cpu")
-    status, out, _ = run(capsys, "info")
-    assert status == 0
-    assert all(name in out for name in METHODS)
-
-
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "--help")
-    assert status == 0
-    assert all(command in out for command in ("demo", "generate", "info"))
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "--version")
     assert (status, out.split()[0]) == (0, "skimkv")
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_shows_every_command_with_a_whole_sentence(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    status, out, _ = run(capsys, flag)
+    assert status == 0
+    names = {name.split()[0] for name in COMMANDS}
+    assert names == set("demo generate info eval tune plot analyse bench roofline".split())
+    assert all(f"\n  {name} " in out for name in names)
+    assert "…" not in out and "..." not in out.replace("[ARGS]...", "")
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"]])
@@ -56,165 +43,95 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str], argv: lis
     assert err.count("\n") > 5
 
 
-GENERATE = "text method prompt_tokens new_tokens ms_per_token bytes_per_step cache_bytes".split()
-
-
-def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(
-        capsys, "generate", "--prompt", "red: 12\nred: ", "--method", "SparQ(8, 16)", "--max-new-tokens", "5"
-    )
-    assert list(found) == GENERATE
-    assert found["method"] == "SparQ(r=8, k=16)"
-    assert 1 <= found["new_tokens"] <= 5
-    # K, V and the channel copy of 4 layers, 2 heads, size 64, float32; the last token was not read back
-    held = found["prompt_tokens"] + found["new_tokens"] - 1
-    assert found["cache_bytes"] == held * 4 * 2 * 64 * 3 * 4
-    assert found["bytes_per_step"] == 4 * 2 * 4 * (held * 8 + 2 * min(16, held) * 64 + 3 * 64)
-
-
-def test_generate_streams_and_ends_with_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "generate", "--prompt", "The king", "--max-new-tokens", "12"
-    text = answer(capsys, *asked)["text"]
-    status, out, err = run(capsys, *asked)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_sentence_an_example_and_whole_phrases(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, out, _ = run(capsys, *name.split(), "--help")
     assert status == 0
-    assert out == text if text.endswith("\n") else out == text + "\n"
-    assert err.startswith("Dense(): ")
-    assert err.count("\n") == 1
+    sentence, *rest = COMMANDS[name].help.split("\n\n")
+    assert sentence[0].isupper() and sentence.rstrip().endswith(".")
+    assert "Example:" in [part.strip() for part in rest]
+    assert f"  skimkv {name}" in out
+    assert "  -h, --help " in out
+    for parameter in COMMANDS[name].params:
+        assert parameter.help, parameter.name
+        assert parameter.help.rstrip().endswith((".", ")")), (parameter.name, parameter.help)
 
 
-def test_generate_retrieves_from_file_and_stdin(tmp_path: Path) -> None:
-    prompt = "lamp-stone: 31425\nriver-goat: 27182\noak-drum: 14142\nriver-goat: "
-    (tmp_path / "p.txt").write_text(prompt)
-    asked = [*SKIMKV, "generate", "--max-new-tokens", "5"]
-    by_file = subprocess.run([*asked, "--prompt-file", tmp_path / "p.txt"], capture_output=True, text=True)
-    by_stdin = subprocess.run(asked, input=prompt, capture_output=True, text=True)
-    assert by_file.returncode == by_stdin.returncode == 0, by_file.stderr
-    assert by_file.stdout == by_stdin.stdout == "27182\n"
-    assert by_file.stderr.count("\n") == 1  # the figures: no warning, no progress bar
+@pytest.mark.parametrize("argv", [["nonsense"], ["generate", "--metod", "Dense()"], ["bench", "nonsense"]])
+def test_a_word_that_no_command_knows(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert_mistake(run(capsys, *argv), argv[-2] if "--metod" in argv else "nonsense")
 
 
-def test_generate_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "generate", "--prompt", "The king and the queen", "--compare", "--max-new-tokens", "20"
-    same = answer(capsys, *asked, "--method", "SparQ(r=64, k=4096)")
-    assert same["compare"]["differs_at"] is None
-    assert same["compare"]["dense"]["text"] == same["text"]
-    other = answer(capsys, *asked, "--method", "LMInfinite(k=1, initial=0)")
-    at, dense = other["compare"]["differs_at"], other["compare"]["dense"]["text"]
-    assert other["text"][:at] == dense[:at]
-    assert other["text"][: at + 1] != dense[: at + 1]
-    _, out, _ = run(capsys, *asked, "--method", "LMInfinite(k=1, initial=0)")
-    assert f"part at character {at}," in out
+LIGHT = """
+import contextlib, io, json, sys
+for heavy in ("torch", "transformers", "matplotlib", "numpy"):
+    sys.modules[heavy] = None  # an import of it raises ImportError
+from skimkv.cli import main
+for argv in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(argv)
+    print(json.dumps([status, out.getvalue(), err.getvalue()]))
+"""
+
+# (command line, what the one line on stderr says); {folder} is a folder with an empty file named "file"
+AT_THE_DOOR = [
+    ("generate --prompt-file {folder}/missing.txt", "missing.txt: there is no such file"),
+    ("generate --prompt-file {folder}", "this is a folder"),
+    ("generate --prompt x --prompt-file {folder}/file", "not both"),
+    ("generate --prompt x --model ./missing-folder", "--model ./missing-folder: there is no such file or folder"),
+    ("generate --prompt x --model {folder}/missing.gguf", "there is no such file or folder"),
+    ("generate --prompt x --model {folder}", "no config.json"),
+    ("generate --prompt x --model {folder}/file", "not a GGUF file"),
+    ("generate --prompt x --dtype float23", "unknown dtype 'float23'"),
+    ("demo --out no-such-folder/x.png", "there is no folder no-such-folder"),
+    ("demo --out {folder}", "this is a folder"),
+    ("eval --task lines --method Dense() --out no-such-folder/x.jsonl", "there is no folder no-such-folder"),
+    ("eval --task lines --method Dense() --model ./missing-folder", "there is no such file or folder"),
+    ("tune --text {folder}/missing.txt", "there is no such file"),
+    ("tune --text {folder}/file --plot no-such-folder/x.png", "there is no folder no-such-folder"),
+    ("plot {folder}/missing.jsonl", "missing.jsonl"),
+    ("plot {folder}/file --out no-such-folder/x.png", "there is no folder no-such-folder"),
+    ("analyse --text {folder}/missing.txt", "there is no such file"),
+    ("analyse --out {folder}/file", "this is a file"),
+    ("bench attention --plot no-such-folder/x.png", "there is no folder no-such-folder"),
+    ("bench token --plot no-such-folder/x.png", "there is no folder no-such-folder"),
+    ("bench memory --plot no-such-folder/x.png", "there is no folder no-such-folder"),
+    ("roofline --plot no-such-folder/x.png", "there is no folder no-such-folder"),
+]
 
 
-def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "generate", "--prompt", "The king", "--max-new-tokens", "20", "--temperature", "1"
-    texts = [answer(capsys, *asked, "--seed", seed)["text"] for seed in ("1", "1", "2")]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_generate_stops_at_the_last_position(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = "".join(f"a: {i}\n" for i in range(2000))
-    from skimkv.eval.generate import encode, run
-    from skimkv.hf.load import load
-
-    model, tokenizer = load("builtin")
-    from skimkv import parse
-
-    ids = encode(tokenizer, lines, chat=False)[:4090]
-    assert len(ids) == 4090
-    assert run(model, tokenizer, ids, parse("LMInfinite(k=64)"), 100).new_tokens <= 6
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["generate", "--prompt", "x", "--method", "SparK(r=8, k=16)"], "unknown method 'SparK'; did you mean SparQ?"),
-        (["generate", "--prompt", "x", "--method", "SparQ(r=8, kk=16)"], "no argument 'kk'; did you mean k?"),
-        (["generate", "--prompt", "x", "--method", "__import__('os').getcwd()"], "is no method spec"),
-        (["generate", "--prompt", "x", "--method", "TopK(k=0)"], "k = 0 must be"),
-        (["generate", "--prompt", "x", "--method", "SparQ(r=65, k=4)"], "r = 65 must be at most 64"),
-        (["generate", "--prompt", " \n"], "the prompt is empty"),
-        (["generate", "--prompt", "x " * 5000], "does not fit the model's 4096 positions"),
-        (["generate", "--prompt", "x", "--chat"], "no chat template"),
-        (["generate", "--prompt", "x", "--prompt-file", "README.md"], "not both"),
-        (["generate", "--prompt-file", "no-such-file"], "no-such-file"),
-        (["generate", "--prompt", "x", "--model", "tests"], "tests: no config.json"),
-        (["generate", "--prompt", "x", "--dtype", "float23"], "float23"),
-        (["generate", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
-        (["generate", "--prompt", "x", "--metod", "Dense()"], "--metod"),
-        (["demo", "--out", "no-such-folder/x.png"], "there is no folder no-such-folder"),
-        (["demo", "--lines", "1000"], "14473 tokens does not fit the model's 4096"),
-        (["demo", "--asked", "0"], "asked = 0"),
-        (["nonsense"], "nonsense"),
-    ],
-    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_line_and_exit_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
-) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    status, out, err = run(capsys, *argv)
-    assert (status, out) == (2, "")
-    assert err.startswith("skimkv: ")
-    assert err.count("\n") == 1
-    assert said in err
-
-
-def test_binary_prompt_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "p").write_bytes(b"abc\xff\xfe")
-    status, _, err = run(capsys, "generate", "--prompt-file", str(tmp_path / "p"))
-    assert status == 2
-    assert "not UTF-8" in err
-
-
-def test_ctrl_c_prints_what_there_is() -> None:
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    asked = [*SKIMKV, "generate", "--prompt", "The king said", "--max-new-tokens", "4000", "--temperature", "1"]
-    process = subprocess.Popen(
-        asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    assert process.stdout is not None
-    first = process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    figures, last = err.decode().splitlines()
-    assert process.returncode == 130
-    assert len(first + out) > 20
-    assert figures.startswith("Dense(): ")
-    assert 1 <= int(figures.split()[1]) < 4000
-    assert last == "skimkv: interrupted"
-
-
-def test_demo_small(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    figure = tmp_path / "d.png"
-    found = answer(capsys, "demo", "--lines", "40", "--asked", "2", "--out", str(figure))
-    assert found["figure"] == str(figure)
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    rows = found["rows"]
-    keys = "method correct asked elements_predicted elements_counted bytes_per_step cache_bytes ms_per_token".split()
-    assert all(list(row) == keys for row in rows)
-    assert rows[0]["method"] == "Dense()"
-    from skimkv import METHODS
-
-    assert {row["method"].split("(")[0] for row in rows} == set(METHODS)
-    for row in rows:
-        assert row["elements_predicted"] == row["elements_counted"], row["method"]
-        assert row["bytes_per_step"] <= 1.05 * rows[0]["bytes_per_step"]
-
-
-@pytest.mark.slow
-def test_demo_as_a_newcomer_runs_it(tmp_path: Path) -> None:
-    process = subprocess.run([*SKIMKV, "demo", "--json"], capture_output=True, text=True, cwd=tmp_path)
+def test_mistakes_are_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    lines = [[part.format(folder=tmp_path) for part in line.split()] for line, _ in AT_THE_DOOR]
+    process = subprocess.run(
+        [sys.executable, "-c", LIGHT, json.dumps(lines)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert process.returncode == 0, process.stderr
-    rows = {row["method"]: row for row in json.loads(process.stdout)["rows"]}
-    dense = rows["Dense()"]
-    assert dense["correct"] >= 0.9 * dense["asked"]
-    shares = {name: row["bytes_per_step"] / dense["bytes_per_step"] for name, row in rows.items()}
-    sparq = [name for name in rows if name.startswith("SparQ")]
-    assert len(sparq) == 3
-    for share, name in zip((1 / 2, 1 / 4, 1 / 8), sparq, strict=True):
-        assert 0.9 * share < shares[name] <= share
-    assert all(rows[name]["correct"] >= 0.8 * dense["correct"] for name in sparq)
-    assert all(row["elements_predicted"] == row["elements_counted"] for row in rows.values())
-    assert (tmp_path / "skimkv-demo.png").stat().st_size > 20_000
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(results) == len(AT_THE_DOOR)
+    for (line, words), (status, out, err) in zip(AT_THE_DOOR, results, strict=True):
+        assert (status, out) == (2, ""), line
+        assert err.startswith("skimkv: ") and err.count("\n") == 1, line
+        assert words in err, line
+
+
+NO_FIGURES = """
+import sys
+sys.modules["matplotlib"] = None  # an import of it raises ImportError
+from skimkv.cli import main
+for argv in (
+    ["info"],
+    ["generate", "--prompt", "The king", "--max-new-tokens", "2"],
+    ["eval", "--task", "record(lines=12, asked=1)", "--method", "Dense()", "--limit", "1", "--out", sys.argv[1]],
+):
+    assert main([*argv, "--json"]) == 0, argv
+"""
+
+
+def test_matplotlib_is_needed_for_figures_only(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", NO_FIGURES, str(tmp_path / "r.jsonl")], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert [type(json.loads(line)) for line in process.stdout.splitlines()] == [dict] * 3

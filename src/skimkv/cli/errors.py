@@ -26,11 +26,14 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
         return fail(str(error))
     except Exception as error:
         # typer has its own copy of click from 0.26 on: its errors are known by their methods, not by their class
-        if type(error).__name__ == "Abort":
+        kind = type(error).__name__
+        if kind == "Abort":
             return fail("interrupted", INTERRUPTED)
+        if kind == "OutOfMemoryError":  # torch's own class; torch is not imported here
+            return fail(str(error).split(". ")[0])
         if not hasattr(error, "format_message"):
             raise
-        if type(error).__name__ == "NoArgsIsHelpError":
+        if kind == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return MISTAKE
         return fail(error.format_message())

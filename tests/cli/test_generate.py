@@ -1,0 +1,129 @@
+"""skimkv generate: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.command_line import SKIMKV, answer, assert_mistake, run
+
+KEYS = "text method prompt_tokens new_tokens ms_per_token bytes_per_step cache_bytes".split()
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(
+        capsys, "generate", "--prompt", "red: 12\nred: ", "--method", "SparQ(8, 16)", "--max-new-tokens", "5"
+    )
+    assert list(result) == KEYS
+    assert result["method"] == "SparQ(r=8, k=16)"
+    assert 1 <= result["new_tokens"] <= 5
+    # K, V and the channel copy of 4 layers, 2 heads, size 64, float32; the last token was not read back
+    cached_tokens = result["prompt_tokens"] + result["new_tokens"] - 1
+    assert result["cache_bytes"] == cached_tokens * 4 * 2 * 64 * 3 * 4
+    elements = cached_tokens * 8 + 2 * min(16, cached_tokens) * 64 + 3 * 64
+    assert result["bytes_per_step"] == 4 * 2 * 4 * elements
+
+
+def test_text_streams_and_figures_follow_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "generate", "--prompt", "The king", "--max-new-tokens", "12"
+    text = answer(capsys, *argv)["text"]
+    status, out, err = run(capsys, *argv)
+    assert status == 0
+    assert out == text if text.endswith("\n") else out == text + "\n"
+    assert err.startswith("Dense(): ")
+    assert err.count("\n") == 1
+
+
+def test_prompt_from_file_and_from_stdin(tmp_path: Path) -> None:
+    prompt = "lamp-stone: 31425\nriver-goat: 27182\noak-drum: 14142\nriver-goat: "
+    (tmp_path / "p.txt").write_text(prompt)
+    argv = [*SKIMKV, "generate", "--max-new-tokens", "5"]
+    by_file = subprocess.run([*argv, "--prompt-file", tmp_path / "p.txt"], capture_output=True, text=True)
+    by_stdin = subprocess.run(argv, input=prompt, capture_output=True, text=True)
+    assert by_file.returncode == by_stdin.returncode == 0, by_file.stderr
+    assert by_file.stdout == by_stdin.stdout == "27182\n"
+    assert by_file.stderr.count("\n") == 1  # the figures: no warning, no progress bar
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "generate", "--prompt", "The king and the queen", "--compare", "--max-new-tokens", "20"
+    same = answer(capsys, *argv, "--method", "SparQ(r=64, k=4096)")
+    assert same["compare"]["differs_at"] is None
+    assert same["compare"]["dense"]["text"] == same["text"]
+    other = answer(capsys, *argv, "--method", "LMInfinite(k=1, initial=0)")
+    at, dense = other["compare"]["differs_at"], other["compare"]["dense"]["text"]
+    assert other["text"][:at] == dense[:at]
+    assert other["text"][: at + 1] != dense[: at + 1]
+    _, out, _ = run(capsys, *argv, "--method", "LMInfinite(k=1, initial=0)")
+    assert f"part at character {at}," in out
+
+
+def test_the_seed_decides_what_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "generate", "--prompt", "The king", "--max-new-tokens", "20", "--temperature", "1"
+    texts = [answer(capsys, *argv, "--seed", seed)["text"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("short", ["bf16", "bfloat16"])
+def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -> None:
+    result = answer(capsys, "generate", "--prompt", "The king", "--max-new-tokens", "2", "--dtype", short)
+    cached_tokens = result["prompt_tokens"] + result["new_tokens"] - 1
+    assert result["cache_bytes"] == cached_tokens * 4 * 2 * 64 * 2 * 2  # K and V of 2 bytes
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--method", "SparK(r=8, k=16)"], "unknown method 'SparK'; did you mean SparQ?"),
+        (["--method", "SparQ(r=8, kk=16)"], "no argument 'kk'; did you mean k?"),
+        (["--method", "__import__('os').getcwd()"], "is no method spec"),
+        (["--method", "TopK(k=0)"], "k = 0 must be"),
+        (["--method", "SparQ(r=65, k=4)"], "r = 65 must be at most 64"),
+        (["--prompt", " \n"], "the prompt is empty"),
+        (["--prompt", "x " * 5000], "does not fit the model's 4096 positions"),
+        (["--chat"], "no chat template"),
+        (["--weights", "int3"], "--weights 'int3' is unknown"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    assert_mistake(run(capsys, "generate", "--prompt", "x", *argv), words)
+
+
+def test_a_prompt_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(b"abc\xff\xfe")
+    assert_mistake(run(capsys, "generate", "--prompt-file", str(tmp_path / "p")), "not UTF-8")
+
+
+def test_ctrl_c_prints_what_there_is() -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    argv = [*SKIMKV, "generate", "--prompt", "The king said", "--max-new-tokens", "4000", "--temperature", "1"]
+    process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    figures, last = err.decode().splitlines()
+    assert process.returncode == 130
+    assert len(first + out) > 20
+    assert figures.startswith("Dense(): ")
+    assert 1 <= int(figures.split()[1]) < 4000
+    assert last == "skimkv: interrupted"
+
+
+def test_it_stops_at_the_models_last_position() -> None:
+    from skimkv import load, parse
+    from skimkv.eval.generate import encode, run
+
+    model, tokenizer = load("builtin")
+    ids = encode(tokenizer, "".join(f"a: {i}\n" for i in range(2000)), chat=False)[:4090]
+    assert len(ids) == 4090
+    assert run(model, tokenizer, ids, parse("LMInfinite(k=64)"), 100).new_tokens <= 6
