@@ -1,4 +1,5 @@
-# make demo | test | test-oldest | test-eval | sanitize | lint | clean.  PYTHON=python3.12 picks the interpreter of a new .venv.
+# make demo | test | test-fast | test-slow | test-oldest | test-eval | sanitize | lint | format | clean
+# PYTHON=python3.12 picks the interpreter of a new .venv. ARGS='-k sparq' adds arguments to pytest.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,36 +8,53 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find src/skimkv/csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-oldest test-eval sanitize lint clean
+.PHONY: demo test test-fast test-slow test-oldest test-eval sanitize lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/skimkv demo
 
+# Everything but what is marked slow: under 5 minutes on 2 cores.
 test: $(VENV)/.dev
-	$(TEST) $(ARGS)
+	$(TEST) -m 'not slow' $(ARGS)
+
+# For the edit loop, under a minute: the structure, the stores, and every method by its laws and its paper.
+FAST := tests/test_structure.py tests/test_package.py tests/stores tests/methods
+test-fast: $(VENV)/.dev
+	$(TEST) -m 'not slow' $(FAST) $(ARGS)
+
+# Only what is marked slow: fuzzers, every model family, several processes, a wheel.
+test-slow: $(VENV)/.dev
+	$(TEST) -m slow $(ARGS)
 
 # The transformers seam on the oldest version that pyproject.toml admits.
 test-oldest: $(VENV)/oldest/.installed
-	PYTHONPATH=$(VENV)/oldest $(TEST) $(wildcard tests/test_hf*.py) $(ARGS)
+	PYTHONPATH=$(VENV)/oldest $(TEST) tests/hf $(ARGS)
 
 # What needs the extra `eval`: lm-evaluation-harness through the adapter, and ROUGE.
 test-eval: $(VENV)/.dev
 	$(PIP) --editable '.[test,eval]'
-	$(TEST) tests/test_lm_eval.py tests/test_tasks.py $(ARGS)
+	$(TEST) tests/eval/test_lm_eval.py tests/eval/test_tasks.py $(ARGS)
 
 # The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first.
 CXX      ?= g++
 RUNTIMES  = $(foreach name,asan ubsan,$(shell $(CXX) -print-file-name=lib$(name).so))
+SANITIZED = $(addprefix tests/ops/test_,ops.py quantised_rows_kernels.py bad_calls.py linear.py) \
+            tests/methods/test_subgen_stream.py
 sanitize: $(VENV)/.dev
 	$(PIP) cmake ninja
 	$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DSKIMKV_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 SKIMKV_LIBRARY=build/sanitize \
-	    $(TEST) $(addprefix tests/test_,ops.py coded_rows.py bad_calls.py linear.py stream.py) $(ARGS)
+	    $(TEST) $(SANITIZED) $(ARGS)
 
+PYTHON_FILES := src tests benchmarks
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy --strict src
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format $(PYTHON_FILES)
 
 # Stamps: a second run reinstalls nothing; changed metadata, pins or native source does.
 # The install is editable: changed Python needs no stamp.

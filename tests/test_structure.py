@@ -37,7 +37,8 @@ LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 FROM_ROOT = {"__version__", "__path__"}  # all that a module may import from `skimkv` itself
 
 # Files whose public names do not all have a docstring in whole sentences yet. A file leaves this list when they do.
-INCOMPLETE_DOCSTRINGS = frozenset("""
+INCOMPLETE_DOCSTRINGS = frozenset(
+    """
     bench/attention.py bench/attention_gpu.py bench/cuda.py bench/roofline.py bench/token.py cli/app.py
     eval/demo.py eval/figures_tune.py eval/generate.py eval/plan.py eval/run.py eval/shared_prompt.py
     eval/tasks/__init__.py eval/tasks/answers.py eval/tasks/bpc.py eval/tasks/lines.py eval/tasks/needle.py
@@ -49,7 +50,8 @@ INCOMPLETE_DOCSTRINGS = frozenset("""
     ops/gpu/kernels/sparq.py ops/gpu/kernels/stream.py ops/gpu/launch.py ops/gpu/tables.py ops/key_scores.py
     ops/linear.py ops/prefill.py ops/ref.py stores/base.py stores/clusters.py stores/codes.py stores/full.py
     stores/memory.py stores/rows.py stores/slots.py
-""".split())
+""".split()
+)
 
 
 class Import(NamedTuple):
@@ -121,7 +123,7 @@ def broken_order(package: Path) -> list[str]:
         for target, line in imports(module, path, known):
             if target.split(".")[0] != root:
                 continue
-            where, other = f"{module}:{line}", (target.split(".") + [""])[1]
+            where, other = f"{module}:{line}", [*target.split("."), ""][1]
             if other not in LEVEL:
                 if other not in FROM_ROOT:
                     found.append(f"{where} imports {other or root!r} from the root package")
@@ -306,7 +308,9 @@ def write(folder: Path, **files: str) -> Path:
     "importlib.import_module(f'skimkv.methods.base')",
 ])  # fmt: skip
 def test_an_upward_import_is_seen(tmp_path: Path, statement: str) -> None:
-    downward = "from ..stores import full\nfrom ..stores.full import Full\nfrom .. import __version__, spec\nimport torch"
+    downward = (
+        "from ..stores import full\nfrom ..stores.full import Full\nfrom .. import __version__, spec\nimport torch"
+    )
     package = write(tmp_path, stores__full="", methods__base="", spec="", ops__kernel=downward)
     assert broken_order(package) == []
     (package / "ops" / "kernel.py").write_text(statement)
@@ -363,7 +367,7 @@ def test_a_test_that_asserts_nothing_is_seen(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         support__help="def check(x):\n    assert x\n\ndef twice(x):\n    check(x)",
-        test_good="def test_a():\n    assert 1\ndef test_b():\n    help.twice(1)\ndef test_c():\n    with pytest.raises(E): f()",
+        test_good="def test_a():\n    assert 1\ndef test_b():\n    twice(1)\ndef test_c():\n    with pytest.raises(E): f()",
         test_poor="def test_d():\n    f()\ndef test_e(x):\n    if x:\n        return\n    assert x",
     )
     assert empty_tests(folder) == ["test_poor.py:1 test_d asserts nothing", "test_poor.py:3 test_e returns early"]
