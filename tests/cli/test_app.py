@@ -86,6 +86,7 @@ AT_THE_DOOR = [
     ("generate --prompt x --dtype float23", "unknown dtype 'float23'"),
     ("demo --out no-such-folder/x.png", "there is no folder no-such-folder"),
     ("demo --out {folder}", "this is a folder"),
+    ("demo --out figure.doc", "cannot be saved as .doc"),
     ("eval --task lines --method Dense() --out no-such-folder/x.jsonl", "there is no folder no-such-folder"),
     ("eval --task lines --method Dense() --model ./missing-folder", "there is no such file or folder"),
     ("tune --text {folder}/missing.txt", "there is no such file"),

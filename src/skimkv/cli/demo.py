@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import output
-from .options import Json, Seed, output_file, quiet
+from .options import Json, Seed, output_figure, quiet
 
 if TYPE_CHECKING:
     from ..eval.demo import Row
@@ -21,7 +21,9 @@ def demo(
     lines: Annotated[int, typer.Option(help="Number of lines of the record; a line has about 15 tokens.")] = 190,
     asked: Annotated[int, typer.Option(help="Number of questions; each asks for one line of the record.")] = 20,
     seed: Seed = 0,
-    out: Annotated[Path, output_file("Save the figure to this file (PNG, PDF or SVG).")] = Path("skimkv-demo.png"),
+    out: Annotated[Path, output_figure("Save the figure to this file (.png, .pdf or .svg).", "--out")] = Path(
+        "skimkv-demo.png"
+    ),
     as_json: Json = False,
 ) -> None:
     """Ask the bundled model about a long record, with every method at equal budgets.

@@ -25,7 +25,7 @@ def info(as_json: Json = False) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Versions, devices, backends (which one each device uses, and why), and an entry for every method."""
+    """Collect versions, devices, the backend of each device with the reason, and an entry for every method."""
     import importlib.metadata
     import platform
 
@@ -53,7 +53,7 @@ def collect() -> dict[str, Any]:
 
 
 def describe(name: str, method: Any) -> dict[str, str]:
-    """What a method class says about itself: its file, its arguments, its paper, its store, and what it reads."""
+    """Return what a method class says about itself: its file, arguments, paper and store, and what it reads."""
     import inspect
 
     module = inspect.getmodule(method)

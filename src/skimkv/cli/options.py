@@ -27,10 +27,11 @@ DTYPES = {
     "float16": "float16", "fp16": "float16", "half": "float16",
     "float64": "float64",
 }  # fmt: skip
+FIGURE_FORMATS = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".tif", ".tiff")
 
 
 def check_dtype(name: str) -> str:
-    """PyTorch's name of a number format: check_dtype("bf16") is "bfloat16". Raises ValueError if it is unknown."""
+    """Return PyTorch's name of a number format: "bfloat16" for "bf16". Raises ValueError if the name is unknown."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -39,7 +40,7 @@ def check_dtype(name: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch.dtype of that name or short name. Raises ValueError if the name is unknown."""
+    """Return the torch.dtype of a name or short name. Raises ValueError if the name is unknown."""
     import torch
 
     dtype: torch.dtype = getattr(torch, check_dtype(name))
@@ -47,7 +48,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch.device of that name. Raises ValueError if the name is unknown or this machine has no such device."""
+    """Return the torch.device of a name. Raises ValueError if this machine has no such device."""
     import torch
 
     try:
@@ -72,7 +73,7 @@ def quiet(model: str) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises ValueError unless a file can be written at `path`; `option` is the option's name for the message."""
+    """Raise ValueError unless a file can be written at `path`; `option` is the option's name for the message."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; create it first")
@@ -82,8 +83,15 @@ def check_writable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: no permission to write there")
 
 
+def check_figure(option: str, path: Path) -> None:
+    """Raise ValueError unless a figure can be written at `path`: the end of its name decides the format."""
+    check_writable(option, path)
+    if path.suffix and path.suffix.lower() not in FIGURE_FORMATS:
+        raise ValueError(f"{option} {path}: a figure cannot be saved as {path.suffix}; take .png, .pdf or .svg")
+
+
 def check_folder(option: str, path: Path) -> None:
-    """Raises ValueError unless `path` is a folder that can be written to, or such a folder can be made there."""
+    """Raise ValueError unless `path` is a folder that can be written to, or such a folder can be made there."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path}: this is a file; give the name of a folder")
     if not path.absolute().parent.is_dir():
@@ -93,7 +101,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_readable(option: str, path: Path) -> None:
-    """Raises ValueError unless `path` is a file that can be read."""
+    """Raise ValueError unless `path` is a file that can be read."""
     if path.is_dir():
         raise ValueError(f"{option} {path}: this is a folder; give the name of a file")
     if not path.exists():
@@ -103,7 +111,7 @@ def check_readable(option: str, path: Path) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raises ValueError if `model` can be nothing that exists: neither builtin, a file, a folder, nor a Hub id."""
+    """Raise ValueError if `model` can be nothing that exists: neither builtin, a file, a folder, nor a Hub id."""
     path = Path(model).expanduser()
     if model == "builtin":
         return
@@ -147,6 +155,12 @@ def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
     return value
 
 
+def _figure(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    if value is not None:
+        check_figure(_name(param), value)
+    return value
+
+
 def _folder(param: typer.CallbackParam, value: Path | None) -> Path | None:
     if value is not None:
         check_folder(_name(param), value)
@@ -159,21 +173,26 @@ def _readable(param: typer.CallbackParam, value: Path | None) -> Path | None:
     return value
 
 
-# Options that differ between commands in their help only. Use: `out: Annotated[Path, output_file("...")] = Path(..)`.
+# Options whose help differs between commands. A command writes: `out: Annotated[Path, output_file("...")] = Path(..)`.
 
 
 def output_file(help: str, option: str = "--out") -> Any:
-    """An option for a file to write; the folder of that file must exist."""
+    """Make an option for a file to write; the folder of that file must exist."""
     return typer.Option(option, help=help, metavar="FILE", callback=_writable, rich_help_panel=OUTPUT_OPTIONS)
 
 
+def output_figure(help: str, option: str = "--plot") -> Any:
+    """Make an option for a figure to write; the folder of that file must exist."""
+    return typer.Option(option, help=help, metavar="FILE", callback=_figure, rich_help_panel=OUTPUT_OPTIONS)
+
+
 def output_folder(help: str, option: str = "--out") -> Any:
-    """An option for a folder to write into, which may have to be made."""
+    """Make an option for a folder to write into, which the command may have to create."""
     return typer.Option(option, help=help, metavar="FOLDER", callback=_folder, rich_help_panel=OUTPUT_OPTIONS)
 
 
 def input_file(help: str, option: str, panel: str | None = None) -> Any:
-    """An option for a file to read, which must exist."""
+    """Make an option for a file to read, which must exist."""
     return typer.Option(option, help=help, metavar="FILE", callback=_readable, rich_help_panel=panel)
 
 
@@ -212,7 +231,7 @@ Records = Annotated[
     Path,
     output_file("File of records (JSON Lines). New records are added; those it already holds are not computed again."),
 ]
-Plot = Annotated[Path | None, output_file("Save a figure to this file (PNG, PDF or SVG).", "--plot")]
+Plot = Annotated[Path | None, output_figure("Save a figure to this file (.png, .pdf or .svg).")]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object instead of text for people.", rich_help_panel=OUTPUT_OPTIONS),

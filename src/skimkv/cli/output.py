@@ -28,7 +28,7 @@ def print_json(answer: Mapping[str, Any]) -> None:
 
 
 def console(min_width: int = 0, stderr: bool = False) -> Console:
-    """A console for stdout or stderr. Where the output is not a terminal it is at least `min_width` columns wide."""
+    """Return a console for stdout or stderr. Where the output is not a terminal it is at least `min_width` columns wide."""
     terminal = Console(highlight=False, stderr=stderr)
     if terminal.is_terminal or terminal.width >= min_width:
         return terminal
@@ -36,7 +36,7 @@ def console(min_width: int = 0, stderr: bool = False) -> Console:
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table: the first column is text that may wrap, the others hold numbers."""
+    """Make an empty table: the first column is text that may wrap, the others hold numbers."""
     made = Table(title=title, title_style="dim", title_justify="left")
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i else "left", overflow="fold")
@@ -44,10 +44,10 @@ def table(title: str, *columns: str) -> Table:
 
 
 def progress_bar(*more: ProgressColumn, keep: bool = False) -> Progress:
-    """The progress bar of every command, on stderr: use it in a `with`, and add a task to it.
+    """Make the progress bar of every command, on stderr. Use it in a `with` statement, and add a task to it.
 
-    A task without a total shows how much is done and the time it took. more: columns after the usual ones.
-    keep: the bar stays on the screen when it has ended.
+    A task without a total shows how much is done and for how long it has run. `more` are columns after the usual
+    ones. With `keep` the bar stays on the screen when it has ended.
     """
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
