@@ -28,7 +28,7 @@ def print_json(answer: Mapping[str, Any]) -> None:
 
 
 def console(min_width: int = 0, stderr: bool = False) -> Console:
-    """Return a console for stdout or stderr. Where the output is not a terminal it is at least `min_width` columns wide."""
+    """Return a console for stdout or stderr. One that is not a terminal is at least `min_width` columns wide."""
     terminal = Console(highlight=False, stderr=stderr)
     if terminal.is_terminal or terminal.width >= min_width:
         return terminal
