@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from . import output
 from .options import Json
@@ -56,30 +57,36 @@ def describe(name: str, method: Any) -> dict[str, str]:
     """Return what a method class says about itself: its file, arguments, paper and store, and what it reads."""
     import inspect
 
-    module = inspect.getmodule(method)
-    signature = str(inspect.signature(method)).split(" -> ")[0]
+    signature = inspect.signature(method)
+    defaults = ("" if p.default is p.empty else f"={p.default!r}" for p in signature.parameters.values())
     return {
         "name": name,
+        "spec": f"{name}({', '.join(map(str.__add__, signature.parameters, defaults))})",
         "file": f"methods/{method.__module__.rsplit('.', 1)[1]}.py",
-        "arguments": "".join(c for c in signature if c not in "'\""),
-        "paper": (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " "),
+        "arguments": "".join(c for c in str(signature).split(" -> ")[0] if c not in "'\""),
+        "paper": _first_paragraph(inspect.getmodule(method)),
         "store": str(inspect.signature(method.store).return_annotation),
-        "reads": (inspect.getdoc(method) or "").split("\n\n")[0].replace("\n", " "),
+        "reads": _first_paragraph(method),
     }
+
+
+def _first_paragraph(documented: Any) -> str:
+    import inspect
+
+    return (inspect.getdoc(documented) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _print(facts: dict[str, Any]) -> None:
     """Print the facts for a person."""
-    console = output.console(120)
+    console = output.console()
     console.print("  ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     for name, what in facts["devices"].items():
         console.print(f"device {name}: {what}", markup=False)
     for name, choice in facts["backends"].items():
         console.print(f"backend on {name}: {choice['backend']} ({choice['why']})", markup=False)
     console.print(f"GPU kernels: {facts['gpu_kernels']}", markup=False)
-    table = Table(show_lines=True)
-    for column in ("method", "file", "paper", "what it reads", "store"):
-        table.add_column(column, overflow="fold")
-    for m in facts["methods"]:
-        table.add_row(m["name"] + m["arguments"], m["file"], m["paper"], m["reads"], m["store"])
-    console.print(table)
+    for method in facts["methods"]:
+        console.print()
+        console.print(Text(method["spec"], "bold"))
+        for line in (method["reads"], method["paper"], f"store {method['store']}, in {method['file']}"):
+            console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))
