@@ -1,4 +1,4 @@
-"""Rows of random tokens, which nothing but what stood before in the same row tells: copies, and keys with values."""
+"""Training rows of random tokens: nothing but the same row can tell what follows. Copies, and keys with values."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import random
 from typing import NamedTuple
 
 BOS, EOS = 0, 1
-SHORT = 64  # tokens of a row for beginners
+SHORT = 64  # tokens; rows up to this length are for a network that cannot look back yet
 
 
 class Row(NamedTuple):
+    """Tokens, and for each token how much its prediction weighs in the loss; 0 leaves it out."""
+
     ids: list[int]
-    weights: list[float]  # of predicting this token
+    weights: list[float]
 
 
 def copies(rng: random.Random, length: int, vocabulary: int) -> Row:
-    """Random tokens of a large or small alphabet, then parts of them until the row is full.
+    """Make a row of at least `length` tokens: random tokens of a large or small alphabet, then copies of parts of them.
 
-    Of a small alphabet a part is known only by several tokens in a row, as in text; those weigh nothing. Short rows
-    are of the large one and whole: there looking back appears first.
+    With a small alphabet several tokens are needed to recognise a part, as in text; these lead tokens weigh nothing.
+    Short rows have the large alphabet and copies of the whole: there a network first learns to look back.
     """
-    short = length <= SHORT
-    n = rng.randint(4 if short else 8, length // (3 if short else 2))
-    large = short or rng.random() < 0.5
-    size = vocabulary - 2 if large else round(4 * (vocabulary / 8) ** rng.random())
-    letters = rng.sample(range(2, vocabulary), size)
-    base = rng.choices(letters, k=n)
+    is_short = length <= SHORT
+    n = rng.randint(4 if is_short else 8, length // (3 if is_short else 2))
+    is_large = is_short or rng.random() < 0.5
+    size = vocabulary - 2 if is_large else round(4 * (vocabulary / 8) ** rng.random())
+    alphabet = rng.sample(range(2, vocabulary), size)
+    base = rng.choices(alphabet, k=n)
     ids, weights = [BOS, *base], [0.0] * (n + 1)
-    if short or (size > 256 and rng.random() < 0.5):  # the whole, again and again
+    if is_short or (size > 256 and rng.random() < 0.5):  # the whole, again and again
         while len(ids) < length:
             ids, weights = ids + base, weights + [1.0] * n
         return Row(ids, weights)
@@ -40,22 +42,26 @@ def copies(rng: random.Random, length: int, vocabulary: int) -> Row:
 
 
 def pairs(rng: random.Random, length: int, vocabulary: int) -> Row:
-    """Keys of one to four tokens, a gap and an end that all lines share, values; then some again."""
-    m, w, most = rng.randint(1, 4), rng.randint(1, 5), min(1000, vocabulary - 2)
+    """Make a row of at least `length` tokens: lines with a random key and a random value, then some lines again.
+
+    A key has one to four tokens. Between key and value stand the same tokens in every line, the gap, and after the
+    value perhaps one more. In the lines that come again the value weighs.
+    """
+    key_size, value_size, most = rng.randint(1, 4), rng.randint(1, 5), min(1000, vocabulary - 2)
     known = range(2, vocabulary)
-    far = 3 if length <= 2 * SHORT or rng.random() < 0.5 else 16
-    gap, end = rng.sample(known, rng.randint(0, far)), rng.sample(known, rng.randint(0, 1))
-    size = rng.choice((4, 16, 64, most)) if m > 1 else most  # few letters: all of a key's tokens tell it
+    longest_gap = 3 if length <= 2 * SHORT or rng.random() < 0.5 else 16
+    gap, end = rng.sample(known, rng.randint(0, longest_gap)), rng.sample(known, rng.randint(0, 1))
+    size = rng.choice((4, 16, 64, most)) if key_size > 1 else most  # few letters: only all of a key's tokens tell it
     letters, digits = rng.sample(known, size), rng.sample(known, rng.choice((10, 100, most)))
-    room = length / (m + len(gap) + w + len(end)) * rng.uniform(0.25, 0.6)
-    told: dict[tuple[int, ...], list[int]] = {}
-    while len(told) < max(2, min(int(room), size**m // 2)):
-        told[tuple(rng.choices(letters, k=m))] = rng.choices(digits, k=w)
-    ids = [BOS, *(i for key, value in told.items() for i in (*key, *gap, *value, *end))]
+    room = length / (key_size + len(gap) + value_size + len(end)) * rng.uniform(0.25, 0.6)
+    values: dict[tuple[int, ...], list[int]] = {}
+    while len(values) < max(2, min(int(room), size**key_size // 2)):
+        values[tuple(rng.choices(letters, k=key_size))] = rng.choices(digits, k=value_size)
+    ids = [BOS, *(i for key, value in values.items() for i in (*key, *gap, *value, *end))]
     weights = [0.0] * len(ids)
-    keys = list(told)
+    keys = list(values)
     while len(ids) < length:
         key = rng.choice(keys)
-        ids += [*key, *gap, *told[key], *end]
-        weights += [0.0] * (m + len(gap)) + [1.0] * w + [0.0] * len(end)
+        ids += [*key, *gap, *values[key], *end]
+        weights += [0.0] * (key_size + len(gap)) + [1.0] * value_size + [0.0] * len(end)
     return Row(ids, weights)

@@ -1,9 +1,9 @@
 """Make the bundled model from nothing: `python -m skimkv.models.train --text FOLDER --out FOLDER`.
 
-A curriculum. First random tokens that come again, at short length: looking back appears there, all at once, and not in
-text. Then random keys of several tokens, looked up over a gap: without them lines with words for keys were not learnt
-in two hours. Then text, facts and records of growing length. About two hours on 2 cores.
-Ctrl-C keeps what was learnt, and the same command goes on from there.
+Training follows a curriculum. First come short rows of random tokens that come again: from these, and not from text, a
+network learns to look back, all at once. Then come random keys of several tokens, looked up over a gap: without them,
+lines with words for keys were not learnt in two hours. Then come text, facts and records of growing length. All of it
+takes about two hours on 2 cores. Ctrl-C keeps what was learnt, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -17,38 +17,42 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
+from ..cli.errors import carry_out
+from ..cli.help import App
+from ..cli.options import MODEL_OPTIONS, OUTPUT_OPTIONS, resolve_device
+from ..cli.output import progress_bar
 from . import folder
-from .data import KINDS, Maker, read
+from .data import KINDS, RowMaker, read_texts
 from .network import Network
-from .trainer import Stage, Trainer, mix
+from .trainer import Stage, Trainer, kind_shares
 
 CONFIG = Path(__file__).parent / "tiny" / "config.json"
 
-COPY, PAIRS = mix(copies=1.0), mix(copies=0.4, pairs=0.6)
-FIRST = mix(copies=0.1, pairs=0.2, passages=0.25, facts=0.1, records=0.35)
-MIX = mix(copies=0.05, pairs=0.1, passages=0.45, facts=0.12, records=0.28)
-LAST = mix(copies=0.05, passages=0.42, facts=0.1, records=0.43)
+COPIES, PAIRS = kind_shares(copies=1.0), kind_shares(copies=0.4, pairs=0.6)
+FIRST_TEXT = kind_shares(copies=0.1, pairs=0.2, passages=0.25, facts=0.1, records=0.35)
+TEXT = kind_shares(copies=0.05, pairs=0.1, passages=0.45, facts=0.12, records=0.28)
+LAST_TEXT = kind_shares(copies=0.05, passages=0.42, facts=0.1, records=0.43)
 STAGES = (
-    Stage(64, 300, 2e-3, COPY, 4096),
+    Stage(64, 300, 2e-3, COPIES, 4096),
     Stage(64, 200, 2e-3, PAIRS, 4096),
     Stage(256, 160, 2e-3, PAIRS),
-    Stage(256, 500, 2e-3, FIRST),
-    Stage(512, 500, 1.5e-3, MIX),
-    Stage(1024, 400, 1.5e-3, MIX),
-    Stage(2048, 350, 1.3e-3, MIX),
-    Stage(4096, 600, 1.2e-3, MIX),
-    Stage(4096, 600, 1e-3, LAST),
+    Stage(256, 500, 2e-3, FIRST_TEXT),
+    Stage(512, 500, 1.5e-3, TEXT),
+    Stage(1024, 400, 1.5e-3, TEXT),
+    Stage(2048, 350, 1.3e-3, TEXT),
+    Stage(4096, 600, 1.2e-3, TEXT),
+    Stage(4096, 600, 1e-3, LAST_TEXT),
 )
+TRAINING_OPTIONS = "Training options"
 
 
-def stage_of(text: str) -> Stage:
-    """LENGTH:STEPS:LR, on the mixture. Raises ValueError."""
+def parse_stage(text: str) -> Stage:
+    """Parse LENGTH:STEPS:LR, a stage on the mixture TEXT. Raises ValueError if a number is missing or out of range."""
     try:
         length, steps, lr = text.split(":")
-        stage = Stage(int(length), int(steps), float(lr), MIX)
+        stage = Stage(int(length), int(steps), float(lr), TEXT)
     except ValueError:
         raise ValueError(f"--stage {text!r} must be LENGTH:STEPS:LR, for example 512:400:1e-3") from None
     if stage.length < 64 or stage.steps < 1 or not 0 < stage.lr < 1:
@@ -56,82 +60,143 @@ def stage_of(text: str) -> Stage:
     return stage
 
 
-def run(trainer: Trainer, save: Callable[[], None], workers: int = 1, every: float = 240.0) -> bool:
-    """All that is left to do, saved every so many seconds; False if Ctrl-C ended it, between two steps."""
-    stopped: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
-    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    saved = time.monotonic()
+def run(trainer: Trainer, save: Callable[[], None], workers: int = 1, save_every: float = 240.0) -> bool:
+    """Train what is left of all stages; return False if Ctrl-C ended it, which it does between two steps.
+
+    `save` is called every `save_every` seconds and at the end.
+    """
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    saved_at = time.monotonic()
     try:
-        with Progress(*columns, TextColumn("{task.fields[shown]}"), console=Console(stderr=True)) as bar:
+        with progress_bar(TextColumn("{task.fields[means]}"), keep=True) as bar:
             while trainer.stage < len(trainer.stages):
-                stage, shown = trainer.stages[trainer.stage], Shown()
+                stage, means = trainer.stages[trainer.stage], RunningMeans()
                 title = f"{trainer.stage + 1}/{len(trainer.stages)}: {stage.length} tokens"
-                going = bar.add_task(title, total=stage.steps, completed=trainer.step, shown=shown)
+                task = bar.add_task(title, total=stage.steps, completed=trainer.step, means=means)
                 for batch in trainer.batches(workers):
-                    shown.add(*trainer.train(batch))
-                    bar.update(going, completed=trainer.step, shown=shown)
-                    if stopped:
+                    means.add(*trainer.train(batch))
+                    bar.update(task, completed=trainer.step, means=means)
+                    if interrupts:
                         return False
-                    if time.monotonic() - saved > every:
+                    if time.monotonic() - saved_at > save_every:
                         save()
-                        saved = time.monotonic()
+                        saved_at = time.monotonic()
                 trainer.start(trainer.stage + 1)
         return True
     finally:
         save()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
-class Shown:
-    """Running means over about twenty steps: the loss, and the share of answer tokens that were right."""
+class RunningMeans:
+    """Means over about the last twenty steps: the loss, and for each kind the share of answer tokens that were right.
+
+    str() of it is what the progress bar shows.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
 
     def add(self, loss: float, right: Sequence[tuple[int, int]]) -> None:
-        for name, (hits, of) in zip(("loss", *KINDS), [(loss, 1), *right], strict=True):
-            if of:
-                old = self.sums.get(name, (0.0, 0.0))
-                self.sums[name] = old[0] * 0.95 + hits, old[1] * 0.95 + of
+        """Add one step: its loss, and for each of KINDS (right answer tokens, answer tokens)."""
+        for name, (value, count) in zip(("loss", *KINDS), [(loss, 1), *right], strict=True):
+            if count:
+                values, counts = self.sums.get(name, (0.0, 0.0))
+                self.sums[name] = values * 0.95 + value, counts * 0.95 + count
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {hits / of:.3f}" for name, (hits, of) in self.sums.items())
+        return ", ".join(f"{name} {value / count:.3f}" for name, (value, count) in self.sums.items())
 
 
 def main(
-    text: Annotated[Path, typer.Option(help="A text file, or a folder of *.txt; a tenth of each is never read.")],
-    out: Annotated[Path, typer.Option(help="Folder of the model, and of the state from which training goes on.")],
+    text: Annotated[
+        Path,
+        typer.Option(metavar="PATH", help="A text file, or a folder of *.txt. The last tenth of each is not read."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder of the model, and of the state from which training goes on.",
+            rich_help_panel=OUTPUT_OPTIONS,
+        ),
+    ],
     init: Annotated[
-        Path | None, typer.Option(help="Folder of a model to start from; then only stages of text.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A model to start from. The stages of random tokens are then left out.",
+            rich_help_panel=MODEL_OPTIONS,
+        ),
     ] = None,
-    config: Annotated[Path, typer.Option(help="config.json of a Llama with tied embeddings.")] = CONFIG,
-    stage: Annotated[list[str] | None, typer.Option(help="LENGTH:STEPS:LR instead of the curriculum; repeat.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and the rows.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda; else a GPU if there is one.")] = "",
-    threads: Annotated[int, typer.Option(min=1, help="Of the CPU.")] = os.cpu_count() or 1,
+    config: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="The config.json of a Llama with tied embeddings.",
+            show_default="the bundled model's",
+            rich_help_panel=MODEL_OPTIONS,
+        ),
+    ] = CONFIG,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LENGTH:STEPS:LR",
+            help="A stage of text instead of the curriculum. May be given several times.",
+            rich_help_panel=TRAINING_OPTIONS,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the weights and the rows.", rich_help_panel=TRAINING_OPTIONS)
+    ] = 0,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE",
+            help="cpu or cuda.",
+            show_default="cuda if there is a GPU, otherwise cpu",
+            rich_help_panel=TRAINING_OPTIONS,
+        ),
+    ] = "",
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Threads on the CPU.", show_default="one for each core", rich_help_panel=TRAINING_OPTIONS
+        ),
+    ] = os.cpu_count() or 1,
 ) -> None:
-    """Train the bundled model. Ctrl-C and run again to go on."""
+    """Train the bundled model, or a model of your own shape, on text.
+
+    Training takes about two hours on 2 cores. Press Ctrl-C to stop, and run the same command again to go on.
+
+    Example:
+
+        python -m skimkv.models.train --text books --out my-model
+    """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"training needs torch 2.9 or later for torch.optim.Muon; this is {torch.__version__}")
-    stages = [stage_of(each) for each in stage or ()] or [each for each in STAGES if init is None or each.reads]
-    shape = folder.config(config if init is None else init / "config.json")
-    longest = max(each.length for each in stages)
+    stages = [parse_stage(spec) for spec in stage or ()] or [part for part in STAGES if init is None or part.has_text]
+    shape = folder.read_config(config if init is None else init / "config.json")
+    longest = max(part.length for part in stages)
     if longest > shape.max_position_embeddings:
         raise ValueError(f"a stage of {longest} tokens: the model has {shape.max_position_embeddings} positions")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if place.split(":")[0] not in ("cpu", "cuda") or (place != "cpu" and not torch.cuda.is_available()):
-        raise ValueError(f"--device {device}: must be cpu, or cuda where PyTorch sees a CUDA device")
+    place = _device(device)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # rows are made in a process of their own
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    texts = read(text)
-    made = Network(shape)
+    texts = read_texts(text)
+    network = Network(shape)
     if init is not None:
-        folder.fill(made, init)
+        folder.load_weights(network, init)
     state = out / "state.pt"
-    tokenizer = folder.tokenizer(texts, shape.vocab_size, out if state.exists() else init)
-    trainer = Trainer(made, Maker(texts, tokenizer), stages, seed, torch.device(place))
+    known = out if state.exists() else init  # a folder with a tokenizer
+    tokenizer = (
+        folder.train_tokenizer(texts, shape.vocab_size)
+        if known is None
+        else folder.load_tokenizer(known, shape.vocab_size)
+    )
+    trainer = Trainer(network, RowMaker(texts, tokenizer), stages, seed, place)
     out.mkdir(parents=True, exist_ok=True)
     if state.exists():
         trainer.restore(state)
@@ -139,17 +204,22 @@ def main(
     def save() -> None:
         torch.save(trainer.state(), out / "state.new")
         os.replace(out / "state.new", state)
-        folder.write(made, shape, tokenizer, out)
+        folder.save_model(network, shape, tokenizer, out)
 
-    done = run(trainer, save)
-    at = "done" if done else f"stopped at step {trainer.step} of stage {trainer.stage + 1}; run again to go on"
-    print(f"{at}: {out}")
+    finished = run(trainer, save)
+    stopped = f"stopped at step {trainer.step} of stage {trainer.stage + 1}; run again to go on"
+    print(f"{'done' if finished else stopped}: {out}")
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name; without a name, a GPU if there is one. Raises ValueError."""
+    place = resolve_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: training runs on cpu or cuda")
+    return place
 
 
 if __name__ == "__main__":
-    from ..cli.errors import carry_out
-    from ..cli.help import App
-
     app = App()
     app.command()(main)
     raise SystemExit(carry_out(app, "skimkv.models.train"))
