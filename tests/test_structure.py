@@ -23,7 +23,7 @@ TESTS = ROOT / "tests"
 # From the bottom to the top. A folder or module imports only from lines above its own, never from its neighbours in a
 # line. This is the one place where the order stands.
 ORDER = (
-    ("spec", "plotting"),
+    ("spec", "plotting", "header"),
     ("stores",),
     ("ops",),
     ("methods",),
@@ -179,6 +179,17 @@ def imports_of_tests(folder: Path) -> list[str]:
     return found
 
 
+def unknown_modules(package: Path, *paths: Path) -> list[str]:
+    """Find imports of modules of the package that do not exist, also in strings that a test runs and in documents."""
+    known, found = module_names(package), []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for module in re.findall(rf"(?:from|import|-m) ({package.name}(?:\.[a-z]\w*)+)", line):
+                if module not in known:
+                    found.append(f"{path}:{number} {module}")
+    return found
+
+
 def missing_module_docstrings(*folders: Path) -> list[str]:
     """Find files that do not say what they are for."""
     return [str(path) for path in python_files(*folders) if not ast.get_docstring(parse(path))]
@@ -273,6 +284,11 @@ def test_no_test_imports_another() -> None:
     assert imports_of_tests(TESTS) == []
 
 
+def test_modules_that_are_named_exist() -> None:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    assert unknown_modules(PACKAGE, *python_files(PACKAGE, TESTS, ROOT / "benchmarks"), *documents) == []
+
+
 def test_every_file_has_a_docstring() -> None:
     assert missing_module_docstrings(PACKAGE, TESTS, ROOT / "benchmarks") == []
 
@@ -287,11 +303,11 @@ def test_every_test_asserts_something() -> None:
     assert empty_tests(TESTS, *PACKAGE.glob("testing.py")) == []
 
 
-def write(folder: Path, **files: str) -> Path:
-    """Make a package with one file for each argument; `a__b` is the file b.py of the folder a."""
+def write(folder: Path, files: dict[str, str]) -> Path:
+    """Make a package in the folder from paths without their `.py` and texts."""
     package = folder / "skimkv"
     for name, text in {"__init__": "", **files}.items():
-        path = package / f"{name.replace('___', '/_').replace('__', '/') if name != '__init__' else name}.py"
+        path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return package
@@ -311,41 +327,49 @@ def test_an_upward_import_is_seen(tmp_path: Path, statement: str) -> None:
     downward = (
         "from ..stores import full\nfrom ..stores.full import Full\nfrom .. import __version__, spec\nimport torch"
     )
-    package = write(tmp_path, stores__full="", methods__base="", spec="", ops__kernel=downward)
+    package = write(tmp_path, {"stores/full": "", "methods/base": "", "spec": "", "ops/kernel": downward})
     assert broken_order(package) == []
     (package / "ops" / "kernel.py").write_text(statement)
     assert ["skimkv.ops.kernel" in line for line in broken_order(package)] == [True]
 
 
 @pytest.mark.parametrize(("files", "words"), [
-    ({"eval__run": "from ..bench import token", "bench__token": ""}, "eval.run:1 imports skimkv.bench.token"),
-    ({"ops__kernel": "from .. import attach"}, "'attach' from the root package"),
-    ({"ops__kernel": "import skimkv"}, "'skimkv' from the root package"),
-    ({"serve__main": ""}, "ORDER does not name 'serve'"),
+    ({"eval/run": "from ..bench import token", "bench/token": ""}, "eval.run:1 imports skimkv.bench.token"),
+    ({"ops/kernel": "from .. import attach"}, "'attach' from the root package"),
+    ({"ops/kernel": "import skimkv"}, "'skimkv' from the root package"),
+    ({"serve/main": ""}, "ORDER does not name 'serve'"),
 ])  # fmt: skip
 def test_a_sideways_or_unknown_import_is_seen(tmp_path: Path, files: dict[str, str], words: str) -> None:
-    (line,) = broken_order(write(tmp_path, **files))
+    (line,) = broken_order(write(tmp_path, files))
     assert words in line
 
 
 def test_a_circle_is_seen(tmp_path: Path) -> None:
-    chain = {"ops__a": "from . import b", "ops__b": "def f():\n    from .c import g"}
-    assert circles(write(tmp_path, **chain, ops__c="")) == []
-    (line,) = circles(write(tmp_path, **chain, ops__c="from .a import h"))
+    chain = {"ops/a": "from . import b", "ops/b": "def f():\n    from .c import g"}
+    assert circles(write(tmp_path, {**chain, "ops/c": ""})) == []
+    (line,) = circles(write(tmp_path, {**chain, "ops/c": "from .a import h"}))
     assert sorted(line.split(" imports ")[1:]) == ["skimkv.ops.a", "skimkv.ops.b", "skimkv.ops.c"]
 
 
 def test_an_import_of_matplotlib_is_seen(tmp_path: Path) -> None:
     lazy = "if TYPE_CHECKING:\n    from matplotlib.axes import Axes\ndef draw():\n    import matplotlib.pyplot"
-    assert imports_of_matplotlib(write(tmp_path, eval__figures=lazy, plotting=lazy)) == []
-    package = write(tmp_path, eval__figures="from matplotlib.axes import Axes", plotting="", eval__run=lazy)
+    assert imports_of_matplotlib(write(tmp_path, {"eval/figures": lazy, "plotting": lazy})) == []
+    package = write(tmp_path, {"eval/figures": "from matplotlib.axes import Axes", "plotting": "", "eval/run": lazy})
     assert imports_of_matplotlib(package) == ["eval/figures.py:1", "eval/run.py:2", "eval/run.py:4"]
 
 
 @pytest.mark.parametrize("statement", ["from ops.test_gpu import case", "from . import test_gpu", "import conftest"])
 def test_an_import_of_a_test_is_seen(tmp_path: Path, statement: str) -> None:
-    folder = write(tmp_path, test_this=f"from support import kernels\n{statement}")
+    folder = write(tmp_path, {"test_this": f"from support import kernels\n{statement}"})
     assert imports_of_tests(folder) == ["test_this.py:2"]
+
+
+def test_a_module_that_does_not_exist_is_seen(tmp_path: Path) -> None:
+    text = "f('from skimkv.methods import sparq')\n'python -m skimkv.methods.base'"
+    package = write(tmp_path, {"methods/__init__": "", "methods/base": "", "cli/main": text})
+    assert unknown_modules(package, *python_files(package)) == []
+    (package / "cli" / "main.py").write_text(text.replace("base", "case"))
+    assert unknown_modules(package, *python_files(package)) == [f"{package}/cli/main.py:2 skimkv.methods.case"]
 
 
 @pytest.mark.parametrize(("text", "poor"), [
@@ -358,16 +382,14 @@ def test_an_import_of_a_test_is_seen(tmp_path: Path, statement: str) -> None:
     ("class _A:\n    def f(self): pass\ndef _g(): pass", []),
 ])  # fmt: skip
 def test_a_poor_docstring_is_seen(tmp_path: Path, text: str, poor: list[str]) -> None:
-    package = write(tmp_path, spec=text)
+    package = write(tmp_path, {"spec": text})
     assert poor_docstrings(package / "spec.py") == poor
     assert missing_module_docstrings(package) == [str(package / "__init__.py"), str(package / "spec.py")]
 
 
 def test_a_test_that_asserts_nothing_is_seen(tmp_path: Path) -> None:
-    folder = write(
-        tmp_path,
-        support__help="def check(x):\n    assert x\n\ndef twice(x):\n    check(x)",
-        test_good="def test_a():\n    assert 1\ndef test_b():\n    twice(1)\ndef test_c():\n    with pytest.raises(E): f()",
-        test_poor="def test_d():\n    f()\ndef test_e(x):\n    if x:\n        return\n    assert x",
-    )
+    helper = "def check(x):\n    assert x\n\ndef twice(x):\n    check(x)"
+    good = "def test_a():\n    assert 1\ndef test_b():\n    twice(1)\ndef test_c():\n    pytest.raises(E, f)"
+    poor = "def test_d():\n    f()\ndef test_e(x):\n    if x:\n        return\n    assert x"
+    folder = write(tmp_path, {"support/help": helper, "test_good": good, "test_poor": poor})
     assert empty_tests(folder) == ["test_poor.py:1 test_d asserts nothing", "test_poor.py:3 test_e returns early"]
