@@ -175,7 +175,7 @@ def test_an_instruction_set_or_backend_that_is_not_there(monkeypatch):
     for code in ("ops.chosen()", "ops.backend('cpu').__enter__()"):
         done = run(f"from skimkv import ops; {code}", SKIMKV_ISA="sse9")
         assert done.returncode != 0 and "SKIMKV_ISA=sse9 is not available" in done.stderr
-    done = run("from skimkv.ops import native; print(native.isa())", SKIMKV_ISA="scalar")
+    done = run("from skimkv.ops.cpu import library; print(library.isa())", SKIMKV_ISA="scalar")
     assert done.stdout == "scalar\n"
     store = parse("Dense()").store(Shape(1, 1, 1, 8), torch.float32)
     monkeypatch.setattr(native, "_path", lambda: None)
