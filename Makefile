@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # One constraints file for everything, so that every machine gets the versions that were tested.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
-NATIVE := CMakeLists.txt $(shell find src/skimkv/csrc -type f 2>/dev/null)
+NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-slow test-oldest test-eval sanitize lint format clean
 
@@ -38,7 +38,7 @@ test-eval: $(VENV)/.dev
 # The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first.
 CXX      ?= g++
 RUNTIMES  = $(foreach name,asan ubsan,$(shell $(CXX) -print-file-name=lib$(name).so))
-SANITIZED = $(addprefix tests/ops/test_,ops.py quantised_rows_kernels.py bad_calls.py linear.py) \
+SANITIZED = $(addprefix tests/ops/test_,ops.py quantised_rows_kernels.py bad_calls.py linear.py key_scores.py) \
             tests/methods/test_subgen_stream.py
 sanitize: $(VENV)/.dev
 	$(PIP) cmake ninja
@@ -48,24 +48,35 @@ sanitize: $(VENV)/.dev
 	    $(TEST) $(SANITIZED) $(ARGS)
 
 PYTHON_FILES := src tests benchmarks
+C_FILES      := $(shell find csrc examples tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/mypy --strict src
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format $(PYTHON_FILES)
+	$(BIN)/clang-format -i $(C_FILES)
 
-# Stamps: a second run reinstalls nothing; changed metadata, pins or native source does.
-# The install is editable: changed Python needs no stamp.
+# Stamps: a second run installs nothing. Changed metadata, pins or native sources install again, and so does a Python
+# file that was added, moved or deleted: an editable install knows only the files that were there when it was made.
+# A Python file whose text changed needs no new install.
+MODULES := build/python-files.txt
+$(MODULES): FORCE
+	@mkdir -p $(@D)
+	@find src/skimkv -name '*.py' | LC_ALL=C sort > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+FORCE:
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)/python
 	$(PIP) --editable '.[test,lint]'
 	@touch $(VENV)/.installed $@
 

@@ -1,5 +1,9 @@
-/* One decode step from plain C: dense attention, then SparQ over a row-major K and over one with a channel-major copy,
- * each against naive loops. gcc -std=c11 -iquote src/skimkv/csrc examples/decode.c -L<folder> -lskimkv -lm */
+/* One decode step from plain C: dense attention, SparQ over a row-major K, and SparQ over a K with a channel-major
+ * copy. Each is compared with naive loops.
+ *
+ * Build it with the folders of the installed package:
+ *   INCLUDE=$(python -c "import skimkv; print(skimkv.include_dir())")
+ *   gcc -std=c11 -I$INCLUDE examples/decode.c $INCLUDE/../libskimkv.so -lm */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +16,8 @@ static float k[H][CAP][D + GAP], v[H][CAP][D + GAP], copy[H][D][CAP + GAP], q[H]
 
 static float noise(void) { return (float)rand() / (float)RAND_MAX - 0.5f; }
 
-/* Attention of every query over the positions of its head that are set in `take`. */
+/* The largest error of y, against the attention of every query over the positions of its head that are set in `take`.
+ */
 static double error(char take[H][N], double scale) {
     double worst = 0;
     for (int h = 0; h < H; h++)
@@ -28,17 +33,18 @@ static double error(char take[H][N], double scale) {
             }
             for (int d = 0; d < D; d++) {
                 const double e = fabs(out[d] / sum - y[h][g][d]);
-                if (!(e <= worst)) worst = e; /* NaN too */
+                if (!(e <= worst)) worst = e; /* also if e is NaN */
             }
         }
     return worst;
 }
 
+/* Runs a step: with skimkv_run if nth is 0, else as a custom operation calls it. There every thread does its share with
+ * one work area; here the shares are done one after the other. */
 static int run(const skimkv_op *op, int nth) {
     const char *wrong = skimkv_check(op);
     if (wrong) return printf("%s\n", wrong), 1;
     if (nth == 0) return skimkv_run(op, 1, NULL);
-    /* as a custom operation calls it: every thread its share of one work area; here one after the other */
     void *work = calloc(1, skimkv_work(op, nth));
     if (!work) return 1;
     for (int step = 0; step < 2; step++)
@@ -53,7 +59,7 @@ int main(void) {
         for (int g = 0; g < G; g++)
             for (int d = 0; d < D; d++) q[h][g][d] = d % (D / R) == 0 ? 1 + 0.1f * noise() : 0.2f * noise();
         for (int p = 0; p < N; p++) {
-            /* TOP - LOCAL positions agree with the R channels of q that stand out; the last ones are local */
+            /* TOP - LOCAL positions have large values in the R channels in which q has; the last ones are local */
             const int top = p % 20 == 7 && p / 20 < TOP - LOCAL, near = p >= N - 1 - LOCAL;
             all[h][p] = 1, chosen[h][p] = (char)(top || near);
             for (int d = 0; d < D; d++) {
@@ -65,15 +71,42 @@ int main(void) {
     }
     const int64_t lengths[B] = {N};
     skimkv_chunk chunk = {
-        .start = 0, .cap = CAP, .k = k, .v = v, .index = copy,
-        .k_b = H * CAP * (D + GAP), .k_h = CAP * (D + GAP), .k_n = D + GAP,
-        .v_b = H * CAP * (D + GAP), .v_h = CAP * (D + GAP), .v_n = D + GAP,
-        .x_b = H * D * (CAP + GAP), .x_h = D * (CAP + GAP), .x_r = CAP + GAP,
+        .start = 0,
+        .cap = CAP,
+        .k = k,
+        .v = v,
+        .index = copy,
+        .k_b = H * CAP * (D + GAP),
+        .k_h = CAP * (D + GAP),
+        .k_n = D + GAP,
+        .v_b = H * CAP * (D + GAP),
+        .v_h = CAP * (D + GAP),
+        .v_n = D + GAP,
+        .x_b = H * D * (CAP + GAP),
+        .x_h = D * (CAP + GAP),
+        .x_r = CAP + GAP,
     };
-    skimkv_cache cache = {.B = B, .H = H, .G = G, .D = D, .R = D, .dtype = SKIMKV_F32, .channels = SKIMKV_NONE,
-                          .n_chunks = 1, .chunks = &chunk, .lengths = lengths};
-    skimkv_op op = {.cache = &cache, .q = q, .y = y, .dtype = SKIMKV_F32, .scale = 1 / sqrtf(D),
-                    .q_b = H * G * D, .q_h = G * D, .q_g = D, .y_b = H * G * D, .y_h = G * D, .y_g = D};
+    skimkv_cache cache = {.B = B,
+                          .H = H,
+                          .G = G,
+                          .D = D,
+                          .R = D,
+                          .dtype = SKIMKV_F32,
+                          .channels = SKIMKV_NONE,
+                          .n_chunks = 1,
+                          .chunks = &chunk,
+                          .lengths = lengths};
+    skimkv_op op = {.cache = &cache,
+                    .q = q,
+                    .y = y,
+                    .dtype = SKIMKV_F32,
+                    .scale = 1 / sqrtf(D),
+                    .q_b = H * G * D,
+                    .q_h = G * D,
+                    .q_g = D,
+                    .y_b = H * G * D,
+                    .y_h = G * D,
+                    .y_g = D};
     double worst = 0;
     for (int nth = 0; nth <= 3; nth += 3)
         for (int test = 0; test < 3; test++) {

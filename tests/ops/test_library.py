@@ -1,4 +1,4 @@
-"""The library from outside Python: which instructions each object holds, a plain C caller, and threads."""
+"""The library from outside Python: its headers, the instructions of each object, a plain C caller, and threads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from skimkv.ops.cpu import library as native
 from support.kernels import ISAS, NATIVE, compare, filled, on
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src/skimkv/csrc"
+SOURCE = ROOT / "csrc"
+INCLUDE = SOURCE / "include"
+HEADERS = sorted(SOURCE.rglob("*.h"))
 EXAMPLE = ROOT / "examples/decode.c"
 SETS = ROOT / "tests/support/sets.cpp"
+FOLDERS = ("-I", SOURCE, "-I", INCLUDE)
 COMMON = "-std=c++17 -fPIC -fno-math-errno -fno-trapping-math -fno-exceptions -fno-rtti -Wno-psabi".split()
 CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 native_only = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -41,6 +44,34 @@ def flags(isa: str) -> list[str]:
     return text.split()
 
 
+def isa_of(header: Path) -> str:
+    """The instruction set that a header of csrc/isa is for; every other header compiles with the scalar set."""
+    if header.parent.name != "isa":
+        return "scalar"
+    own = {"quantised_index_vnni": "vnni", "row_dots_bf16": "vnni"}
+    return own.get(header.stem) or next((x for x in ("avx2", "avx512", "neon") if header.stem.endswith(x)), "scalar")
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_header_compiles_alone(header):
+    """A header includes what it uses. It is compiled with its own instruction set, or as an editor opens it: scalar."""
+    isa = isa_of(header)
+    compiler = CROSS if isa == "neon" else shutil.which("g++")
+    if not compiler:
+        pytest.skip(f"no compiler for {isa} is installed")
+    if isa in ("avx2", "avx512", "vnni") and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("x86 only")
+    strict = ("-Wall", "-Wextra", "-Wno-unused-function", "-Werror", "-fsyntax-only")
+    run(compiler, *COMMON, *flags(isa), *FOLDERS, *strict, "-include", header, "-x", "c++", os.devnull)
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+@pytest.mark.parametrize("standard", ["c99", "c11"])
+def test_the_public_header_is_plain_c(standard):
+    strict = ("-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only")
+    run("gcc", f"-std={standard}", *strict, "-include", INCLUDE / "skimkv.h", "-x", "c", os.devnull)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("isa", "never", "some"),
@@ -57,9 +88,9 @@ def test_no_instruction_outside_the_set(isa, never, some, tmp_path):
     for tool in ("objdump", "g++"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not installed")
-    run("g++", "-O1", *COMMON, *flags(isa), "-c", SOURCE / f"isa_{isa}.cpp", "-o", tmp_path / "a.o")
+    run("g++", "-O1", *COMMON, *flags(isa), *FOLDERS, "-c", SOURCE / f"isa/{isa}.cpp", "-o", tmp_path / "a.o")
     listing = run("objdump", "-d", "--no-show-raw-insn", tmp_path / "a.o")
-    functions = [text for text in re.split(r"\n(?=[0-9a-f]+ <)", listing) if not re.match(r".*dots_block_bf16", text)]
+    functions = [text for text in re.split(r"\n(?=[0-9a-f]+ <)", listing) if not re.match(r".*dot_block_bf16", text)]
     lines = "\n".join(functions).splitlines()
     found = [line.split("\t", 1)[1] for line in lines if line.startswith(" ") and "\t" in line]
     assert (isa == "vnni") == ("vdpbf16ps" in listing)
@@ -72,7 +103,7 @@ def test_no_instruction_outside_the_set(isa, never, some, tmp_path):
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_c_program_calls_the_library(isa, tmp_path, monkeypatch):
     path, program = native._path(), tmp_path / "decode"
-    strict = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-iquote", SOURCE)
+    strict = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-iquote", INCLUDE)
     run("gcc", *strict, EXAMPLE, path, "-lm", f"-Wl,-rpath,{Path(path).parent}", "-o", program)
     monkeypatch.setenv("SKIMKV_ISA", isa)
     out = run(program)
@@ -83,7 +114,7 @@ def test_a_c_program_calls_the_library(isa, tmp_path, monkeypatch):
 @pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
 def test_every_set_is_the_scalar_one_from_c(tmp_path):
     path, program = native._path(), tmp_path / "sets"
-    strict = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-iquote", SOURCE)
+    strict = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-iquote", INCLUDE)
     run("g++", *strict, SETS, path, f"-Wl,-rpath,{Path(path).parent}", "-o", program)
     lines = run(program).splitlines()
     assert lines == [f"{isa}: 324 of 324 cases as scalar" for isa in ISAS if isa != "scalar"]
@@ -93,16 +124,16 @@ def test_every_set_is_the_scalar_one_from_c(tmp_path):
 @pytest.mark.skipif(not (CROSS and QEMU), reason="no cross compiler and emulator for aarch64")
 @pytest.mark.timeout(600)
 def test_neon_under_an_emulator(tmp_path, monkeypatch):
-    for name in ("isa_neon", "isa_scalar", "dispatch", "check", "columns", "linear", "read"):
-        run(CROSS, "-O1", *COMMON, "-c", SOURCE / f"{name}.cpp", "-o", tmp_path / f"{name}.o")
-    run(CROSS.replace("g++", "gcc"), "-std=c11", "-iquote", SOURCE, "-c", EXAMPLE, "-o", tmp_path / "decode.o")
+    for source in (*SOURCE.glob("*.cpp"), SOURCE / "isa/neon.cpp", SOURCE / "isa/scalar.cpp"):
+        run(CROSS, "-O1", *COMMON, *FOLDERS, "-c", source, "-o", tmp_path / f"{source.stem}.o")
+    run(CROSS.replace("g++", "gcc"), "-std=c11", "-iquote", INCLUDE, "-c", EXAMPLE, "-o", tmp_path / "decode.o")
     run(CROSS, "-static", *tmp_path.glob("*.o"), "-lm", "-o", tmp_path / "decode")
     for isa in ("neon", "scalar"):
         monkeypatch.setenv("SKIMKV_ISA", isa)
         assert len(re.findall(rf"^{isa} .*error", run(QEMU, tmp_path / "decode"), re.M)) == 6
     monkeypatch.delenv("SKIMKV_ISA")
     (tmp_path / "decode.o").unlink()
-    run(CROSS, "-O1", "-std=c++17", "-iquote", SOURCE, "-c", SETS, "-o", tmp_path / "sets.o")
+    run(CROSS, "-O1", "-std=c++17", "-iquote", INCLUDE, "-c", SETS, "-o", tmp_path / "sets.o")
     run(CROSS, "-static", *tmp_path.glob("*.o"), "-o", tmp_path / "sets")
     assert "neon: 324 of 324 cases as scalar" in run(QEMU, tmp_path / "sets")
 
@@ -113,8 +144,8 @@ def test_neon_under_an_emulator(tmp_path, monkeypatch):
 def test_two_threads_give_what_one_gives(isa, lengths):
     q, store = filled(64, lengths, torch.bfloat16, 3, "int8", 8, 32, 8)
     for name, args in (("dense", ()), ("sparq", (8, 32, 8, "coverage", True))):
-        one, two = (compare(name, isa, q, store, 0.125, None, *args, threads=n) for n in (1, 2))
-        torch.testing.assert_close(one.float(), two.float(), atol=1e-5, rtol=2**-7)
+        single, double = (compare(name, isa, q, store, 0.125, None, *args, threads=n) for n in (1, 2))
+        torch.testing.assert_close(single.float(), double.float(), atol=1e-5, rtol=2**-7)
 
 
 @native_only

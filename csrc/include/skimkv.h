@@ -1,0 +1,221 @@
+/* skimkv: one decode step of attention over a key-value cache of which only a part is read. This is the whole C
+ * interface: plain C, without dependencies.
+ *
+ * Letters: B batch, H KV heads, G query heads per KV head, N cached tokens, D head size, R channels of the index.
+ * b, h, g, d, p and c are places in B, H, G, D, N and R.
+ *
+ * All strides are in elements; strides of quantised rows and of a quantised index are in bytes. The dimension D of q,
+ * k, v and y, and the positions of an index, have stride 1. D is at most 256; multiples of 8 from 16 on are fast.
+ *
+ * Row b of the batch has lengths[b] tokens at the positions 0 .. lengths[b]-1. The last one is the current token, which
+ * is always attended to and is not counted in k.
+ *
+ * A function skimkv_check* validates an operation: it returns NULL, or one line that says what is wrong. A function
+ * that runs an operation assumes that it is valid, and returns 0, or -1 if there is no memory or no instruction set. */
+#ifndef SKIMKV_H
+#define SKIMKV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define SKIMKV_API __declspec(dllexport)
+#else
+#define SKIMKV_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SKIMKV_VERSION 3
+#define SKIMKV_GROUP 256   /* tokens that share a scale in a quantised index */
+#define SKIMKV_ROW_SPAN 64 /* channels of a quantised row that share a range */
+
+/* Element types. */
+enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };
+/* The index, a channel-major form of K: none, a copy, or quantised to 8 or 4 bits. */
+enum { SKIMKV_NONE, SKIMKV_COPY, SKIMKV_INT8, SKIMKV_INT4 };
+/* Methods: dense attention, SparQ, low-rank keys, top-k, and top-k whose weights are divided by their sum. */
+enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE };
+/* SparQ's temperature: the paper's sqrt(D |q[i1]|_1 / |q|_1), or a constant. */
+enum { SKIMKV_COVERAGE, SKIMKV_SQRT_D, SKIMKV_SQRT_R };
+/* What becomes of a new row: it is only attended to, appended before the step, or put into a slot after the step. */
+enum { SKIMKV_OUTSIDE, SKIMKV_APPEND, SKIMKV_SLOT };
+
+/* The memory of positions start .. start+cap-1 of every row. Memory of positions without a token is never read. */
+typedef struct skimkv_chunk {
+    int64_t start, cap;
+    const void *k, *v; /* k[b,h,p,d] at b*k_b + h*k_h + (p-start)*k_n + d */
+    const void *index; /* index[b,h,c,p] at b*x_b + h*x_h + c*x_r + (p-start); NULL for SKIMKV_NONE */
+    /* A key is scale*code + zero: scale of the chunk's group g at b*s_b + h*s_h + g*s_g + c*s_r, zero at s_z more. */
+    const float *scale;
+    int64_t k_b, k_h, k_n, v_b, v_h, v_n;
+    int64_t x_b, x_h, x_r;
+    int64_t s_b, s_h, s_g, s_z, s_r;
+} skimkv_chunk;
+
+/* A cache.
+ *
+ * An index of 4 bits has 64 bytes for 128 tokens, which are 16 little-endian words of 32 bits: token j is nibble j/16
+ * of word j%16. Chunks of a quantised index start at multiples of 256. The last, incomplete group of a row is not
+ * quantised: it is in `tail`, at position % 256.
+ *
+ * Rows of K and V are of type dtype or, if `bits` is 8 or 4, quantised. A quantised row begins with the ranges: for
+ * every 64 channels the smallest value `low` and the largest one `high`, as float16. After them come the codes, for
+ * every 64 channels (or the rest, n channels) n*bits/8 bytes; a channel is low + code * (high - low) / (2^bits - 1). Of
+ * 4 bits, the low nibble of byte i is channel i, and the high nibble is channel i + n/2; D must then be even. The index
+ * and the mean are made of the dequantised rows, and a new row is attended to as the cache will hold it. */
+typedef struct skimkv_cache {
+    int32_t B, H, G, D, R;
+    int32_t dtype, channels, n_chunks;
+    const skimkv_chunk *chunks; /* ascending and without gaps from position 0 */
+    const int64_t *lengths;     /* B */
+    const void *tail;           /* [b,h,c,256] in dtype, for a quantised index */
+    const float *mean;          /* [b,h,d] the running mean of V, or NULL */
+    const float *projection;    /* [h,d,R] contiguous, for SKIMKV_LOWRANK */
+    int64_t t_b, t_h, t_r, m_b, m_h;
+    int32_t bits; /* of quantised rows; 0: rows are of dtype */
+} skimkv_cache;
+
+/* One decode step of attention. */
+typedef struct skimkv_op {
+    const skimkv_cache *cache;
+    const void *q; /* [b,h,g,d] */
+    void *y;       /* [b,h,g,d] */
+    int64_t q_b, q_h, q_g, y_b, y_h, y_g;
+    int32_t dtype; /* of q and y */
+    int32_t method;
+    float scale, softcap;      /* logits = scale q.k; if softcap is not 0, softcap*tanh(logits/softcap) */
+    int64_t r;                 /* SparQ: channels */
+    int64_t k;                 /* positions besides the current one; not for dense attention */
+    int64_t local;             /* SparQ: how many of the k are the last ones */
+    int32_t temperature;       /* SparQ */
+    int32_t use_mean;          /* SparQ: the mean of V gets the weight of what is not attended to */
+    const void *k_new, *v_new; /* the current token [b,h,d] in the cache's dtype, or NULL if the cache has it */
+    int64_t n_b, n_h;
+    int32_t keep;        /* what becomes of k_new; lengths do not count it yet. OUTSIDE and SLOT: dense only */
+    const int64_t *slot; /* SLOT: [b] the position that k_new overwrites; -1: every head chooses it by score */
+    /* Heavy hitters (SLOT): softmax weights, averaged over the group, are added to `score`. The slot with the lowest
+     * score is overwritten, of those whose position `pos` is not among the recent[b] before now[b], the new token's. If
+     * recent[b] is 0, the new token itself may be the lowest; it is then dropped. */
+    float *score; /* [b,h,slot], or NULL */
+    int32_t *pos;
+    int64_t c_b, c_h; /* of score and pos */
+    const int64_t *now, *recent;
+} skimkv_op;
+
+/* n new tokens for every row of the cache. The cache's memory is written although its pointers are const: rows of K and
+ * V, the index or its tail, the codes of groups that become full, and the running mean. Row b drops its first skip[b]
+ * tokens (none if skip is NULL), and the next one goes to position at[b] (lengths[b] if `at` is NULL). lengths do not
+ * count the new tokens yet. */
+typedef struct skimkv_tokens {
+    const skimkv_cache *cache;
+    const void *k, *v; /* [b,h,i,d] in the cache's dtype */
+    int64_t n, k_b, k_h, k_n, v_b, v_h, v_n;
+    const int64_t *skip, *at;
+} skimkv_tokens;
+
+/* SubGen, algorithm 1: every KV head has m clusters, each with a representative, t samples and a size; a reservoir of s
+ * keys and values; and mu, the sum of the squared norms of all values. A block has the clusters start .. start+cap-1.
+ * All tensors are contiguous. Before a token is appended, there must be room for m+1 clusters. */
+typedef struct skimkv_block {
+    int64_t start, cap;
+    void *rep, *samples; /* [B,H,cap,D], [B,H,cap,t,D] */
+    int32_t *size;       /* [B,H,cap] */
+} skimkv_block;
+
+typedef struct skimkv_clusters {
+    int32_t B, H, G, D, t, s, dtype, n_blocks;
+    const skimkv_block *blocks;
+    int64_t *m;  /* [B,H] */
+    void *k, *v; /* [B,H,s,D] */
+    double *mu;  /* [B,H] */
+    /* To estimate: q and y [B,H,G,D], of type q_dtype. */
+    const void *q;
+    void *y;
+    int32_t q_dtype;
+    float scale;
+    /* To append one token: k_new and v_new [B,H,D] in dtype, and lengths[b] tokens before it. */
+    const void *k_new, *v_new;
+    const int64_t *lengths;
+    double delta;
+    uint32_t seed;
+} skimkv_clusters;
+
+/* A function that runs fn(data) on n threads and returns when all have finished. GOMP_parallel has this type. */
+typedef void (*skimkv_parallel)(void (*fn)(void *), void *data, unsigned n, unsigned flags);
+
+SKIMKV_API int skimkv_version(void);
+
+SKIMKV_API const char *skimkv_check(const skimkv_op *op);
+
+/* Runs one step on `threads` threads of `parallel`, or on the calling thread if that is NULL. */
+SKIMKV_API int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel);
+
+/* Sets q, y, k_new and v_new of the operation (NULL: no new row), validates it and the alignment of these pointers, and
+ * runs it. Returns NULL, or one line that says what is wrong. */
+SKIMKV_API const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
+                                   int threads, skimkv_parallel parallel);
+
+/* Appends tokens to a cache. */
+SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);
+SKIMKV_API int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel);
+/* SubGen: estimates the attention of q, and appends a token. The same check is for both. */
+SKIMKV_API const char *skimkv_check_clusters(const skimkv_clusters *clusters);
+SKIMKV_API int skimkv_stream(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel);
+SKIMKV_API int skimkv_stream_append(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel);
+
+/* A step for callers that have started their threads already, such as a custom operation of ggml: every thread ith of
+ * nth calls skimkv_share with the same `work`. That is memory of skimkv_work(op, nth) bytes, which must be zero before
+ * the first step and must not be changed between steps. */
+SKIMKV_API size_t skimkv_work(const skimkv_op *op, int nth);
+SKIMKV_API void skimkv_share(const skimkv_op *op, void *work, int ith, int nth);
+
+/* A linear layer y = x W^T + bias with weights W [out,in] in 8 bits: blocks of 32 codes with one float16 scale, as in
+ * GGUF's Q8_0. Sixteen rows of W are a panel, in which the blocks of these rows follow each other in 544 bytes: 16
+ * scales, then 16 times two codes of each row. A last panel of fewer rows is padded with zeros. */
+typedef struct skimkv_linear {
+    const void *w;
+    int64_t out, in, n; /* rows, inputs (a multiple of 32), tokens */
+    const void *x;      /* [n,in], token t at t*x_n */
+    void *y;            /* [n,out], token t at t*y_n */
+    int64_t x_n, y_n;
+    const void *bias; /* [out] or NULL */
+    int32_t dtype;    /* of x, y and bias */
+} skimkv_linear;
+
+SKIMKV_API const char *skimkv_linear_check(const skimkv_linear *op);
+SKIMKV_API int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel parallel);
+
+/* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
+ * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller
+ * adds the parts up. */
+typedef struct skimkv_columns {
+    int32_t H, G, D, dtype, parts;
+    float scale, softcap; /* as in skimkv_op */
+    int64_t n, m;
+    const void *q, *k; /* [h,g,i,d] and [h,p,d] in dtype */
+    int64_t q_h, q_g, q_n, k_h, k_n;
+    float *sum; /* [H,parts,m] */
+} skimkv_columns;
+
+SKIMKV_API const char *skimkv_columns_check(const skimkv_columns *op);
+SKIMKV_API int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel);
+
+/* The instruction set in use: "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16" or "neon". It is selected at the
+ * first use: the one that the environment variable SKIMKV_ISA names, or else the best one. NULL if this machine does
+ * not have the set that SKIMKV_ISA names. */
+SKIMKV_API const char *skimkv_isa(void);
+
+/* The instruction sets of this machine, separated by commas, the best one first. */
+SKIMKV_API const char *skimkv_isas(void);
+
+/* Selects an instruction set, or for NULL selects again as at the first use. Returns 0, or -1 if this machine does not
+ * have it. */
+SKIMKV_API int skimkv_force(const char *isa);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

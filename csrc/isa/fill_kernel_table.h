@@ -1,0 +1,23 @@
+// Compiles all kernels for one instruction set and fills its table. A file isa/<set>.cpp includes its simd_*.h first,
+// which names the namespace, and then this header.
+//
+// The kernels use nothing of the standard library: an inline function of it that was compiled for AVX-512 may be the
+// copy that the linker keeps for everybody.
+#pragma once
+#include "isa/simd.h"
+#include "kernel_table.h"
+#include "kernels/append.h"
+#include "kernels/attention_step.h"
+#include "kernels/clusters.h"
+#include "kernels/key_scores.h"
+#include "kernels/linear.h"
+
+namespace skimkv::SKIMKV_NS {
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    attention_scratch_bytes, attention,           append,          cluster_scratch_bytes,    cluster_attention,
+    cluster_append,          linear_round_inputs, linear_multiply, key_scores_scratch_bytes, key_scores,
+};
+
+}  // namespace skimkv::SKIMKV_NS

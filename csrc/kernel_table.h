@@ -1,0 +1,59 @@
+// The functions that every instruction set provides: isa/fill_kernel_table.h fills one table per set, and
+// instruction_sets.cpp selects the table that operations use.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include "skimkv.h"
+
+namespace skimkv {
+
+// A "unit" is a row of the batch and a KV head. A "task" is a share of the work that one thread takes at a time.
+// Every `*_bytes` function says how much scratch memory one call of the kernel below it needs.
+struct Kernels {
+    // Attention (all methods but SubGenStream); the threads ith of nth share one scratch memory.
+    size_t (*attention_scratch_bytes)(const skimkv_op *, int nth);
+    void (*attention)(const skimkv_op *, void *scratch, int ith, int nth);
+    void (*append)(const skimkv_tokens *, int64_t unit);
+    // SubGenStream.
+    size_t (*cluster_scratch_bytes)(const skimkv_clusters *);
+    void (*cluster_attention)(const skimkv_clusters *, void *scratch, int64_t unit);
+    void (*cluster_append)(const skimkv_clusters *, int64_t unit);
+    // The linear layer: the inputs are rounded to 16-bit integers first, then multiplied with the weights.
+    void (*linear_round_inputs)(const skimkv_linear *, char *inputs, int64_t task, int64_t tasks);
+    void (*linear_multiply)(const skimkv_linear *, const char *inputs, int64_t task, int64_t tasks);
+    size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
+    void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
+};
+
+namespace scalar {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace vnni {
+extern const Kernels kernels;
+}
+namespace neon {
+extern const Kernels kernels;
+}
+
+// The kernels of the instruction set in use, or nullptr if SKIMKV_ISA names a set that this machine does not have.
+const Kernels *selected_kernels();
+
+// Whether the instruction set in use multiplies pairs of bfloat16.
+bool multiplies_bf16();
+
+// The new row of an operation, as tokens to be appended.
+static inline skimkv_tokens new_token_of(const skimkv_op *op) {
+    return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
+}
+
+// Bytes of one token's inputs to a linear layer as integers: [in] int16, then [in/32] float scales.
+static inline int64_t rounded_input_bytes(int64_t in) { return (in * 2 + in / 32 * 4 + 63) / 64 * 64; }
+
+}  // namespace skimkv

@@ -1,0 +1,146 @@
+// Appends tokens to a cache: rows of K and V, their channels in the channel-major index, groups of the index that
+// became full and are quantised, and the running mean of V.
+#pragma once
+#include <stdint.h>
+
+#include "kernel_table.h"
+#include "kernels/cache_layout.h"
+#include "kernels/quantised_rows.h"
+#include "kernels/vector_math.h"
+#include "skimkv.h"
+
+namespace skimkv::SKIMKV_NS {
+
+// Quantises one full group: x holds 256 tokens of each of R channels, which are `ld` apart. Codes of channel c go to
+// codes + c*codes_ld; its scale goes to scale[c*s_r], and its zero s_z further.
+template <class T>
+static void quantise_group(const T *x, int64_t ld, int R, int bits, uint8_t *codes, int64_t codes_ld, float *scale,
+                           int64_t s_r, int64_t s_z) {
+    const float steps = (float)((1 << bits) - 1);
+    for (int c = 0; c < R; c++) {
+        float value[GROUP];
+        to_float(x + c * ld, value, GROUP);
+        float low = value[0], high = value[0];
+        for (int i = 1; i < GROUP; i++) {
+            low = value[i] < low ? value[i] : low;
+            high = value[i] > high ? value[i] : high;
+        }
+        const float step = (high - low) / steps, divisor = step == 0 ? 1 : step;
+        uint8_t code[GROUP];
+        for (int i = 0; i < GROUP; i++) {
+            float y = __builtin_rintf((value[i] - low) / divisor);
+            code[i] = y > 0 ? (uint8_t)(y < steps ? y : steps) : 0;
+        }
+        scale[c * s_r] = step, scale[c * s_r + s_z] = low;
+        uint8_t *to = codes + c * codes_ld;
+        if (bits == 8) {
+            __builtin_memcpy(to, code, GROUP);
+            continue;
+        }
+        for (int i = 0; i < GROUP / 2; i++) {  // byte i%64 of block i/64: nibbles 2*e and 2*e + 1 of word d
+            const int block = i / 64 * 128, d = i % 64 / 4, e = i % 4;
+            to[i] = code[block + 32 * e + d] | code[block + 32 * e + 16 + d] << 4;
+        }
+    }
+}
+
+// Writes channel c of token i to to[c*ld + i], from rows x[i]: a few rows at a time, so that they stay in the L1 cache.
+template <class T> static void transpose(const T *const *x, int64_t n, int R, T *to, int64_t ld) {
+    for (int64_t from = 0; from < n; from += 32) {
+        const int64_t stop = min(n, from + 32);
+        for (int c = 0; c < R; c++)
+            for (int64_t i = from; i < stop; i++) to[c * ld + i] = x[i][c];
+    }
+}
+
+// Where the row of position p lies in memory, of K or of V (if `value`).
+template <class T>
+static char *cached_row(const skimkv_cache *c, const skimkv_chunk *chunk, bool value, int64_t b, int64_t h, int64_t p) {
+    if (c->bits) return (char *)(value ? value_row<char>(chunk, b, h, p) : key_row<char>(chunk, b, h, p));
+    return (char *)(value ? value_row<T>(chunk, b, h, p) : key_row<T>(chunk, b, h, p));
+}
+
+// Writes a row into the cache and returns what the cache then holds: the row, or where it was quantised `rounded`.
+template <class T> static const T *store_row(const skimkv_cache *c, const T *row, char *to, T *rounded) {
+    if (!c->bits) return (T *)__builtin_memcpy(to, row, c->D * sizeof(T)), row;
+    quantise_row(row, c->D, c->bits, (uint8_t *)to);
+    if (c->channels != SKIMKV_NONE || c->mean) read_back_row((const uint8_t *)to, c->D, c->bits, rounded);
+    return rounded;
+}
+
+// Prefetches the memory that the new row of an operation will be written to.
+template <class T> static void prefetch_new_row(const skimkv_op *op, int64_t b, int64_t h) {
+    const skimkv_cache *c = op->cache;
+    const int64_t p = c->lengths[b];
+    const skimkv_chunk *chunk = chunk_of(c->chunks, p);
+    if (c->channels != SKIMKV_NONE) {
+        const bool copy = c->channels == SKIMKV_COPY;
+        const T *index = copy ? (const T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start
+                              : (const T *)c->tail + b * c->t_b + h * c->t_h + p % GROUP;
+        for (int i = 0; i < c->R; i++) __builtin_prefetch(index + i * (copy ? chunk->x_r : c->t_r), 1);
+    }
+    for (int64_t i = 0; i < row_bytes(c); i += 64) {
+        __builtin_prefetch(cached_row<T>(c, chunk, false, b, h, p) + i, 1);
+        __builtin_prefetch(cached_row<T>(c, chunk, true, b, h, p) + i, 1);
+    }
+}
+
+// Appends the tokens of unit (b, h).
+template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, int64_t h) {
+    const skimkv_cache *c = a->cache;
+    const int D = c->D, R = c->R, bits = c->channels == SKIMKV_INT8 ? 8 : 4;
+    const bool quantised = c->channels >= SKIMKV_INT8;
+    const int64_t skip = a->skip ? a->skip[b] : 0, n = a->n - skip, first = a->at ? a->at[b] : c->lengths[b];
+    const T *k = (const T *)a->k + b * a->k_b + h * a->k_h + skip * a->k_n;
+    const T *v = (const T *)a->v + b * a->v_b + h * a->v_h + skip * a->v_n;
+    float sum[256] = {};
+    for (int64_t p = first; p < first + n;) {
+        const skimkv_chunk *chunk = chunk_of(c->chunks, p);
+        // Go no further than the chunk and than the group: a group is quantised before the next one begins.
+        const int64_t stop = min(min(first + n, chunk->start + chunk->cap), p / GROUP * GROUP + GROUP);
+        const T *rows[GROUP];
+        T index_row[GROUP][256], value[256];
+        for (int64_t i = p; i < stop; i++) {
+            const T *kr =
+                store_row(c, k + (i - first) * a->k_n, cached_row<T>(c, chunk, false, b, h, i), index_row[i - p]);
+            const T *vr = store_row(c, v + (i - first) * a->v_n, cached_row<T>(c, chunk, true, b, h, i), value);
+            rows[i - p] = kr;
+            if (c->mean)
+                for (int d = 0; d < D; d++) sum[d] += as_float(vr[d]);
+            if (c->projection) {
+                float x[256] = {};
+                for (int d = 0; d < D; d++)
+                    for (int r = 0; r < R; r++) x[r] += as_float(kr[d]) * c->projection[(h * D + d) * R + r];
+                from_float(x, index_row[i - p], R);
+                rows[i - p] = index_row[i - p];
+            }
+        }
+        if (quantised) {
+            T *tail = (T *)c->tail + b * c->t_b + h * c->t_h;
+            transpose(rows, stop - p, R, tail + p % GROUP, c->t_r);
+            if (stop % GROUP == 0) {
+                const int64_t at = stop - GROUP - chunk->start;
+                uint8_t *codes = (uint8_t *)chunk->index + b * chunk->x_b + h * chunk->x_h + at * bits / 8;
+                float *scale = (float *)chunk->scale + b * chunk->s_b + h * chunk->s_h + at / GROUP * chunk->s_g;
+                quantise_group(tail, c->t_r, R, bits, codes, chunk->x_r, scale, chunk->s_r, chunk->s_z);
+            }
+        } else if (c->channels == SKIMKV_COPY) {
+            transpose(rows, stop - p, R, (T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start,
+                      chunk->x_r);
+        }
+        p = stop;
+    }
+    if (c->mean && n > 0) {
+        float *mean = (float *)c->mean + b * c->m_b + h * c->m_h;
+        for (int d = 0; d < D; d++) mean[d] += (sum[d] - (float)n * mean[d]) / (float)(first + n);
+    }
+}
+
+static void append(const skimkv_tokens *a, int64_t unit) {
+    const int64_t b = unit / a->cache->H, h = unit % a->cache->H;
+    if (a->cache->dtype == SKIMKV_F32) append_unit<float>(a, b, h);
+    else if (a->cache->dtype == SKIMKV_BF16) append_unit<bf16>(a, b, h);
+    else append_unit<f16>(a, b, h);
+}
+
+}  // namespace skimkv::SKIMKV_NS

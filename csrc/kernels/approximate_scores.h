@@ -1,0 +1,263 @@
+// Step 1 of the sparse methods: an approximate logit for every position, and the sums and maxima that softmax and top-k
+// need of every tile of 256 positions.
+//
+// SparQ (Ribar et al., arXiv 2312.04985, algorithm 1, step 1): s = softmax(q[i1] K[:, i1]^T / temperature), where i1
+// are the r largest channels of |q|. The low-rank baseline (the same paper, figure 7a) uses q and K in a projected
+// space of R channels. Top-k and its oracle (appendix G and figure 7a) use the exact logits.
+#pragma once
+#include <stdint.h>
+
+#include "kernels/cache_layout.h"
+#include "kernels/channel_sums.h"
+#include "kernels/quantised_index.h"
+#include "kernels/quantised_index_weights.h"
+#include "kernels/row_attention.h"
+#include "kernels/scratch_arena.h"
+#include "kernels/selection.h"
+#include "kernels/unit.h"
+#include "kernels/vector_math.h"
+#include "skimkv.h"
+
+namespace skimkv::SKIMKV_NS {
+
+// Chooses i1 of SparQ's step 1, the r channels with the largest sum of |q| over the G queries, and weights them by q
+// times a factor for the temperature: COVERAGE is sqrt(|q|_1 / |q[i1]|_1), the paper's.
+static void choose_channels(const skimkv_op *op, Unit &u) {
+    const int D = op->cache->D, P = padded_head(D), G = op->cache->G, r = (int)op->r;
+    float size[256];
+    for (int i = 0; i < D; i++) {
+        size[i] = 0;
+        for (int g = 0; g < G; g++) size[i] += u.q[g * P + i] < 0 ? -u.q[g * P + i] : u.q[g * P + i];
+    }
+    for (int i = D; i < P; i++) size[i] = LOWEST;
+    const float bound = kth_largest_bound(size, D, r, 0);
+    int above = 0, count = 0;
+    for (int i = 0; i < D; i++) above += size[i] > bound;
+    int ties = r - above;
+    for (int i = 0; i < D && count < r; i++)
+        if (size[i] > bound || (size[i] == bound && ties-- > 0)) u.channel[count++] = i;
+    for (int i = 0; count < r; i++) u.channel[count++] = i;  // for a NaN query any channels: the result is NaN
+    u.r = r;
+    for (int g = 0; g < G; g++) {
+        const float *q = u.q + g * P;
+        float chosen_norm = 0, norm = 0;
+        for (int i = 0; i < D; i++) norm += q[i] < 0 ? -q[i] : q[i];
+        for (int i = 0; i < r; i++) chosen_norm += q[u.channel[i]] < 0 ? -q[u.channel[i]] : q[u.channel[i]];
+        float factor = 1;
+        if (op->temperature == SKIMKV_SQRT_R) factor = __builtin_sqrtf((float)D / (float)r);
+        else if (op->temperature == SKIMKV_COVERAGE && chosen_norm > 0) factor = __builtin_sqrtf(norm / chosen_norm);
+        for (int i = 0; i < P; i++) u.masked_query[g * P + i] = 0;
+        for (int i = 0; i < r; i++) {
+            u.channel_weight[g * r + i] = q[u.channel[i]] * factor;
+            u.masked_query[g * P + u.channel[i]] = u.channel_weight[g * r + i];
+        }
+    }
+}
+
+// Projects the query into the space of a low-rank index, whose R channels are all chosen.
+static void project_query(const skimkv_op *op, Unit &u) {
+    const skimkv_cache *c = op->cache;
+    const int R = c->R, P = padded_head(c->D);
+    const float *projection = c->projection + u.h * c->D * R;
+    u.r = R;
+    for (int i = 0; i < R; i++) u.channel[i] = i;
+    for (int64_t i = 0; i < (int64_t)c->G * R; i++) u.channel_weight[i] = 0;
+    for (int d = 0; d < c->D; d++)
+        for (int g = 0; g < c->G; g++)
+            for (int i = 0; i < R; i++) u.channel_weight[g * R + i] += u.q[g * P + d] * projection[d * R + i];
+}
+
+// Tiles of a span: eight channels are read through a span before the next eight. Longer runs are faster, as long as the
+// scores of a span stay in the L2 cache.
+constexpr int SPAN_TILES = 256;
+
+// Sums of 2^(logit - shift) over the tiles of a unit or of a part of it, for every query. The shift is the maximum of
+// the first tile, and changes only if a later tile exceeds it by more than SHIFT_LIMIT: so no tile waits for its own
+// maximum.
+struct ExpSums {
+    float *shift;  // [G]
+    float *sum;    // [G][16]
+};
+constexpr float SHIFT_LIMIT = 64;
+static ExpSums take_exp_sums(Arena &a, int G) { return {a.take<float>(G), a.take<float>(16 * G)}; }
+
+// Finishes tile t, whose logits are in z.s, for query g: applies the soft cap, hides positions from u.n on, and takes
+// the lane maxima and the sums. The tiles t0 .. t1-1 come in order. SINGLE: there is one query, and its logits are
+// kept.
+template <bool SINGLE>
+static inline void finish_query(const Unit &u, const Scores &z, const ExpSums &sums, int64_t t, int64_t t0, int64_t t1,
+                                int g, float cap) {
+    float *s = z.s + g * u.padded_n + t * GROUP, *l = sums.sum + 16 * g;
+    const int64_t valid = u.n - t * GROUP;
+    vf top[16 / W];
+    for (int i = 0; i < 16 / W; i++) top[i] = splat(LOWEST);
+    if (cap != 0)
+        for (int x = 0; x < GROUP; x += W) store(s + x, apply_softcap(load(s + x), cap));
+    for (int64_t x = max(valid, 0); x < GROUP; x++) s[x] = LOWEST;
+    if (t == t0) {
+        for (int x = 0; x < GROUP; x += W) top[0] = vmax(top[0], load(s + x));
+        sums.shift[g] = max_lanes(top[0]), top[0] = splat(LOWEST);
+        for (int i = 0; i < 16; i++) l[i] = 0;
+    }
+    for (int x = 0; x < GROUP; x += 16)
+        for (int i = 0; i < 16 / W; i++) top[i] = vmax(top[i], load(s + x + i * W));
+    unsigned exceeds_limit = 0;
+    for (int i = 0; i < 16 / W; i++) exceeds_limit |= at_least(top[i], splat(sums.shift[g] + SHIFT_LIMIT));
+    if (exceeds_limit) {
+        float m = LOWEST;
+        for (int i = 0; i < 16 / W; i++) m = max_lanes(top[i]) > m ? max_lanes(top[i]) : m;
+        for (int i = 0; i < 16; i++) l[i] *= exp2_scalar(sums.shift[g] - m);
+        sums.shift[g] = m;
+    }
+    const vf shift = splat(sums.shift[g]);
+    vf sum[16 / W];
+    for (int i = 0; i < 16 / W; i++) sum[i] = load(l + i * W);
+#pragma GCC unroll 4
+    for (int x = 0; x < GROUP; x += 16)
+        for (int i = 0; i < 16 / W; i++) {
+            vf e = exp2(load(s + x + i * W) - shift);
+            if (!SINGLE) store(s + x + i * W, e);
+            sum[i] = sum[i] + e;
+        }
+    for (int i = 0; i < 16 / W; i++) {
+        store(l + i * W, sum[i]);
+        if (SINGLE) store(z.lane_max + 16 * t + i * W, top[i]);
+    }
+    z.tile_shift[g * u.tiles + t] = sums.shift[g], z.tile_sum[g * u.tiles + t] = 0;
+    if (t + 1 == t1)
+        for (int i = 0; i < 16; i++) z.tile_sum[g * u.tiles + t] += l[i];
+}
+
+// The same for every query. The sums of all tiles are stored with the last tile.
+static void finish_tile(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t, int64_t t0,
+                        int64_t t1) {
+    const int G = op->cache->G;
+    if (G == 1) return finish_query<true>(u, z, sums, t, t0, t1, 0, softcap_log2(op));
+    for (int g = 0; g < G; g++) finish_query<false>(u, z, sums, t, t0, t1, g, softcap_log2(op));
+}
+
+// Scores tiles t0 .. t1-1 from rows of K, with the queries q [G][P]: those of the unit, or its masked ones.
+template <class T, int D_>
+static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const Scores &z, const ExpSums &sums,
+                       int64_t t0, int64_t t1) {
+    const skimkv_cache *c = op->cache;
+    const int P = padded_head(c->D);
+    const T *rows[GROUP];
+    for (int64_t t = t0; t < t1; t++) {
+        int count = 0;
+        for_each_run(c, t * GROUP, min(t * GROUP + GROUP, u.n),
+                     [&](const skimkv_chunk *chunk, int64_t from, int64_t to) {
+                         for (int64_t p = from; p < to; p++) rows[count++] = key_row<T>(chunk, u.b, u.h, p);
+                     });
+        const int n = count;
+        for (; count % W; count++) rows[count] = rows[count - 1];
+        if (q == u.q) dot_query_with_keys<T, D_>(op, u, rows, n, z.s + t * GROUP, u.padded_n);
+        else dot_rows<T, D_>(q, P, c->G, c->D, rows, n, z.s + t * GROUP, u.padded_n);
+        finish_tile(op, u, z, sums, t, t0, t1);
+    }
+}
+
+// Adds the unit's channels c0 .. c0+nc-1 to the scores of tile t of a chunk. p are these channels of the index, of type
+// E; the same places of `ahead` are prefetched. t0 is the first tile of the span.
+template <class E>
+static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const E *const *p,
+                       const E *const *ahead, int64_t c0, int nc, const Scores &z,
+                       [[maybe_unused]] const ByteWeights &weights, int64_t t, [[maybe_unused]] int64_t t0) {
+    const int G = op->cache->G;
+    const int64_t at = t * GROUP - chunk->start;
+    float *s = z.s + t * GROUP;
+    if constexpr (sums_in_integers<E>) {
+        add_quantised_tile<is_int4<E>>(op, u, (const uint8_t *const *)p, (const uint8_t *const *)ahead, at, weights,
+                                       t - t0, c0, s);
+    } else if constexpr (sizeof(E) == 1) {
+        const float *scale = chunk->scale + u.b * chunk->s_b + u.h * chunk->s_h + at / GROUP * chunk->s_g;
+        float w[4 * CHANNELS_AT_ONCE], init[4], step[CHANNELS_AT_ONCE], zero[CHANNELS_AT_ONCE];
+        for (int i = 0; i < nc; i++) {
+            step[i] = scale[u.channel[c0 + i] * chunk->s_r];
+            zero[i] = scale[u.channel[c0 + i] * chunk->s_r + chunk->s_z];
+        }
+        for (int g0 = 0; g0 < G; g0 += 4) {
+            const int gn = (int)min(G - g0, 4);
+            for (int g = 0; g < gn; g++) {
+                const float *weight = u.channel_weight + (g0 + g) * u.r + c0;
+                init[g] = 0;
+                for (int i = 0; i < nc; i++)
+                    w[g * CHANNELS_AT_ONCE + i] = weight[i] * step[i], init[g] += weight[i] * zero[i];
+            }
+            add_channels_of_queries<E>(p, ahead, is_int4<E> ? at / 2 : at, GROUP, nc, w, CHANNELS_AT_ONCE, gn, c0 == 0,
+                                       init, s + g0 * u.padded_n, u.padded_n);
+        }
+    } else {
+        const float no_init[4] = {};
+        E copy[CHANNELS_AT_ONCE * GROUP];
+        const E *copies[CHANNELS_AT_ONCE];
+        const bool whole = at + GROUP <= chunk->cap;
+        const int n = (int)min(GROUP, u.n - t * GROUP);
+        for (int i = 0; i < nc && !whole; i++) {  // the chunk ends inside the tile
+            copies[i] = copy + i * GROUP;
+            __builtin_memcpy(copy + i * GROUP, p[i] + at, (chunk->cap - at) * sizeof(E));
+            __builtin_memset(copy + i * GROUP + chunk->cap - at, 0, (GROUP - chunk->cap + at) * sizeof(E));
+        }
+        for (int g = 0; g < G; g += 4)
+            add_channels_of_queries<E>(whole ? p : copies, whole ? ahead : copies, whole ? at : 0, n, nc,
+                                       u.channel_weight + g * u.r + c0, u.r, (int)min(G - g, 4), c0 == 0, no_init,
+                                       s + g * u.padded_n, u.padded_n);
+    }
+}
+
+// Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. begin .. end-1 are all tiles of the
+// part that this span belongs to.
+template <class E>
+static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const Scores &z,
+                       const ByteWeights &weights, const ExpSums &sums, int64_t t0, int64_t t1, int64_t begin,
+                       int64_t end) {
+    const E *index = (const E *)chunk->index + u.b * chunk->x_b + u.h * chunk->x_h;
+    if (sizeof(E) == 1)  // prefetch the first codes while the weights are made
+        for (int c = 0; c < 2 * CHANNELS_AT_ONCE && c < u.r; c++) {
+            const E *from = index + u.channel[c] * chunk->x_r + (t0 * GROUP - chunk->start) / (is_int4<E> ? 2 : 1);
+            for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
+        }
+    if constexpr (sums_in_integers<E>) make_byte_weights(op, u, chunk, weights, t0, t1);
+    // At the end of a run, the beginning of the next channels' runs is prefetched.
+    const int64_t tile = is_int4<E> ? GROUP / 2 : GROUP, run = (t1 - t0) * tile;
+    const int64_t distance = min(run, (sums_in_integers<E> ? 4 : 1) * AHEAD_BYTES / (int)sizeof(E));
+    for (int64_t c0 = 0; c0 < u.r; c0 += CHANNELS_AT_ONCE) {
+        const int nc = (int)min(CHANNELS_AT_ONCE, u.r - c0);
+        const E *p[CHANNELS_AT_ONCE], *ahead[CHANNELS_AT_ONCE], *ahead_in_next[CHANNELS_AT_ONCE];
+        for (int i = 0; i < CHANNELS_AT_ONCE; i++) {
+            const int64_t next = c0 + CHANNELS_AT_ONCE + i;
+            p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
+            ahead[i] = p[i] + distance;
+            ahead_in_next[i] = next < u.r ? index + u.channel[next] * chunk->x_r + distance - run : p[i];
+        }
+        for (int64_t t = t0; t < t1; t++) {
+            const E *const *fetched = (t - t0) * tile + distance < run ? ahead : ahead_in_next;
+            score_tile<E>(op, u, chunk, p, fetched, c0, nc, z, weights, t, t0);
+            if (c0 + CHANNELS_AT_ONCE >= u.r) finish_tile(op, u, z, sums, t, begin, end);
+        }
+    }
+}
+
+// Scores tiles t0 .. t1-1 from the channel-major index.
+template <class T>
+static void score_channels(const skimkv_op *op, const Unit &u, const Scores &z, const ByteWeights &weights,
+                           const ExpSums &sums, int64_t t0, int64_t t1) {
+    const skimkv_cache *c = op->cache;
+    const bool quantised = c->channels >= SKIMKV_INT8;
+    const int64_t stop = quantised ? u.n / GROUP * GROUP : u.n;
+    for_each_run(c, t0 * GROUP, min(t1 * GROUP, stop), [&](const skimkv_chunk *chunk, int64_t from, int64_t to) {
+        for (int64_t a = from / GROUP, last = (to + GROUP - 1) / GROUP; a < last; a += SPAN_TILES) {
+            const int64_t b = min(a + SPAN_TILES, last);
+            if (c->channels == SKIMKV_COPY) score_span<T>(op, u, chunk, z, weights, sums, a, b, t0, t1);
+            else if (c->channels == SKIMKV_INT8) score_span<uint8_t>(op, u, chunk, z, weights, sums, a, b, t0, t1);
+            else score_span<Int4>(op, u, chunk, z, weights, sums, a, b, t0, t1);
+        }
+    });
+    if (!quantised || stop == u.n || t1 * GROUP <= stop) return;
+    skimkv_chunk open{};  // the last, incomplete group of a quantised index is not quantised yet
+    open.start = stop, open.cap = GROUP, open.index = c->tail;
+    open.x_b = c->t_b, open.x_h = c->t_h, open.x_r = c->t_r;
+    score_span<T>(op, u, &open, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1);
+}
+
+}  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,180 @@
+// Dense attention over all positions of a unit or a part of them, y = softmax(q K^T) V, and the variant of heavy
+// hitters that keeps the softmax weights: H2O (Zhang et al., arXiv 2306.14048, algorithm 1) adds them to the scores of
+// its slots and overwrites the slot with the lowest score.
+#pragma once
+#include <stdint.h>
+
+#include "kernels/cache_layout.h"
+#include "kernels/quantised_rows.h"
+#include "kernels/row_attention.h"
+#include "kernels/scratch_arena.h"
+#include "kernels/unit.h"
+#include "kernels/vector_math.h"
+#include "skimkv.h"
+
+namespace skimkv::SKIMKV_NS {
+
+// Scratch memory of one thread.
+struct DenseScratch {
+    float *q;       // query_floats
+    float *s;       // [G][BLOCK_ROWS], or [G][padded_n + BLOCK_ROWS] where weights are kept
+    float *online;  // the state of the online softmax
+    uint8_t *row;   // k and v of the new row, where rows are quantised
+};
+static DenseScratch take_dense(Arena &a, const skimkv_op *op, int64_t n) {
+    const int G = op->cache->G, P = padded_head(op->cache->D);
+    DenseScratch x{};
+    x.q = a.take<float>(query_floats(op->cache));
+    x.s = a.take<float>(G * ((op->score ? round_up(n, 256) : 0) + BLOCK_ROWS));
+    x.online = a.take<float>(online_softmax_floats(G, P));
+    x.row = a.take<uint8_t>(op->cache->bits ? 2 * row_bytes(op->cache) : 0);
+    return x;
+}
+
+// Points k and v to the new row of unit (b, h) as the cache will hold it. T is the type of the new row, and R the type
+// of the cache's rows.
+template <class T, class R>
+static void new_row_as_cached(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, const R **k,
+                              const R **v) {
+    const int64_t at = b * op->n_b + h * op->n_h;
+    const T *k_new = (const T *)op->k_new + at, *v_new = (const T *)op->v_new + at;
+    if constexpr (row_bits<R> != 0) {
+        uint8_t *k_row = x.row, *v_row = x.row + row_bytes(op->cache);
+        quantise_row(k_new, op->cache->D, row_bits<R>, k_row), quantise_row(v_new, op->cache->D, row_bits<R>, v_row);
+        *k = (const R *)k_row, *v = (const R *)v_row;
+    } else {
+        *k = k_new, *v = v_new;
+    }
+}
+
+// Points k and v to the rows from .. to-1, at most BLOCK_ROWS. The position after the last cached one is the new row.
+// Up to the next multiple of W the pointers repeat the last row.
+template <class T, class R>
+static void gather_block(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const DenseScratch &x,
+                         const R **k, const R **v) {
+    const skimkv_cache *c = op->cache;
+    int j = 0;
+    for_each_run(c, from, min(to, cached_tokens(op, b)), [&](const skimkv_chunk *chunk, int64_t first, int64_t last) {
+        const R *kr = key_row<R>(chunk, b, h, first), *vr = value_row<R>(chunk, b, h, first);
+        for (int64_t p = first; p < last; p++, kr += chunk->k_n, vr += chunk->v_n) k[j] = kr, v[j] = vr, j++;
+    });
+    if (to > cached_tokens(op, b)) {
+        new_row_as_cached<T>(op, b, h, x, k + j, v + j);
+        j++;
+    }
+    for (; j % W; j++) k[j] = k[j - 1], v[j] = v[j - 1];
+}
+
+// Attends to the positions from .. to-1; the state of the softmax is then in o.
+template <class T, class R, int D_>
+static void dense_positions(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const DenseScratch &x,
+                            const OnlineSoftmax &o) {
+    const skimkv_cache *c = op->cache;
+    const int G = c->G, P = padded_head(c->D);
+    Unit u{};
+    u.q = x.q;
+    load_query(op, u, b, h);
+    const R *rows[2][2][BLOCK_ROWS + W];  // [this block or the next][k, v]
+    reset_softmax(o, G, P);
+    if (from < to) gather_block<T>(op, b, h, from, min(from + BLOCK_ROWS, to), x, rows[0][0], rows[0][1]);
+    for (int64_t p = from, i = 0; p < to; p += BLOCK_ROWS, i ^= 1) {
+        const int n = (int)min(BLOCK_ROWS, to - p);
+        const R **k = rows[i][0], **v = rows[i][1], **next = rows[i ^ 1][0];
+        if (p + n < to) gather_block<T>(op, b, h, p + n, min(p + n + BLOCK_ROWS, to), x, next, rows[i ^ 1][1]);
+        dot_query_with_keys<R, D_>(op, u, k, n, x.s, BLOCK_ROWS, v);
+        update_softmax<R, D_>(o, P, G, c->D, v, n, x.s, BLOCK_ROWS, softcap_log2(op),
+                              p + 2 * BLOCK_ROWS <= to ? next : nullptr);
+    }
+}
+
+// Divides by the sum of the weights, and stores the result.
+static void finish_dense(const skimkv_op *op, int64_t b, int64_t h, const OnlineSoftmax &o) {
+    const int P = padded_head(op->cache->D);
+    for (int g = 0; g < op->cache->G; g++)
+        for (int i = 0; i < P; i++) o.acc[g * P + i] /= o.l[g];
+    store_result(op, b, h, o.acc, P);
+}
+
+// The slot that the new row of unit (b, h) overwrites: the one that the caller named, or the one with the lowest score
+// outside the recent window. -1: the new row itself is dropped, because its weight is the lowest.
+static int64_t slot_to_overwrite(const skimkv_op *op, int64_t b, int64_t h, float new_weight) {
+    if (op->slot[b] >= 0) return op->slot[b];
+    const float *score = op->score + b * op->c_b + h * op->c_h;
+    const int32_t *pos = op->pos + b * op->c_b + h * op->c_h;
+    const int64_t n = op->cache->lengths[b], edge = op->now[b] - op->recent[b];
+    int64_t at = -1;
+    for (int64_t p = 0; p < n; p++) {
+        if (pos[p] > edge || pos[p] < 0) continue;
+        if (at < 0 || score[p] < score[at] || (score[p] != score[p] && score[at] == score[at])) at = p;
+    }
+    if (at < 0) at = 0;  // all slots are recent
+    return op->recent[b] == 0 && new_weight < score[at] ? -1 : at;
+}
+
+// Puts the new row of unit (b, h), whose weight is `weight`, into its slot, or drops it.
+template <class T, class R>
+static void put_into_slot(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, float weight) {
+    const int64_t at = slot_to_overwrite(op, b, h, weight), n = row_bytes(op->cache);
+    const R *k, *v;
+    const skimkv_chunk *chunk = op->cache->chunks;
+    if (at < 0) return;
+    chunk = chunk_of(chunk, at);
+    new_row_as_cached<T>(op, b, h, x, &k, &v);
+    __builtin_memcpy((R *)key_row<R>(chunk, b, h, at), k, n);
+    __builtin_memcpy((R *)value_row<R>(chunk, b, h, at), v, n);
+    if (!op->score) return;
+    op->score[b * op->c_b + h * op->c_h + at] = weight;
+    op->pos[b * op->c_b + h * op->c_h + at] = (int32_t)op->now[b];
+}
+
+// Attends to all positions, keeps their softmax weights, and adds the mean of the weights over the group to op->score.
+template <class T, class R, int D_>
+static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x) {
+    const skimkv_cache *c = op->cache;
+    const int G = c->G, P = padded_head(c->D);
+    const int64_t n = c->lengths[b] + 1, ld = round_up(n, BLOCK_ROWS);
+    Unit u{};
+    u.q = x.q;
+    load_query(op, u, b, h);
+    const OnlineSoftmax o = online_softmax_at(x.online, G);
+    const R *k[BLOCK_ROWS + W], *v[BLOCK_ROWS + W];
+    reset_softmax(o, G, P);
+    for (int64_t p = 0; p < n; p += BLOCK_ROWS) {
+        const int m = (int)min(BLOCK_ROWS, n - p);
+        gather_block<T>(op, b, h, p, p + m, x, k, v);
+        dot_query_with_keys<R, D_>(op, u, k, m, x.s + p, ld);
+    }
+    for (int g = 0; g < G; g++) {
+        float *s = x.s + g * ld, m = LOWEST, l = 0;
+        vf top = splat(LOWEST), sum = splat(0.f);
+        for (int64_t p = 0; p < n; p += W) store(s + p, apply_softcap(load(s + p), softcap_log2(op)));
+        for (int64_t p = n; p < round_up(n, W); p++) s[p] = LOWEST;
+        for (int64_t p = 0; p < n; p += W) top = vmax(top, load(s + p));
+        m = max_lanes(top);
+        for (int64_t p = 0; p < n; p += W) {
+            vf e = exp2(load(s + p) - splat(m));
+            store(s + p, e);
+            sum = sum + e;
+        }
+        l = sum_lanes(sum);
+        for (int64_t p = 0; p < n; p += W) store(s + p, load(s + p) / splat(l));
+        o.l[g] = 1;
+    }
+    for (int64_t p = 0; p < n; p += BLOCK_ROWS) {
+        const int m = (int)min(BLOCK_ROWS, n - p);
+        gather_block<T>(op, b, h, p, p + m, x, k, v);
+        add_rows<R, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m);
+    }
+    float *score = op->score + b * op->c_b + h * op->c_h;
+    float w = 0;
+    for (int64_t p = 0; p < n; p++) {
+        w = 0;
+        for (int g = 0; g < G; g++) w += x.s[g * ld + p];
+        w /= (float)G;
+        if (p + 1 < n) score[p] += w;
+    }
+    finish_dense(op, b, h, o);
+    put_into_slot<T, R>(op, b, h, x, w);
+}
+
+}  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,143 @@
+// The linear layer y = x W^T + bias with 8-bit weights W [out,in], which skimkv.h describes, and inputs x [n,in].
+//
+// Sixteen rows of W are interleaved into a panel, so that each lane of a vector is a row: no lanes are summed, and
+// every lane has its scale. Inputs are rounded to 16-bit integers with one scale per block of 32, so that products are
+// exact in 32 bits; the error is 2^-16 of a block's largest input, which is less than that of bfloat16.
+#pragma once
+#include <stdint.h>
+
+#include "kernel_table.h"
+#include "kernels/vector_math.h"
+#include "skimkv.h"
+
+namespace skimkv::SKIMKV_NS {
+
+constexpr int PANEL_ROWS = 16, PANEL_VECTORS = PANEL_ROWS / W;  // rows of a panel, and vectors that hold them
+constexpr int64_t PANEL_BLOCK_BYTES = PANEL_ROWS * 34;          // bytes: 16 scales, then 16 times two codes of each row
+constexpr int64_t WEIGHTS_AHEAD_BYTES = 4 * PANEL_BLOCK_BYTES;  // how far ahead weights are prefetched
+constexpr int TOKENS_AT_ONCE = W == 16 ? 8 : W == 8 ? 4 : 2;    // tokens whose sums fit the registers
+
+// Rounds one token's inputs to integers.
+template <class T> static void round_inputs(const T *x, int64_t in, char *to) {
+    int16_t *code = (int16_t *)to;
+    float *scale = (float *)(to + in * 2);
+    for (int64_t b = 0; b < in / 32; b++) {
+        float v[32], top = 0, bad = 0;
+        for (int i = 0; i < 32; i += W) store(v + i, load(x + b * 32 + i));
+        for (int i = 0; i < 32; i++) {
+            float a = v[i] < 0 ? -v[i] : v[i];
+            top = a > top ? a : top;
+            bad += v[i] * 0;  // NaN if an input is infinite or NaN, and then the result is NaN
+        }
+        const float inverse = top > 1e-30f ? 32767 / top : 0;
+        scale[b] = bad == 0 ? top / 32767 : bad;
+        for (int i = 0; i < 32; i++) {
+            float y = v[i] * inverse + 12582912.f;  // adding 1.5 * 2^23 rounds; the low bits now hold the integer
+            int32_t bits;
+            __builtin_memcpy(&bits, &y, 4);
+            code[b * 32 + i] = (int16_t)bits;
+        }
+    }
+}
+
+// Adds two sums of integers.
+template <class S> static inline S add_sums(S a, S b) {
+    if constexpr (sizeof(S) == sizeof(vi)) return a + b;
+    else return {a.low + b.low, a.high + b.high};
+}
+
+// Multiplies T tokens, rounded and `stride` bytes apart, with P panels of weights, `panel` bytes apart:
+// out[t][P*PANEL_ROWS].
+template <int T, int P>
+static void multiply_tile(const char *w, int64_t panel, int64_t in, const char *x, int64_t stride, float *out) {
+    constexpr int CHAINS = T == 1 ? 2 : 1;  // with one token, a single sum would wait for itself
+    vf sum[T][P * PANEL_VECTORS];
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < P * PANEL_VECTORS; v++) sum[t][v] = splat(0.f);
+    for (int64_t b = 0; b < in / 32; b++, w += PANEL_BLOCK_BYTES) {
+        IntegerSum part[CHAINS][T][P * PANEL_VECTORS] = {};
+        const auto step = [&](int k) __attribute__((always_inline)) {
+            if (k * 64 < PANEL_BLOCK_BYTES)
+                for (int p = 0; p < P; p++) prefetch(w + p * panel + WEIGHTS_AHEAD_BYTES + k * 64);
+            vi codes[P * PANEL_VECTORS];
+            for (int v = 0; v < P * PANEL_VECTORS; v++)
+                codes[v] = load_int16_pairs((const int8_t *)w + v / PANEL_VECTORS * panel + (1 + k) * 2 * PANEL_ROWS +
+                                            v % PANEL_VECTORS * 2 * W);
+            for (int t = 0; t < T; t++) {
+                int32_t input_pair;
+                __builtin_memcpy(&input_pair, x + t * stride + b * 64 + k * 4, 4);
+                IntegerSum *to = part[k % CHAINS][t];
+                for (int v = 0; v < P * PANEL_VECTORS; v++)
+                    to[v] = multiply_add(to[v], codes[v], repeat_pair(input_pair));
+            }
+        };
+        if constexpr (T == 1) {
+#pragma GCC unroll 16
+            for (int k = 0; k < 16; k++) step(k);
+        } else {
+#pragma GCC unroll 1  // unrolled, the compiler would widen all codes first and spill the sums
+            for (int k = 0; k < 16; k++) step(k);
+        }
+        for (int v = 0; v < P * PANEL_VECTORS; v++) {
+            const vf scale = load((const f16 *)(w + v / PANEL_VECTORS * panel) + v % PANEL_VECTORS * W);
+            for (int t = 0; t < T; t++) {
+                float input_scale;
+                __builtin_memcpy(&input_scale, x + t * stride + in * 2 + b * 4, 4);
+                const IntegerSum all = CHAINS == 1 ? part[0][t][v] : add_sums(part[0][t][v], part[CHAINS - 1][t][v]);
+                sum[t][v] = fma(to_floats(all), scale * splat(input_scale), sum[t][v]);
+            }
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < P * PANEL_VECTORS; v++) store(out + t * P * PANEL_ROWS + v * W, sum[t][v]);
+}
+
+// The same for n tokens, at most T.
+template <int P, int T = TOKENS_AT_ONCE>
+static void multiply_tokens(int n, const char *w, int64_t panel, int64_t in, const char *x, int64_t stride,
+                            float *out) {
+    if (n == T) multiply_tile<T, P>(w, panel, in, x, stride, out);
+    else if constexpr (T > 1) multiply_tokens<P, T - 1>(n, w, panel, in, x, stride, out);
+}
+
+// Multiplies P panels with all tokens, in groups of about the same size: the first group reads the panels from memory,
+// the others from the cache.
+template <int P> static void multiply_panels(const skimkv_linear *op, const char *x, int64_t first) {
+    const int64_t panel = op->in / 32 * PANEL_BLOCK_BYTES, stride = rounded_input_bytes(op->in);
+    const int64_t groups = (op->n + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
+    const int rows = (int)min(P * PANEL_ROWS, op->out - first * PANEL_ROWS);
+    float y[TOKENS_AT_ONCE * P * PANEL_ROWS], bias[P * PANEL_ROWS] = {};
+    if (op->bias) to_float(op->dtype, op->bias, first * PANEL_ROWS, bias, rows);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t from = op->n * g / groups, to = op->n * (g + 1) / groups;
+        multiply_tokens<P>((int)(to - from), (const char *)op->w + first * panel, panel, op->in, x + from * stride,
+                           stride, y);
+        for (int64_t t = from; t < to; t++) {
+            float *row = y + (t - from) * P * PANEL_ROWS;
+            for (int i = 0; i < P * PANEL_ROWS; i++) row[i] += bias[i];
+            from_float(op->dtype, row, op->y, t * op->y_n + first * PANEL_ROWS, rows);
+        }
+    }
+}
+
+// Rounds one task's share of the tokens.
+static void linear_round_inputs(const skimkv_linear *op, char *x, int64_t task, int64_t tasks) {
+    for (int64_t t = op->n * task / tasks; t < op->n * (task + 1) / tasks; t++) {
+        char *to = x + t * rounded_input_bytes(op->in);
+        if (op->dtype == SKIMKV_F32) round_inputs((const float *)op->x + t * op->x_n, op->in, to);
+        else if (op->dtype == SKIMKV_BF16) round_inputs((const bf16 *)op->x + t * op->x_n, op->in, to);
+        else round_inputs((const f16 *)op->x + t * op->x_n, op->in, to);
+    }
+}
+
+// Multiplies one task's share of the panels: two at a time where the registers allow it, which reads two streams of
+// memory and loads every input once for both.
+static void linear_multiply(const skimkv_linear *op, const char *x, int64_t task, int64_t tasks) {
+    const int64_t n = (op->out + PANEL_ROWS - 1) / PANEL_ROWS, to = n * (task + 1) / tasks;
+    int64_t p = n * task / tasks;
+    if (W == 16 || op->n == 1)
+        for (; p + 2 <= to; p += 2) multiply_panels<2>(op, x, p);
+    for (; p < to; p++) multiply_panels<1>(op, x, p);
+}
+
+}  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,157 @@
+// Steps 2 and 3 of the sparse methods: selects positions by their approximate scores, reads these rows, and attends to
+// them.
+//
+// SparQ (Ribar et al., arXiv 2312.04985, algorithm 1): i2 are the `local` last positions and the largest scores of the
+// rest, summed over the group (section 4); alpha is their share of the scores, and y = alpha softmax(q K[i2]^T) V[i2] +
+// (1 - alpha) mean(V). Top-k (appendix G) takes the softmax weights of all positions and drops those that were not
+// selected; the oracle (figure 7a) divides by the sum of the selected ones.
+#pragma once
+#include <stdint.h>
+
+#include "kernels/cache_layout.h"
+#include "kernels/row_attention.h"
+#include "kernels/scratch_arena.h"
+#include "kernels/selection.h"
+#include "kernels/unit.h"
+#include "kernels/vector_math.h"
+#include "skimkv.h"
+
+namespace skimkv::SKIMKV_NS {
+
+constexpr int ROWS_PER_UPDATE = 256;  // rows of one update of the softmax: usually all
+
+// Scratch memory of one thread.
+struct SelectionScratch {
+    float *sum;       // [padded_n] softmax weights summed over the group, if G > 1
+    float *lane_max;  // [16*tiles] their maxima, as select_largest needs them
+    float *value;     // [padded_n + 16]
+    int32_t *at;      // [padded_n + 16]
+    float *factor;    // [G][tiles]: makes softmax weights of a tile's 2^(logit - shift)
+    float *online;    // the state of the online softmax
+    float *s;         // [G][ROWS_PER_UPDATE]
+};
+static SelectionScratch take_selection(Arena &a, const skimkv_op *op, int64_t n) {
+    const int G = op->cache->G;
+    const int64_t padded_n = round_up(n, 256), tiles = padded_n / 256;
+    SelectionScratch x{};
+    x.sum = a.take<float>(G > 1 ? padded_n : 0), x.lane_max = a.take<float>(G > 1 ? 16 * tiles : 16);
+    x.value = a.take<float>(padded_n + 16), x.at = a.take<int32_t>(padded_n + 16);
+    x.factor = a.take<float>(G * tiles);
+    x.online = a.take<float>(online_softmax_floats(G, padded_head(op->cache->D)));
+    x.s = a.take<float>(G * ROWS_PER_UPDATE);
+    return x;
+}
+
+// The softmax weight of position p for query g, by the scores of step 1.
+static inline float softmax_weight(const Unit &u, const Scores &z, const SelectionScratch &x, int G, int g, int64_t p) {
+    if (G > 1) return z.s[g * u.padded_n + p] * x.factor[g * u.tiles + p / GROUP];
+    return exp2_scalar(z.s[p] - u.m[0]) / u.l[0];
+}
+
+// Step 2: selects the current token, the `local` positions before it, and the largest scores of the rest: k positions
+// besides the current one.
+static void select_positions(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
+    const int G = op->cache->G;
+    for (int g = 0; g < G; g++) {
+        const float *shift = z.tile_shift + g * u.tiles, *sum = z.tile_sum + g * u.tiles;
+        float m = LOWEST, l = 0;
+        for (int64_t t = 0; t < u.tiles; t++) m = shift[t] > m ? shift[t] : m;
+        for (int64_t t = 0; t < u.tiles; t++) l += sum[t] * exp2_scalar(shift[t] - m);
+        u.m[g] = m, u.l[g] = l;
+        if (G > 1)
+            for (int64_t t = 0; t < u.tiles; t++) x.factor[g * u.tiles + t] = exp2_scalar(shift[t] - m) / l;
+    }
+    const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
+    const int64_t free = u.n - 1 - local, k = max(min(op->k - local, free), 0);
+    float *s = z.s, *lane_max = z.lane_max, hidden[GROUP];
+    if (G > 1) {
+        s = x.sum, lane_max = x.lane_max;
+        for (int64_t t = 0; t < u.tiles; t++) {
+            vf top[16 / W];
+            for (int i = 0; i < 16 / W; i++) top[i] = splat(LOWEST);
+            for (int y = 0; y < GROUP; y += 16)
+                for (int i = 0; i < 16 / W; i++) {
+                    vf v = splat(0.f);
+                    for (int g = 0; g < G; g++) {
+                        const float *scores = z.s + g * u.padded_n + t * GROUP;
+                        v = fma(load(scores + y + i * W), splat(x.factor[g * u.tiles + t]), v);
+                    }
+                    store(s + t * GROUP + y + i * W, v);
+                    top[i] = vmax(top[i], v);
+                }
+            for (int i = 0; i < 16 / W; i++) store(lane_max + 16 * t + i * W, top[i]);
+        }
+    }
+    // The candidates end inside a tile: hide the rest of the tile, and take the maxima of its lanes again.
+    const int64_t edge = free / GROUP * GROUP, stop = free > edge ? edge + GROUP : free;
+    for (int64_t i = free; i < stop; i++) hidden[i - free] = s[i], s[i] = LOWEST;
+    for (int i = 0; i < 16 && stop > free; i += W) {
+        vf top = splat(LOWEST);
+        for (int y = 0; y < GROUP; y += 16) top = vmax(top, load(s + edge + y + i));
+        store(lane_max + edge / 16 + i, top);
+    }
+    u.chosen_count = select_largest(s, lane_max, free, k, u.chosen, x.value, x.at);
+    for (int64_t i = free; i < stop; i++) s[i] = hidden[i - free];
+    for (int64_t p = free; p < u.n; p++) u.chosen[u.chosen_count++] = (int32_t)p;
+}
+
+// Points k and v to the rows at u.chosen[from] and following, at most ROWS_PER_UPDATE, and returns how many they are.
+// Up to the next multiple of W the pointers repeat the last row.
+template <class T>
+static int64_t gather_selected_rows(const skimkv_cache *c, const Unit &u, int64_t from, const T **k, const T **v) {
+    const int64_t n = min(ROWS_PER_UPDATE, u.chosen_count - from);
+    const skimkv_chunk *chunk = c->chunks;
+    for (int64_t j = 0; j < n; j++) {
+        const int64_t p = u.chosen[from + j];
+        chunk = chunk_of(chunk, p);
+        k[j] = key_row<T>(chunk, u.b, u.h, p), v[j] = value_row<T>(chunk, u.b, u.h, p);
+    }
+    for (int64_t j = n; j < round_up(n, W); j++) k[j] = k[n - 1], v[j] = v[n - 1];
+    return n;
+}
+
+// Step 3: attends to the selected rows.
+template <class T, int D_>
+static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
+    const skimkv_cache *c = op->cache;
+    const int G = c->G, P = padded_head(c->D);
+    const OnlineSoftmax o = online_softmax_at(x.online, G);
+    const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
+    const T *k[ROWS_PER_UPDATE], *v[ROWS_PER_UPDATE];
+    reset_softmax(o, G, P);
+    for (int64_t from = 0; from < u.chosen_count; from += ROWS_PER_UPDATE) {
+        const int n = (int)gather_selected_rows<T>(c, u, from, k, v);
+        if (exact) {
+            for (int g = 0; g < G; g++)
+                for (int j = 0; j < n; j++) {
+                    x.s[g * ROWS_PER_UPDATE + j] = softmax_weight(u, z, x, G, g, u.chosen[from + j]);
+                    o.l[g] += x.s[g * ROWS_PER_UPDATE + j];
+                }
+            add_rows<T, D_>(o.acc, P, G, c->D, v, x.s, ROWS_PER_UPDATE, n);
+        } else {
+            dot_query_with_keys<T, D_>(op, u, k, n, x.s, ROWS_PER_UPDATE);
+            update_softmax<T, D_>(o, P, G, c->D, v, n, x.s, ROWS_PER_UPDATE, softcap_log2(op));
+        }
+    }
+    for (int g = 0; g < G; g++) {
+        const float alpha = op->use_mean ? u.alpha[g] : 1;
+        float scale = alpha / (op->method == SKIMKV_TOPK ? 1 : o.l[g]);
+        // A NaN logit at any position makes the result NaN, as in dense attention.
+        if (u.l[g] != u.l[g]) scale = u.l[g];
+        const float *mean = op->use_mean ? c->mean + u.b * c->m_b + u.h * c->m_h : nullptr;
+        for (int i = 0; i < c->D; i++) o.acc[g * P + i] = o.acc[g * P + i] * scale + (mean ? (1 - alpha) * mean[i] : 0);
+    }
+    store_result(op, u.b, u.h, o.acc, P);
+}
+
+// Sums the scores' softmax mass on the selected positions: SparQ's alpha.
+static void sum_selected_mass(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
+    const int G = op->cache->G;
+    for (int g = 0; g < G; g++) {
+        float sum = 0;
+        for (int64_t j = 0; j < u.chosen_count; j++) sum += softmax_weight(u, z, x, G, g, u.chosen[j]);
+        u.alpha[g] = sum > 1 || u.chosen_count == u.n ? 1 : sum;
+    }
+}
+
+}  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,96 @@
+// Mathematics that all kernels share, built on the vector operations of isa/simd_*.h: powers of two, the soft cap,
+// conversions of element types, and prefetches.
+#pragma once
+#include <stdint.h>
+
+#include "element_types.h"
+#include "isa/simd.h"
+#include "skimkv.h"
+
+namespace skimkv::SKIMKV_NS {
+
+// The logit of a position that is hidden: finite, so that the difference of two of them is not NaN.
+constexpr float LOWEST = -3e38f;
+
+static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+// Prefetches into the L1 cache. To the compiler a prefetch has no effect, and it would drop a function that does
+// nothing else; the empty asm keeps it.
+static inline void prefetch(const void *p) {
+    __builtin_prefetch(p, 0, 3);
+    __asm__ volatile("");
+}
+// Prefetches into the L2 cache, which can wait for far more lines at the same time than the L1 cache.
+static inline void prefetch_far(const void *p) {
+    __builtin_prefetch(p, 0, 2);
+    __asm__ volatile("");
+}
+
+// 2^x for x < 127, with a relative error of 2e-7. NaN stays NaN, and below -126 the result is almost zero. Logits are
+// kept in units of log 2 (the scale is multiplied by log2 e), so that every softmax uses this function.
+static inline vf exp2(vf x) {
+    vf f = fraction(x), p = splat(1.877576680e-3f);
+    p = fma(p, f, splat(8.989340284e-3f));
+    p = fma(p, f, splat(5.582631767e-2f));
+    p = fma(p, f, splat(2.401536173e-1f));
+    p = fma(p, f, splat(6.931530731e-1f));
+    p = fma(p, f, splat(9.999999251e-1f));
+    return times_power(p, x);
+}
+
+static inline float exp2_scalar(float x) {
+    float y[W];
+    store(y, exp2(splat(x)));
+    return y[0];
+}
+
+// log2 e.
+constexpr float LOG2E = 1.44269504f;
+
+// cap * tanh(x / cap), where x and cap are in units of log 2. A cap of 0 means none.
+static inline vf apply_softcap(vf x, float cap) {
+    if (cap == 0) return x;
+    vf t = vmin(splat(60.f), vmax(splat(-60.f), x * splat(2 * LOG2E / cap)));  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+    return splat(cap) - splat(2 * cap) / (exp2(t) + splat(1.f));
+}
+
+// One element as a float.
+static inline float as_float(float x) { return x; }
+static inline float as_float(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    __builtin_memcpy(&f, &u, 4);
+    return f;
+}
+
+// Rounds x to the type of *p, to nearest even.
+static inline void round_to(float *p, float x) { *p = x; }
+static inline void round_to(f16 *p, float x) { *p = to_f16(x); }
+static inline void round_to(bf16 *p, float x) {
+    uint32_t u;
+    __builtin_memcpy(&u, &x, 4);
+    p->bits = x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+// Conversions of n elements, from and to float.
+template <class T> static inline void to_float(const T *from, float *to, int n) {
+    for (int i = 0; i < n; i++) to[i] = as_float(from[i]);
+}
+template <class T> static inline void from_float(const float *from, T *to, int n) {
+    for (int i = 0; i < n; i++) round_to(to + i, from[i]);
+}
+
+// The same for a type that is known only at run time: `at` is the first element.
+static inline void to_float(int dtype, const void *from, int64_t at, float *to, int n) {
+    if (dtype == SKIMKV_F32) to_float((const float *)from + at, to, n);
+    else if (dtype == SKIMKV_BF16) to_float((const bf16 *)from + at, to, n);
+    else to_float((const f16 *)from + at, to, n);
+}
+static inline void from_float(int dtype, const float *from, void *to, int64_t at, int n) {
+    if (dtype == SKIMKV_F32) from_float(from, (float *)to + at, n);
+    else if (dtype == SKIMKV_BF16) from_float(from, (bf16 *)to + at, n);
+    else from_float(from, (f16 *)to + at, n);
+}
+
+}  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,147 @@
+// Runs operations with the kernels of the instruction set in use, spread over the threads of the caller.
+#include <cstdlib>
+#include <cstring>
+
+#include "element_types.h"
+#include "kernel_table.h"
+#include "skimkv.h"
+#include "threads.h"
+
+namespace {
+
+using skimkv::for_each_task;
+using skimkv::Kernels;
+using skimkv::selected_kernels;
+using skimkv::usable_threads;
+
+// Scratch memory of the calling thread, which is kept between steps.
+struct Scratch {
+    void *memory = nullptr;
+    size_t capacity = 0;
+    ~Scratch() { std::free(memory); }
+    // At least `bytes` bytes, or nullptr if there is no memory.
+    void *get(size_t bytes) {
+        if (bytes > capacity) {
+            std::free(memory);
+            capacity = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+            memory = std::aligned_alloc(4096, capacity);
+            if (memory == nullptr) capacity = 0;
+        }
+        return memory;
+    }
+};
+thread_local Scratch scratch;
+
+// A part of a linear layer smaller than this many products is not worth a second thread.
+constexpr int64_t LEAST_PRODUCTS = 1 << 16;
+
+// Tokens of a prompt for which the weights are read once.
+constexpr int64_t TOKENS_AT_ONCE = 256;
+
+}  // namespace
+
+extern "C" {
+
+size_t skimkv_work(const skimkv_op *op, int nth) {
+    const Kernels *kernels = selected_kernels();
+    return kernels ? kernels->attention_scratch_bytes(op, nth) : 0;
+}
+
+void skimkv_share(const skimkv_op *op, void *work, int ith, int nth) {
+    selected_kernels()->attention(op, work, ith, nth);
+}
+
+int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    threads = usable_threads(threads, parallel);
+    void *work = scratch.get(kernels->attention_scratch_bytes(op, threads));
+    if (!work) return -1;
+    // If fewer threads than asked for took part in the last step, its counters are not zero: clear them every time.
+    std::memset(work, 0, 64 + sizeof(int) * (size_t)op->cache->B * (size_t)op->cache->H);
+    skimkv::on_every_thread(threads, parallel, [&](int thread) { kernels->attention(op, work, thread, threads); });
+    return 0;
+}
+
+const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new, int threads,
+                        skimkv_parallel parallel) {
+    if (!op) return "operation is NULL";
+    op->q = q, op->y = y, op->k_new = k_new, op->v_new = v_new;
+    if (const char *error = skimkv_check(op)) return error;
+    const int type = op->dtype, cache_type = op->cache->dtype;
+    if (skimkv::is_misaligned(q, type) || skimkv::is_misaligned(y, type) || skimkv::is_misaligned(k_new, cache_type) ||
+        skimkv::is_misaligned(v_new, cache_type))
+        return "q, y, k or v is not aligned to its elements";
+    return skimkv_run(op, threads, parallel) ? "no memory for the kernels' scratch space" : nullptr;
+}
+
+int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    for_each_task((int64_t)tokens->cache->B * tokens->cache->H, threads, parallel,
+                  [&](int64_t unit, int) { kernels->append(tokens, unit); });
+    return 0;
+}
+
+int skimkv_stream(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    threads = usable_threads(threads, parallel);
+    const size_t bytes = kernels->cluster_scratch_bytes(clusters);
+    char *work = (char *)scratch.get(bytes * (size_t)threads);
+    if (!work) return -1;
+    for_each_task((int64_t)clusters->B * clusters->H, threads, parallel, [&](int64_t unit, int thread) {
+        kernels->cluster_attention(clusters, work + bytes * (size_t)thread, unit);
+    });
+    return 0;
+}
+
+int skimkv_stream_append(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    for_each_task((int64_t)clusters->B * clusters->H, threads, parallel,
+                  [&](int64_t unit, int) { kernels->cluster_append(clusters, unit); });
+    return 0;
+}
+
+int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
+    const int64_t most = op->n < TOKENS_AT_ONCE ? op->n : TOKENS_AT_ONCE;
+    char *inputs = (char *)std::aligned_alloc(64, (size_t)(most * skimkv::rounded_input_bytes(op->in)));
+    if (!inputs) return -1;
+    const size_t size = op->dtype == SKIMKV_F32 ? 4 : 2;
+    for (int64_t first = 0; first < op->n; first += most) {
+        skimkv_linear part = *op;
+        part.n = op->n - first < most ? op->n - first : most;
+        part.x = (const char *)op->x + (size_t)(first * op->x_n) * size;
+        part.y = (char *)op->y + (size_t)(first * op->y_n) * size;
+        // Every thread has several tasks, so that one that was interrupted takes fewer.
+        const int rounding_threads = part.n * op->in < LEAST_PRODUCTS ? 1 : threads;
+        const int64_t rounding_tasks = rounding_threads == 1 ? 1 : 4 * rounding_threads;
+        const int64_t tasks = threads == 1 ? 1 : 4 * threads;
+        for_each_task(rounding_tasks, rounding_threads, parallel,
+                      [&](int64_t task, int) { kernels->linear_round_inputs(&part, inputs, task, rounding_tasks); });
+        for_each_task(tasks, threads, parallel,
+                      [&](int64_t task, int) { kernels->linear_multiply(&part, inputs, task, tasks); });
+    }
+    std::free(inputs);
+    return 0;
+}
+
+int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    const int64_t tasks = (int64_t)op->H * op->parts;
+    threads = usable_threads(threads < tasks ? threads : (int)tasks, parallel);
+    const size_t bytes = (kernels->key_scores_scratch_bytes(op) + 63) / 64 * 64;
+    char *work = (char *)std::aligned_alloc(64, bytes * (size_t)threads);
+    if (!work) return -1;
+    for_each_task(tasks, threads, parallel,
+                  [&](int64_t task, int thread) { kernels->key_scores(op, work + bytes * (size_t)thread, task); });
+    std::free(work);
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,157 @@
+// Validates operations before they run: skimkv_check and its like return NULL, or one line that says what is wrong. Of
+// the caller's memory they read the structures and the arrays of lengths and positions, but no tensor.
+#include "element_types.h"
+#include "kernel_table.h"
+#include "skimkv.h"
+
+namespace {
+
+using skimkv::is_misaligned;
+
+bool is_unknown_type(int dtype) { return dtype < SKIMKV_F32 || dtype > SKIMKV_F16; }
+
+int64_t capacity(const skimkv_cache *c) {
+    return c->n_chunks ? c->chunks[c->n_chunks - 1].start + c->chunks[c->n_chunks - 1].cap : 0;
+}
+
+const char *validate_cache(const skimkv_cache *c) {
+    if (!c) return "cache is NULL";
+    if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
+    if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
+    if (is_unknown_type(c->dtype)) return "cache dtype is unknown";
+    if (c->bits != 0 && c->bits != 8 && c->bits != 4) return "rows are of 0 (as they are), 8 or 4 bits";
+    if (c->bits == 4 && c->D % 2) return "rows of 4 bits need an even D";
+    if (c->channels < SKIMKV_NONE || c->channels > SKIMKV_INT4) return "channels is unknown";
+    if (!c->chunks || c->n_chunks < 0 || !c->lengths) return "chunks or lengths are missing";
+    const bool quantised = c->channels >= SKIMKV_INT8;
+    if (quantised && !c->tail) return "a quantised index needs its tail";
+    int64_t end = 0;
+    for (int i = 0; i < c->n_chunks; i++) {
+        const skimkv_chunk *chunk = c->chunks + i;
+        if (chunk->start != end || chunk->start % SKIMKV_GROUP || chunk->cap < 1)
+            return "chunks must follow each other from 0, each starting at a multiple of 256";
+        if (quantised && chunk->cap % SKIMKV_GROUP) return "chunks of a quantised index must be multiples of 256";
+        if (!chunk->k || !chunk->v) return "a chunk's k or v is NULL";
+        if (c->channels != SKIMKV_NONE && !chunk->index) return "a chunk has no index";
+        if (quantised && !chunk->scale) return "a chunk of a quantised index has no scale";
+        end += chunk->cap;
+    }
+    for (int b = 0; b < c->B; b++)
+        if (c->lengths[b] < 0 || c->lengths[b] > end || c->lengths[b] > INT32_MAX - SKIMKV_GROUP)
+            return "a length is negative or beyond the chunks' capacity";
+    return nullptr;
+}
+
+// The current token, and what becomes of it.
+const char *validate_new_row(const skimkv_op *op) {
+    const skimkv_cache *c = op->cache;
+    if (op->keep < SKIMKV_OUTSIDE || op->keep > SKIMKV_SLOT) return "keep is unknown";
+    if (op->score && op->keep != SKIMKV_SLOT) return "scores are for rows that go into slots";
+    if (!op->k_new) return op->keep == SKIMKV_OUTSIDE ? nullptr : "there is no new row to keep";
+    if (op->keep == SKIMKV_APPEND) {
+        const skimkv_tokens token = skimkv::new_token_of(op);
+        return skimkv_check_append(&token);
+    }
+    if (op->method != SKIMKV_DENSE) return "a row outside the cache, or for a slot, is for dense attention only";
+    if (op->keep == SKIMKV_OUTSIDE) return nullptr;
+    if (!op->slot) return "slots are missing";
+    if (c->channels != SKIMKV_NONE || c->mean) return "a cache with an index or a mean has no slots";
+    if (op->score && (!op->pos || !op->now || !op->recent)) return "score needs pos, now and recent";
+    for (int b = 0; b < c->B; b++) {
+        if (op->slot[b] < (op->score ? -1 : 0) || op->slot[b] >= capacity(c)) return "a slot is beyond the capacity";
+        if (op->slot[b] < 0 && c->lengths[b] < 1) return "a row without tokens has no victim";
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char *skimkv_check(const skimkv_op *op) {
+    if (!op) return "operation is NULL";
+    if (const char *error = validate_cache(op->cache)) return error;
+    const skimkv_cache *c = op->cache;
+    if (!op->q || !op->y) return "q or y is NULL";
+    if (is_unknown_type(op->dtype)) return "dtype of q is unknown";
+    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_ORACLE) return "method is unknown";
+    const bool dense = op->method == SKIMKV_DENSE;
+    if (!dense && op->k < 1) return "k must be at least 1";
+    if (!op->k_new != !op->v_new) return "k_new and v_new must be given together";
+    for (int b = 0; b < c->B; b++)
+        if (c->lengths[b] < 1 && !op->k_new) return "a row has no token";
+    if (const char *error = validate_new_row(op)) return error;
+    if (op->method == SKIMKV_SPARQ) {
+        if (op->r < 1 || op->r > c->D) return "r must be from 1 to D";
+        if (op->local < 0 || op->local > op->k) return "local must be from 0 to k";
+        if (op->temperature < SKIMKV_COVERAGE || op->temperature > SKIMKV_SQRT_R) return "temperature is unknown";
+        if (op->use_mean && !c->mean) return "use_mean needs the mean of V";
+        if (c->channels != SKIMKV_NONE && c->R != c->D) return "SparQ needs an index of R = D channels";
+    } else if (op->use_mean) {
+        return "use_mean is for SparQ only";
+    }
+    if (op->method == SKIMKV_LOWRANK && (!c->projection || c->channels == SKIMKV_NONE || c->R < 1 || c->R > c->D))
+        return "low rank needs a projection and an index of R <= D channels";
+    return nullptr;
+}
+
+const char *skimkv_check_append(const skimkv_tokens *a) {
+    if (!a) return "tokens is NULL";
+    if (const char *error = validate_cache(a->cache)) return error;
+    const skimkv_cache *c = a->cache;
+    if (a->n < 0 || (a->n > 0 && (!a->k || !a->v))) return "n is negative, or k or v is NULL";
+    if ((c->channels != SKIMKV_NONE || c->projection) && (c->R < 1 || c->R > c->D || (!c->projection && c->R != c->D)))
+        return "an index has D channels, or fewer with a projection";
+    for (int b = 0; b < c->B; b++) {
+        int64_t skip = a->skip ? a->skip[b] : 0, at = a->at ? a->at[b] : c->lengths[b];
+        if (skip < 0 || skip > a->n) return "skip must be from 0 to n";
+        if (at < 0 || at + a->n - skip > capacity(c)) return "the tokens do not fit into the chunks";
+    }
+    return nullptr;
+}
+
+const char *skimkv_check_clusters(const skimkv_clusters *c) {
+    if (!c) return "clusters is NULL";
+    if (c->B < 1 || c->H < 1 || c->G < 1 || c->t < 1 || c->s < 1) return "B, H, G, t and s must be at least 1";
+    if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
+    if (is_unknown_type(c->dtype) || (c->q && is_unknown_type(c->q_dtype))) return "dtype is unknown";
+    if (!c->m || !c->k || !c->v || !c->mu || (c->n_blocks && !c->blocks)) return "a pointer is NULL";
+    if (c->q ? !c->y : !c->k_new || !c->v_new || !c->lengths) return "q without y, or a token without its parts";
+    int64_t end = 0;
+    for (int i = 0; i < c->n_blocks; i++) {
+        if (c->blocks[i].start != end || c->blocks[i].cap < 1) return "blocks must follow each other from 0";
+        if (!c->blocks[i].rep || !c->blocks[i].samples || !c->blocks[i].size) return "a block's pointer is NULL";
+        end += c->blocks[i].cap;
+    }
+    for (int64_t i = 0; i < (int64_t)c->B * c->H; i++)
+        if (c->m[i] < (c->q ? 1 : 0) || c->m[i] + (c->q ? 0 : 1) > end) return "m is negative, or beyond the blocks";
+    return nullptr;
+}
+
+const char *skimkv_linear_check(const skimkv_linear *op) {
+    if (!op) return "operation is NULL";
+    if (!op->w || !op->x || !op->y) return "w, x or y is NULL";
+    if (op->out < 1 || op->n < 1) return "out and n must be at least 1";
+    if (op->in < 32 || op->in % 32) return "in must be a multiple of 32";
+    if (op->out > INT32_MAX || op->in > INT32_MAX || op->n > INT32_MAX) return "a size is beyond 2^31";
+    if (is_unknown_type(op->dtype)) return "dtype is unknown";
+    if (is_misaligned(op->x, op->dtype) || is_misaligned(op->y, op->dtype) || is_misaligned(op->bias, op->dtype))
+        return "x, y or bias is not aligned to its elements";
+    if (is_misaligned(op->w, SKIMKV_F16)) return "w is not aligned to its scales";
+    if (op->n > 1 && (op->x_n < op->in || op->y_n < op->out)) return "tokens overlap: x_n < in or y_n < out";
+    return nullptr;
+}
+
+const char *skimkv_columns_check(const skimkv_columns *op) {
+    if (!op) return "operation is NULL";
+    if (!op->q || !op->k || !op->sum) return "q, k or sum is NULL";
+    if (op->H < 1 || op->G < 1 || op->parts < 1) return "H, G and parts must be at least 1";
+    if (op->D < 1 || op->D > 256) return "D must be from 1 to 256";
+    if (op->n < 1 || op->m < op->n || op->m > INT32_MAX) return "n must be from 1 to m, and m below 2^31";
+    if (is_unknown_type(op->dtype)) return "dtype is unknown";
+    if (is_misaligned(op->q, op->dtype) || is_misaligned(op->k, op->dtype) || is_misaligned(op->sum, SKIMKV_F32))
+        return "q, k or sum is not aligned to its elements";
+    return nullptr;
+}
+
+}  // extern "C"
