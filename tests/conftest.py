@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def backends() -> list[str]:
-    """ref always; cpu where its library was built."""
+    """Return the backends that a test of the fixture `backend` runs with: ref, and cpu where its library was built."""
     return ["ref", "cpu"] if ops.chosen("cpu")[0] == "cpu" else ["ref"]
 
 
@@ -45,5 +45,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest):
+    """Run the test on one backend; give its name."""
     with ops.backend(request.param):
         yield request.param
