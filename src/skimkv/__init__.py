@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .hf.attach import Cache, attach, detach
     from .hf.load import load
-    from .methods import METHODS, parse
+    from .include import include_dir
+    from .methods import METHODS, parse, register
     from .methods.base import Method, Traffic
     from .ops import backend
     from .stores.base import Shape
 
 __version__ = "0.1.0"
-__all__ = ["METHODS", "Cache", "Method", "Shape", "Traffic", "attach", "backend", "detach", "load", "parse"]
+__all__ = [
+    "METHODS", "Cache", "Method", "Shape", "Traffic", "attach", "backend", "detach", "include_dir", "load", "parse",
+    "register",
+]  # fmt: skip
 
 _HOME = {
     "Cache": "hf.attach", "attach": "hf.attach", "detach": "hf.attach", "load": "hf.load",
-    "Method": "methods.base", "Traffic": "methods.base", "parse": "methods",
-    "METHODS": "methods", "backend": "ops", "Shape": "stores.base",
+    "Method": "methods.base", "Traffic": "methods.base", "parse": "methods", "register": "methods",
+    "METHODS": "methods", "backend": "ops", "Shape": "stores.base", "include_dir": "include",
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_a_nan_key_makes_its_head_nan_and_no_other(method, when):
     y = outputs(method, k, v, q, 260)
     first = max(when - 260, 0)  # the step that sees it first
     if isinstance(method, Strided | Fixed):  # a later token took its slot
-        slot = method.store(SHAPE, k.dtype).ring_slot
+        slot = method.store(SHAPE, k.dtype).slot_of
         last = max(first, next((p for p in range(when + 1, 264) if slot(p) == slot(when)), 264) - 260)
     elif isinstance(method, LMInfinite | SubGen | H2O) and when < (260 if isinstance(method, H2O) else 258):
         last = first  # it may have been dropped with the prompt

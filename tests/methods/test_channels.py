@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from methods.test_sparq import algorithm1, step
-from skimkv import ops
 from skimkv.methods import SparQ
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
+from support import steps
 
 pytestmark = pytest.mark.usefixtures("backend")
 GROUP, BLOCK = 256, 128
@@ -22,7 +22,7 @@ def filled(channels, k, dtype=torch.float32, blocks=1):
     store = Full(Shape(k.shape[0], k.shape[1], 1, k.shape[3]), dtype, "cpu", channels)
     for part in k.to(dtype).split(blocks, 2):
         if part.shape[2] == 1:
-            ops.append(store, part[:, :, 0], part[:, :, 0])
+            steps.append(store, part[:, :, 0], part[:, :, 0])
         else:
             store.append(part, part)
     return store
@@ -102,7 +102,7 @@ def test_a_group_closes_with_its_256th_token(channels):
     store = filled(channels, k[:, :, : GROUP - 1])
     torch.testing.assert_close(store.tail[..., : GROUP - 1], k[:, :, : GROUP - 1].transpose(-1, -2), atol=0, rtol=0)
     before = store.nbytes
-    ops.append(store, k[:, :, GROUP - 1], k[:, :, GROUP - 1])
+    steps.append(store, k[:, :, GROUP - 1], k[:, :, GROUP - 1])
     # by hand, D = 4 float32: one token of k and v comes; 255 columns of the tail go; codes, scale and zero come
     bits = 8 if channels == "int8" else 4
     assert store.nbytes - before == 2 * 4 * 4 - 255 * 4 * 4 + GROUP * 4 * bits // 8 + 4 * 2 * 4

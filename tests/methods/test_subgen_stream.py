@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skimkv import ops
 from skimkv.methods import SubGenStream
 from skimkv.stores.base import Shape
+from support import steps
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -22,7 +22,7 @@ def stored(k, v, delta, t, s, seed=0, blocks=None):
     store = SubGenStream(delta, t, s, seed).store(Shape(B, H, 1, D), k.dtype)
     for part in zip(k.split(blocks or n, 2), v.split(blocks or n, 2), strict=True):
         if blocks == 1:
-            ops.append(store, *(x[:, :, 0] for x in part))
+            steps.append(store, *(x[:, :, 0] for x in part))
         else:
             store.append(*part)
     return store
@@ -236,7 +236,7 @@ def test_an_estimate_without_bound_is_finite(dtype, limit):
         for store in (stored(k, v, 20.0, 1, 1, seed) for seed in range(100))
         if not store.blocks[0].samples[0, 0, 0].any() and torch.equal(store.k[0, 0], k[0, 0, 1:])
     )
-    y = ops.stream(store, torch.tensor([[[[100.0, 0]]]], dtype=dtype), 1.0)
+    y = steps.stream(store, torch.tensor([[[[100.0, 0]]]], dtype=dtype), 1.0)
     assert y.flatten().tolist() == [-limit, 0]
 
 

@@ -11,12 +11,14 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import parse
-from skimkv.ops import linear
 from skimkv.ops.cpu import library as native
-from skimkv.ops.key_scores import fast as column_sums
+from skimkv.ops.cpu import linear
+from skimkv.ops.cpu.key_scores import key_scores
+from skimkv.ops.packed_weights import packed_shape
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
+from support import steps
 from support.kernels import NATIVE, compare, filled, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -65,7 +67,7 @@ def test_a_query_that_does_not_fit(parts, wrong):
     q, store = parts
     for name, args in (("dense", ()), ("sparq", (4, 8, 2, "coverage", True)), ("topk", (8, False))):
         with pytest.raises(ValueError, match=r"q|aligned|no CPU kernel|too many|must") as error:
-            getattr(ops, name)(store, BAD_Q[wrong](q), 0.25, None, *args)
+            getattr(steps, name)(store, BAD_Q[wrong](q), 0.25, None, *args)
         assert "\n" not in str(error.value)
 
 
@@ -76,7 +78,7 @@ def test_a_token_that_does_not_fit(parts, wrong):
     before = list(store.lengths)
     for a, b in ((BAD_Q[wrong](k), BAD_Q[wrong](k)), (k, BAD_Q[wrong](k)), (BAD_Q[wrong](k), k)):
         with pytest.raises(ValueError, match=r"^[kv] "):
-            ops.append(store, a, b)
+            steps.append(store, a, b)
     assert store.lengths == before
 
 
@@ -95,17 +97,17 @@ def test_a_store_that_does_not_fit(parts, change, says):
     q, store = parts
     change(store.chunks[0])
     with pytest.raises(ValueError, match=says):
-        ops.dense(store, q, 0.25, None)
+        steps.dense(store, q, 0.25, None)
 
 
 def test_a_length_beyond_the_capacity(numbers):
     q, store = numbers
-    store.lengths = [store.chunks[-1].start + store.chunks[-1].cap + 1, 20]
+    store._lengths = [store.chunks[-1].start + store.chunks[-1].cap + 1, 20]
     with pytest.raises(ValueError, match="exceeds the capacity"):
-        ops.dense(store, q, 0.25, None)
-    store.lengths = [0, 20]
+        steps.dense(store, q, 0.25, None)
+    store._lengths = [0, 20]
     with pytest.raises(ValueError, match="no token"):
-        ops.dense(store, q, 0.25, None)
+        steps.dense(store, q, 0.25, None)
 
 
 @pytest.mark.parametrize(
@@ -122,18 +124,18 @@ def test_a_length_beyond_the_capacity(numbers):
 def test_numbers_out_of_range(numbers, args, says):
     q, store = numbers
     with pytest.raises(ValueError, match=says):
-        ops.sparq(store, q, 0.25, None, *args)
+        steps.sparq(store, q, 0.25, None, *args)
     with pytest.raises(ValueError, match="softcap"):
-        ops.dense(store, q, 0.25, -1.0)
+        steps.dense(store, q, 0.25, -1.0)
     with pytest.raises(ValueError, match="low rank"):
-        ops.lowrank(store, q, 0.25, None, 8)
+        steps.lowrank(store, q, 0.25, None, 8)
 
 
 def test_a_projection_wider_than_a_head(numbers):
     store = Full(Shape(1, 1, 1, 16), torch.float32, "cpu", "copy", projection=torch.randn(1, 16, 24))
     store.append(*torch.randn(2, 1, 1, 5, 16))
     with pytest.raises(ValueError, match=r"R <= D|index has D"):
-        ops.lowrank(store, torch.randn(1, 1, 1, 16), 0.25, None, 2)
+        steps.lowrank(store, torch.randn(1, 1, 1, 16), 0.25, None, 2)
 
 
 @pytest.mark.parametrize("D", [1, 7, 12, 100, 255])
@@ -149,18 +151,18 @@ def test_a_head_size_above_256(parts):
     for store in (Full(shape, torch.float32), Slots(shape, torch.float32, "cpu", 4)):
         k = torch.randn(1, 1, 264)
         with pytest.raises(ValueError, match="at most 256"):
-            ops.append(store, k, k)
+            steps.append(store, k, k)
 
 
 def test_products_and_sums_off_their_alignment():
-    x, packed = torch.zeros(1, 32), torch.zeros(linear.packed_shape(16, 32), dtype=torch.int16)
+    x, packed = torch.zeros(1, 32), torch.zeros(packed_shape(16, 32), dtype=torch.int16)
     q, k = torch.zeros(1, 1, 4, 16), torch.zeros(1, 4, 16)
     with pytest.raises(ValueError, match="aligned"):
-        linear.fast(misaligned(x), packed, 16)
+        linear.linear8(misaligned(x), packed, 16)
     with pytest.raises(ValueError, match="aligned"):
-        column_sums(misaligned(q), k, 0.25, None)
+        key_scores(misaligned(q), k, 0.25, None)
     with pytest.raises(ValueError, match="aligned"):
-        column_sums(q, misaligned(k), 0.25, None)
+        key_scores(q, misaligned(k), 0.25, None)
 
 
 def run(code, **env):
@@ -172,10 +174,10 @@ def run(code, **env):
 def test_an_instruction_set_or_backend_that_is_not_there(monkeypatch):
     with pytest.raises(ValueError, match="'sse9' is not available"):
         native.force("sse9")
-    for code in ("ops.chosen()", "ops.backend('cpu').__enter__()"):
+    for code in ("ops.select_backend()", "ops.backend('cpu').__enter__()"):
         done = run(f"from skimkv import ops; {code}", SKIMKV_ISA="sse9")
         assert done.returncode != 0 and "SKIMKV_ISA=sse9 is not available" in done.stderr
-    done = run("from skimkv.ops.cpu import library; print(library.isa())", SKIMKV_ISA="scalar")
+    done = run("from skimkv.ops.cpu import library as native; print(native.isa())", SKIMKV_ISA="scalar")
     assert done.stdout == "scalar\n"
     store = parse("Dense()").store(Shape(1, 1, 1, 8), torch.float32)
     monkeypatch.setattr(native, "_path", lambda: None)
@@ -183,8 +185,8 @@ def test_an_instruction_set_or_backend_that_is_not_there(monkeypatch):
     try:
         with pytest.raises(ValueError, match="not in this installation"), ops.backend("cpu"):
             pass
-        monkeypatch.setattr(ops, "_modules", {})
+        monkeypatch.setattr(ops.backends, "_chosen", {})
         with pytest.warns(UserWarning, match="slow reference: .*not in this installation"):
-            ops.append(store, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+            steps.append(store, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
     finally:
         native.library.cache_clear()

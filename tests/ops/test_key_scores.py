@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skimkv import ops
-from skimkv.ops.key_scores import CColumns, _library, fast, reference
+from skimkv.ops.cpu.key_scores import CColumns, _library
+from skimkv.ops.cpu.key_scores import key_scores as fast
+from skimkv.ops.key_scores import reference
 from support.kernels import ISAS, NATIVE, TYPES, on
 
 
@@ -16,8 +18,8 @@ def test_by_hand(backend):
     """Equal logits: query i spreads 1/(i+1) over keys 0..i; a history of one token is seen by both queries."""
     q, k = torch.zeros(1, 2, 3, 8), torch.randn(1, 3, 8)
     expected = torch.tensor([[1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]])
-    torch.testing.assert_close(ops.columns(q, k, 0.3, None), expected)
-    torch.testing.assert_close(ops.columns(q[:, :, 1:], k, 0.3, 5.0), expected - torch.tensor([[1.0, 0, 0]]))
+    torch.testing.assert_close(ops.key_scores(q, k, 0.3, None), expected)
+    torch.testing.assert_close(ops.key_scores(q[:, :, 1:], k, 0.3, 5.0), expected - torch.tensor([[1.0, 0, 0]]))
 
 
 def close(got, want, q, k, scale):
@@ -44,7 +46,7 @@ def test_kernel_is_the_reference(isa, data):
     k = torch.full((m, H, D + 1), torch.nan, dtype=dtype)[..., :D].transpose(0, 1).copy_(torch.randn(H, m, D))
     want = reference(q.double(), k.double(), D**-0.5, cap)
     with on(isa, threads):
-        got = ops.columns(q, k, D**-0.5, cap)
+        got = ops.key_scores(q, k, D**-0.5, cap)
     assert got.dtype == torch.float32
     close(got, want, q, k, D**-0.5)
     torch.testing.assert_close(got.sum(1), torch.full((H,), float(n)), rtol=1e-5, atol=0)

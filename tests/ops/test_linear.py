@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skimkv import ops
-from skimkv.ops import linear
+from skimkv.ops import packed_weights
 from skimkv.ops.cpu import library as native
+from skimkv.ops.cpu import linear
 
-NATIVE = ops.chosen("cpu")[0] == "cpu"
+NATIVE = ops.select_backend("cpu")[0] == "cpu"
 ISAS = [*(native.isas() if NATIVE else []), "ref"]
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -35,10 +36,10 @@ def on(isa: str):
 
 def packed(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """w (out,in) -> packed weights, and what they stand for in float64."""
-    blocks = linear.quantise(w)
-    into = torch.full(linear.packed_shape(*w.shape), 0x7C00, dtype=torch.int16)  # infinities, to be overwritten
-    linear.pack(blocks, into)
-    return into, linear.dequantise(blocks).double()
+    blocks = packed_weights.quantise(w)
+    into = torch.full(packed_weights.packed_shape(*w.shape), 0x7C00, dtype=torch.int16)  # infinities, to be overwritten
+    packed_weights.pack(blocks, into)
+    return into, packed_weights.dequantise(blocks).double()
 
 
 def bound(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -97,8 +98,8 @@ def test_strides_threads_and_batch_change_nothing(isa):
 def test_the_largest_codes_do_not_overflow(isa):
     blocks = torch.full((16, 1, 17), -0x7F80, dtype=torch.int16)  # codes of -128, as a foreign file may hold
     blocks[..., 0] = torch.ones((), dtype=torch.float16).view(torch.int16)
-    w = torch.zeros(linear.packed_shape(16, 32), dtype=torch.int16)
-    linear.pack(blocks, w)
+    w = torch.zeros(packed_weights.packed_shape(16, 32), dtype=torch.int16)
+    packed_weights.pack(blocks, w)
     with on(isa):
         y = ops.linear8(torch.tensor([[1.0] * 32, [-1.0] * 32]), w, 16)
     assert torch.equal(y, torch.tensor([[-4096.0] * 16, [4096.0] * 16]))
@@ -136,14 +137,14 @@ def test_a_bad_weight_shows():
 
 def test_blocks_are_those_of_the_format():
     w = torch.randn(5, 96)
-    blocks = linear.quantise(w)
+    blocks = packed_weights.quantise(w)
     theirs = torch.from_numpy(Q8_0.dequantize(blocks.view(torch.uint8).flatten(1).numpy()))
-    assert torch.equal(linear.dequantise(blocks), theirs)
+    assert torch.equal(packed_weights.dequantise(blocks), theirs)
     own = torch.from_numpy(Q8_0.dequantize(Q8_0.quantize(w.numpy())))
     assert (theirs - w).abs().max() <= (own - w).abs().max() * 1.05  # no worse than the format's own quantiser
     into, _ = packed(w)
     index = torch.tensor([4, 0, 4, 2])
-    assert torch.equal(linear.rows(into, index), blocks[index])
+    assert torch.equal(packed_weights.rows_of(into, index), blocks[index])
 
 
 @pytest.mark.skipif(not NATIVE, reason="no native library")
@@ -168,15 +169,15 @@ def test_refusals():
         (lambda: ops.linear8(x, w, 40), "40 x 64 needs"),
         (lambda: ops.linear8(x, w.int(), 20), "weights are torch.int32"),
         (lambda: ops.linear8(torch.randn(2, 65), w, 20), "blocks of 32"),
-        (lambda: linear.packed_shape(4, 40), "blocks of 32, not 4 x 40"),
+        (lambda: packed_weights.packed_shape(4, 40), "blocks of 32, not 4 x 40"),
     ]:
         with pytest.raises(ValueError, match=reason):
             call()
     if NATIVE:
         for call, reason in [
-            (lambda: linear.fast(x.double(), w, 20), "no CPU kernel for activations of torch.float64"),
-            (lambda: linear.fast(x, w.flip(0), 20, torch.zeros(3)), "bias is"),
-            (lambda: linear.fast(x, w.transpose(0, 1).contiguous().transpose(0, 1), 20), "contiguous"),
+            (lambda: linear.linear8(x.double(), w, 20), "no CPU kernel for activations of torch.float64"),
+            (lambda: linear.linear8(x, w.flip(0), 20, torch.zeros(3)), "bias is"),
+            (lambda: linear.linear8(x, w.transpose(0, 1).contiguous().transpose(0, 1), 20), "contiguous"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 call()

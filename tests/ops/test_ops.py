@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skimkv import ops
-from skimkv.ops import ref
+from skimkv.methods import SubGenStream
 from skimkv.stores.base import Shape
-from skimkv.stores.clusters import Clusters
 from skimkv.stores.slots import Slots
+from support import ref, steps
 from support.kernels import EPS, ISAS, NATIVE, TYPES, close, compare, exact, filled, held, margin, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -72,8 +71,8 @@ def test_sparq(isa, case):
     assert r == D or (sums[..., r - 1] > 1.05 * sums[..., r]).all()
     i1 = ref.top_channels(x, r)
     part = x.gather(-1, i1[:, :, None].expand(-1, -1, G, -1))
-    logits = part @ twin.columns(i1) * ref.temperature_scale(x, i1, scale, temperature)
-    logits = ref.softcapped(logits, cap).masked_fill(~twin.mask()[:, :, None], -torch.inf)
+    logits = part @ twin.read_channels(i1) * ref.inverse_temperature(x, i1, scale, temperature)
+    logits = ref.apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
     assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
     compare("sparq", isa, q, store, scale, cap, r, k, local, temperature, mean)
 
@@ -83,7 +82,7 @@ def test_sparq(isa, case):
 def test_sparq_over_all_positions_is_dense(isa, channels):
     q, store = filled(64, [300, 17], torch.float32, 3, channels)
     with on(isa):
-        y = ops.sparq(store, q, 0.125, None, 8, 300, 10, "coverage", True)
+        y = steps.sparq(store, q, 0.125, None, 8, 300, 10, "coverage", True)
     close(y, ref.dense(exact(store), q.double(), 0.125, None), store, q, 0.125)
 
 
@@ -93,7 +92,7 @@ def test_exact_scores_and_low_rank(isa, case):
     D, lengths, dtype, G, _ = case
     k, scale = 16, D**-0.5
     q, store = filled(D, lengths, TYPES[dtype], G, "none", k=k)
-    logits = ref.attend_rows(q.double(), *[exact(store).rows("k")] * 2, exact(store).mask(), scale, None)[1]
+    logits = ref.attend_rows(q.double(), *[exact(store).read_keys()] * 2, exact(store).valid(), scale, None)[1]
     assert margin(logits.sum(2), lengths, k, 0) > 1.05
     for oracle in (False, True):
         compare("topk", isa, q, store, scale, None, k, oracle)
@@ -101,8 +100,8 @@ def test_exact_scores_and_low_rank(isa, case):
     P = torch.linalg.qr(normal).Q[..., : D - 8 if D > 64 else D].contiguous()
     q, store = filled(D, lengths, TYPES[dtype], G, "copy", k=k, mean=False, projection=P)
     twin, x = exact(store), q.double()
-    logits = (x @ P.double()) @ twin.columns(torch.arange(P.shape[-1]).expand(len(lengths), 2, -1)) * scale
-    weights = logits.masked_fill(~twin.mask()[:, :, None], -torch.inf).softmax(-1).sum(2)
+    logits = (x @ P.double()) @ twin.read_channels(torch.arange(P.shape[-1]).expand(len(lengths), 2, -1)) * scale
+    weights = logits.masked_fill(~twin.valid()[:, :, None], -torch.inf).softmax(-1).sum(2)
     assert margin(weights, lengths, k, 0) > 1.01
     compare("lowrank", isa, q, store, scale, None, k)
 
@@ -135,7 +134,7 @@ def test_slots(isa, D, G, dtype, scored):
         twin = exact(store)
         want = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0, recent)
         with on(isa):
-            got = ops.slots(store, q, *new, D**-0.5, 9.0, recent)
+            got = steps.slots(store, q, *new, D**-0.5, 9.0, recent)
         close(got, want, store, q, D**-0.5)
         assert (store.filled, store.lengths) == (twin.filled, twin.lengths)
         for b, n in enumerate(store.filled):
@@ -157,9 +156,9 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, threads)
     with on(isa, threads):
         for _ in range(3):
             k, v = torch.randn(2, 3, 2, D).to(torch.bfloat16)
-            ops.append(one, k, v)
-            want = getattr(ops, op)(one, q, D**-0.5, None, *STEPS[op])
-            assert torch.equal(getattr(ops, op)(two, q, D**-0.5, None, *STEPS[op], (k, v)), want)
+            steps.append(one, k, v)
+            want = getattr(steps, op)(one, q, D**-0.5, None, *STEPS[op])
+            assert torch.equal(getattr(steps, op)(two, q, D**-0.5, None, *STEPS[op], (k, v)), want)
     held(one, two)
 
 
@@ -174,7 +173,7 @@ def test_append_writes_what_the_reference_writes(isa, channels, dtype):
         for _ in range(6):
             k, v = torch.randn(2, D, 2, 3).to(TYPES[dtype]).permute(0, 3, 2, 1)  # transposed, strided
             ref.append(one, k, v)
-            ops.append(two, k, v)
+            steps.append(two, k, v)
     held(one, two)
 
 
@@ -182,24 +181,24 @@ def test_append_writes_what_the_reference_writes(isa, channels, dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_stream_and_its_append(isa, dtype):
     shape = Shape(2, 2, 3, 24)
-    one = Clusters(shape, TYPES[dtype], "cpu", delta=6.0, t=3, s=5, seed=7)
+    one = SubGenStream(delta=6.0, t=3, s=5, seed=7).store(shape, TYPES[dtype])
     two = one.fork()
     for step in range(40):
         k, v = torch.randn(2, 2, 2, 24).to(TYPES[dtype])
         ref.append(one, k, v)
         with on(isa):
-            ops.append(two, k, v)
+            steps.append(two, k, v)
         assert torch.equal(one.m, two.m), step
     assert 1 < int(one.m.max()) < 40
     for name in ("rep", "samples", "size"):
         m = int(one.m.max())
-        assert torch.equal(one.whole(name)[:, :, :m], two.whole(name)[:, :, :m]), name
+        assert torch.equal(one.uncounted(name)[:, :, :m], two.uncounted(name)[:, :, :m]), name
     assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
     torch.testing.assert_close(one.mu, two.mu, rtol=1e-12, atol=0)
     q = torch.randn(2, 2, 3, 24).to(TYPES[dtype])
     want = ref.stream(exact(one), q.double(), 0.2)
     with on(isa):
-        got = ops.stream(two, q, 0.2)
+        got = steps.stream(two, q, 0.2)
     # z and tau are sums of one sign in weights only: errors scale with sum |weight v| / tau
     torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
 
@@ -223,7 +222,7 @@ def test_any_shape_stride_and_type(data):
     one, two = store.fork(), store
     ref.append(one, k_new, v_new)
     with on(isa):
-        ops.append(two, k_new, v_new)
+        steps.append(two, k_new, v_new)
     held(one, two)
     compare("dense", isa, strided, two, D**-0.5, None, threads=draw(st.integers(1, 2)))
     # choosing everything leaves nothing to a margin

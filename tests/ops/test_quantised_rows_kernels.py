@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skimkv import ops
-from skimkv.ops import ref
 from skimkv.ops.cpu import library as native
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
+from support import ref, steps
 from support.kernels import ISAS, NATIVE, TYPES, close, compare, exact, filled, held, on
 
 pytestmark = [
@@ -62,7 +61,7 @@ def test_slots(isa, D, G, dtype, scored, kv):
         twin = exact(store)
         want = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0, recent)
         with on(isa, 2):
-            got = ops.slots(store, q, *new, D**-0.5, 9.0, recent)
+            got = steps.slots(store, q, *new, D**-0.5, 9.0, recent)
         assert (store.filled, store.lengths) == (twin.filled, twin.lengths)
         for b, n in enumerate(store.filled):
             assert torch.equal(store.k[b, :, :n], twin.k[b, :, :n]) and torch.equal(store.v[b, :, :n], twin.v[b, :, :n])
@@ -84,7 +83,7 @@ def test_append_writes_what_the_reference_writes(isa, channels, dtype, kv):
         for _ in range(6):
             k, v = torch.randn(2, D, 2, 3).to(TYPES[dtype]).permute(0, 3, 2, 1)  # transposed, strided
             ref.append(one, k, v)
-            ops.append(two, k, v)
+            steps.append(two, k, v)
     held(one, two)
 
 
@@ -100,9 +99,9 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, op, args, threads, kv)
     with on(isa, threads):
         for _ in range(3):
             k, v = torch.randn(2, 3, 2, D).to(torch.bfloat16)
-            ops.append(one, k, v)
-            want = getattr(ops, op)(one, q, D**-0.5, None, *args)
-            assert torch.equal(getattr(ops, op)(two, q, D**-0.5, None, *args, (k, v)), want)
+            steps.append(one, k, v)
+            want = getattr(steps, op)(one, q, D**-0.5, None, *args)
+            assert torch.equal(getattr(steps, op)(two, q, D**-0.5, None, *args, (k, v)), want)
     held(one, two)
 
 
@@ -125,7 +124,7 @@ def test_low_rank_and_numbers_of_any_size(isa, scale, kv):
     store.append(k * scale, v)
     with on(isa):
         for i in range(40):
-            ops.append(twin, k[:, :, i] * scale, v[:, :, i])
+            steps.append(twin, k[:, :, i] * scale, v[:, :, i])
     held(store, twin)
     compare("lowrank", isa, torch.randn(1, 2, 2, 64) / scale, twin, 0.1, None, 40)
 
@@ -139,22 +138,22 @@ def test_a_nan_in_a_key_is_a_nan_in_the_result(isa, kv):
                 k, v = torch.randn(2, 1, 2, 64)
                 if i == 2:
                     k[0, 0, 33] = bad
-                ops.append(store, k, v)
-            y = ops.dense(store, torch.randn(1, 2, 1, 64), 0.125, None)
+                steps.append(store, k, v)
+            y = steps.dense(store, torch.randn(1, 2, 1, 64), 0.125, None)
         assert y[0, 0].isnan().all() and y[0, 1].isfinite().all()
 
 
 def test_what_the_library_refuses(kv):
     q, store = filled(16, [300, 20], torch.float32, 2, "copy", kv=kv)
     with on(None):
-        ops.dense(store, q, 0.25, None)
-        cache = store.pointers.cache
+        steps.dense(store, q, 0.25, None)
+        cache = store.view.cache
         for bits, D, says in ((5, 16, "0 .as they are., 8 or 4"), (4, 15, "even D")):
             cache.bits, cache.D = bits, D
             with pytest.raises(ValueError, match=says):
-                ops.dense(store, q, 0.25, None)
-        cache.bits, cache.D = store.form.bits, 16
+                steps.dense(store, q, 0.25, None)
+        cache.bits, cache.D = store.row_format.bits, 16
         store.chunks[0].k = store.chunks[0].k[..., 1:]
         with pytest.raises(ValueError, match=r"k is torch\.uint8"):
-            ops.dense(store, q, 0.25, None)
+            steps.dense(store, q, 0.25, None)
     assert native.VERSION == 3

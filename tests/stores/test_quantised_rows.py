@@ -1,4 +1,4 @@
-"""Rows of K and V in 8 and 4 bits: the code by hand, its error, and what stores make of it."""
+"""RowFormat of K and V in 8 and 4 bits: the code by hand, its error, and what stores make of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from methods.test_laws import CODED, DTYPES, Stream, close, run
 from skimkv.methods import H2O, METHODS, Dense, SparQ, parse
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
-from skimkv.stores.rows import SPAN, Rows
+from skimkv.stores.quantise import SPAN, RowFormat
 
 KINDS = ["int8", "int4"]
 
 
 def test_four_bits_by_hand():
     """Ends 0 and 15: a step of 1. The first two channels are the low nibbles, the last two the high ones."""
-    x, form = torch.tensor([0.0, 15.0, 7.4, 7.6]), Rows(4, "int4")
+    x, form = torch.tensor([0.0, 15.0, 7.4, 7.6]), RowFormat(4, "int4")
     held = form.encode(x)
     assert held.tolist() == [0x00, 0x00, 0x80, 0x4B, 0x70, 0x8F]  # 15 is 0x4B80 in float16; codes 0, 15, 7, 8
     assert form.decode(held, torch.float32).tolist() == [0, 15, 7, 8]
@@ -24,7 +24,7 @@ def test_four_bits_by_hand():
 
 def test_eight_bits_by_hand():
     """Ends -1 and 50: a step of 1/5."""
-    x, form = torch.tensor([-1.0, 50.0, 0.05]), Rows(3, "int8")
+    x, form = torch.tensor([-1.0, 50.0, 0.05]), RowFormat(3, "int8")
     held = form.encode(x)
     assert held.tolist() == [0x00, 0xBC, 0x40, 0x52, 0, 255, 5]
     torch.testing.assert_close(form.decode(held, torch.float32), torch.tensor([-1.0, 50.0, 0.0]), atol=1e-6, rtol=0)
@@ -35,7 +35,7 @@ def test_eight_bits_by_hand():
 @pytest.mark.parametrize("kv", KINDS)
 def test_the_error_is_half_a_step(kv, D, dtype):
     torch.manual_seed(D)
-    form = Rows(D, kv)
+    form = RowFormat(D, kv)
     for scale in (1.0, 1e-5, 3e3):
         x = ((torch.randn(3, 5, D) + 2 * torch.randn(3, 5, 1)) * scale).to(dtype)
         error = (form.decode(form.encode(x), torch.float64) - x.double()).abs()
@@ -48,7 +48,7 @@ def test_the_error_is_half_a_step(kv, D, dtype):
 
 def test_equal_numbers_have_no_step():
     for kv in KINDS:
-        form = Rows(64, kv)
+        form = RowFormat(64, kv)
         assert (form.decode(form.encode(torch.full((64,), -0.75)), torch.float32) == -0.75).all()
 
 
@@ -56,7 +56,7 @@ def test_equal_numbers_have_no_step():
 @pytest.mark.parametrize("kv", KINDS)
 def test_what_float16_cannot_hold_is_nan(kv, bad):
     """Only in the channels that share its ends."""
-    x, form = torch.randn(2, 128), Rows(128, kv)
+    x, form = torch.randn(2, 128), RowFormat(128, kv)
     x[0, 70] = bad
     y = form.decode(form.encode(x), torch.float32)
     assert y[0, 64:].isnan().all() and y[0, :64].isfinite().all() and y[1].isfinite().all()
@@ -67,9 +67,9 @@ def test_what_float16_cannot_hold_is_nan(kv, bad):
 )
 def test_bytes_of_a_row(kv, D, width):
     """Of 4 bits 4.5, of 8 bits 8.5: 64 channels share 4 bytes."""
-    form = Rows(D, kv)
+    form = RowFormat(D, kv)
     assert form.encode(torch.zeros(1, D)).nbytes == form.nbytes(1, torch.bfloat16) == width
-    assert sum(n * size for n, size in form.parts(1, torch.float32)) == width
+    assert sum(n * size for n, size in form.traffic(1, torch.float32)) == width
     store = Dense(kv=kv).store(Shape(1, 2, 1, D), torch.bfloat16)
     store.append(*torch.zeros(2, 1, 2, 100, D, dtype=torch.bfloat16))
     assert store.nbytes == 2 * 2 * 100 * width <= store.allocated == 2 * 2 * 256 * width
@@ -84,7 +84,7 @@ ROUNDED += [(s, torch.bfloat16) for s in CODED if not s.startswith(("LowRank", "
 def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
     """The same method in float32 over the decoded stream: same choices, same outputs."""
     method, shape = parse(spec), Shape(2, 2, 3, 16)
-    s, form = Stream.random(shape, 300, dtype), method.form(16)
+    s, form = Stream.random(shape, 300, dtype), method.row_format(16)
     decoded = Stream(s.q.float(), *(form.decode(form.encode(x), torch.float32) for x in (s.k, s.v)))
     _, y = run(method, s, 280, pad=[0, 33])
     _, plain = run(parse(spec.replace(f"kv='{method.kv}'", "")), decoded, 280, pad=[0, 33])
@@ -142,13 +142,13 @@ def test_what_is_no_width(bad):
 
 
 def test_four_bits_come_in_pairs():
-    with pytest.raises(ValueError, match="even head size, D = 13"):
+    with pytest.raises(ValueError, match="even head size; D = 13"):
         Dense(kv="int4").store(Shape(1, 1, 1, 13), torch.float32)
-    assert Dense(kv="int8").store(Shape(1, 1, 1, 13), torch.float32).form.width == 17
+    assert Dense(kv="int8").store(Shape(1, 1, 1, 13), torch.float32).row_format.width == 17
 
 
 def test_kv_is_named():
-    with pytest.raises(ValueError, match="at most 0 arguments"):
+    with pytest.raises(ValueError, match="at most 0 positional"):
         parse("Dense('int4')")
     with pytest.raises(TypeError):
         Dense("int4")

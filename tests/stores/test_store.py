@@ -8,11 +8,11 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from methods.test_spec import EACH
-from skimkv import ops
 from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
+from support import steps
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -74,7 +74,7 @@ def test_growing_to_5000_tokens_costs_no_more_than_it_holds(channels):
     chunk = 256 * B * H * D * (3 * 4 + 1)  # k, v, the copy or the open tail; codes and scales
     with Memory() as memory:
         for i, part in enumerate(parts):
-            ops.append(store, *part)
+            steps.append(store, *part)
             if i % 61 == 0:  # and so at every length on the way
                 assert store.allocated <= 1.15 * store.nbytes + chunk
     assert store.nbytes <= store.allocated == sum(tensors(store).values())
@@ -95,7 +95,7 @@ def test_a_token_copies_no_cache(method):
             if isinstance(store, Slots):
                 method.decode(store, one, one[:, :, 0], one[:, :, 0], scale=0.25)
             else:
-                ops.append(store, one[:, :, 0], one[:, :, 0])
+                steps.append(store, one[:, :, 0], one[:, :, 0])
     assert held.items() <= tensors(store).items()  # every storage is where it was
     if not isinstance(store, Slots):
         one_chunk = sum(tensors(store).values()) - sum(held.values())
@@ -109,7 +109,7 @@ def test_a_stream_copies_no_samples():
     held = {t.data_ptr(): t.nbytes for b in store.blocks for t in (b.rep, b.samples, b.size)}
     new = block[:, :, 0] + 9
     with Memory() as memory:
-        ops.append(store, new, new)
+        steps.append(store, new, new)
     after = {t.data_ptr(): t.nbytes for b in store.blocks for t in (b.rep, b.samples, b.size)}
     assert held.items() <= after.items()
     assert memory.peak - sum(after.values()) + sum(held.values()) < 0.15 * store.nbytes  # distances, counts: O(m)
@@ -217,7 +217,6 @@ def test_a_fork_is_independent(method):
 @pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
 def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, backend):
     """Ragged rows of 700 and 300 tokens, in two chunks; the view and the store each go their own way."""
-    from skimkv import ops
 
     torch.manual_seed(1)
     store = Full(Shape(2, 2, 1, 16), torch.float32, "cpu", channels, mean=True)
@@ -234,15 +233,15 @@ def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, b
     for step in range(300):
         token = torch.randn(2, len(rows), 2, 16)
         for twin in (view, copied):
-            ops.append(twin, *token)
-        ops.append(store, *torch.randn(2, 2, 2, 16))
+            steps.append(twin, *token)
+        steps.append(store, *torch.randn(2, 2, 2, 16))
         if step == 200:  # below what is shared
             for twin in (view, copied, store):
                 twin.crop(450)
-            assert view.shared == 0
+            assert view.shared_tokens == 0
         if step % 50 == 0:
-            y, want = (ops.sparq(x, q, 0.25, None, 4, 40, 8, "coverage", True) for x in (view, copied))
+            y, want = (steps.sparq(x, q, 0.25, None, 4, 40, 8, "coverage", True) for x in (view, copied))
             torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
-            ops.sparq(store, other, 0.25, None, 4, 40, 8, "coverage", True)
-    for x, y in zip((view.whole("k"), view.v_mean), (copied.whole("k"), copied.v_mean), strict=True):
+            steps.sparq(store, other, 0.25, None, 4, 40, 8, "coverage", True)
+    for x, y in zip((view.uncounted("k"), view.v_mean), (copied.uncounted("k"), copied.v_mean), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -7,14 +7,14 @@ import contextlib
 import torch
 
 from skimkv import ops
-from skimkv.ops import ref
 from skimkv.ops.cpu import library as native
-from skimkv.stores.base import Shape, _map
-from skimkv.stores.codes import GROUP
+from skimkv.stores.base import Shape, map_tensors
 from skimkv.stores.full import Full
+from skimkv.stores.quantise import GROUP
 from skimkv.stores.slots import Slots
+from support import ref, steps
 
-NATIVE = ops.chosen("cpu")[0] == "cpu"
+NATIVE = ops.select_backend("cpu")[0] == "cpu"
 ISAS = native.isas() if NATIVE else []
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -35,7 +35,7 @@ def on(isa, threads=1):
 
 def exact(store):
     """The same store with its rounded contents in float64."""
-    twin = _map(store, lambda t: t.double() if t.is_floating_point() else t.clone())
+    twin = map_tensors(store, lambda t: t.double() if t.is_floating_point() else t.clone())
     twin.dtype = torch.float64
     return twin
 
@@ -45,7 +45,7 @@ def poison(store):
     for b, n in enumerate(store.lengths):
         for c in store.chunks:
             at = max(0, n - c.start)
-            c.k[b, :, at:] = c.v[b, :, at:] = 255 if store.form.bits else torch.nan  # as ends of a row: NaN
+            c.k[b, :, at:] = c.v[b, :, at:] = 255 if store.row_format.bits else torch.nan  # as ends of a row: NaN
             if c.scale is not None:
                 c.scale[b, :, at // GROUP :] = torch.nan
             elif c.index is not None:
@@ -94,7 +94,8 @@ def margin(score, lengths, k, local):
 def close(got, want, store, q, scale, factor=16.0):
     """Error of float32 sums of D products in a logit, passed on to weights of values, and one rounding to q's type."""
     slots = isinstance(store, Slots)
-    keys, values = (store.form.decode(getattr(store, x), torch.float64) if slots else store.whole(x) for x in "kv")
+    decode = lambda x: store.row_format.decode(getattr(store, x), torch.float64)  # noqa: E731
+    keys, values = (decode(x) if slots else store.uncounted(x) for x in "kv")
     logit = scale * q.double().abs().sum(-1).max() * keys.double().nan_to_num(0).abs().max()
     bound = factor * 2.0**-24 * (4 + logit) * values.double().nan_to_num(0).abs().max() + 2 * EPS[q.dtype] * want.abs()
     worst = ((got.double() - want).abs() - bound).max().item()
@@ -105,7 +106,7 @@ def compare(name, isa, q, store, *args, threads=1):
     want = getattr(ref, name)(exact(store), q.double(), *args)
     assert not want.isnan().any()
     with on(isa, threads):
-        got = getattr(ops, name)(store, q, *args)
+        got = getattr(steps, name)(store, q, *args)
     assert got.dtype == q.dtype and got.shape == q.shape
     # integer weights of the coded index: 2^-16 of the largest, far below the codes' own rounding
     close(got, want, store, q, args[0], 512.0 if store.bits else 16.0)
@@ -118,11 +119,11 @@ def held(one, two):
     What is made of decoded rows is equal up to one rounding, which may move a code of the index.
     """
     poison(one), poison(two)
-    if one.form.bits:
+    if one.row_format.bits:
         for c, d in zip(one.chunks, two.chunks, strict=True):
             assert torch.equal(c.k, d.k) and torch.equal(c.v, d.v)
         every = torch.arange(one.R).expand(*one.shape[:2], -1)
-        x, y = (store.columns(every) for store in (one, two))
+        x, y = (store.read_channels(every) for store in (one, two))
         step = 1 / (2**one.bits - 1) if one.bits else 0
         torch.testing.assert_close(x, y, rtol=0, atol=(2 * EPS[one.dtype] + 2 * step + 1e-5) * float(x.abs().max()))
         if one.v_mean is not None:

@@ -1,10 +1,11 @@
-"""The methods by name; a new one is a new file and one line here."""
+"""Which of the bytes are read: the methods by name. A new one is a new file and one name in METHODS."""
 
-import ast
+from __future__ import annotations
+
 import dataclasses
-import difflib
 from typing import Any
 
+from .. import spec
 from .base import Method
 from .dense import Dense
 from .h2o import H2O
@@ -16,60 +17,64 @@ from .subgen import SubGen, SubGenStream
 from .topk import TopK
 
 METHODS: dict[str, type[Method]] = {
-    m.__name__: m for m in (Dense, SparQ, TopK, LowRank, LMInfinite, Strided, Fixed, H2O, SubGen, SubGenStream)
+    method.__name__: method
+    for method in (Dense, SparQ, TopK, LowRank, LMInfinite, Strided, Fixed, H2O, SubGen, SubGenStream)
 }
 
 __all__ = [
     "H2O", "METHODS", "Dense", "Fixed", "LMInfinite", "LowRank", "SparQ", "Strided", "SubGen", "SubGenStream", "TopK",
+    "load_announced_methods", "parse", "register",
 ]  # fmt: skip
 
 
-LONGEST = 500  # characters of a spec: nothing nests deep enough to exhaust the parser
+def register(method: type[Method]) -> type[Method]:
+    """Make a method known by its class name, so that specs, caches, evaluation and the command line accept it.
 
-
-def _near(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word.lower(), [k.lower() for k in known], 1, 0.4)
-    match = next((k for k in known if close and k.lower() == close[0]), None)
-    return f"; did you mean {match}?" if match else f"; known: {', '.join(known)}"
-
-
-def parse(spec: str | Method) -> Method:
-    """A method from its spec, `SparQ(r=32, k=128)`. Literals only: nothing in a spec is ever run.
-
-    Raises ValueError, one line, naming what is unknown and the nearest known name.
+    Returns the class, so that it works as a decorator. Registering the same class again does nothing.
+    Raises ValueError if it is not a frozen dataclass derived from Method, or if the name is taken.
     """
-    if isinstance(spec, Method):
-        return spec
-    if len(spec) > LONGEST:
-        raise ValueError(f"a method spec has at most {LONGEST} characters, this one has {len(spec)}")
-    source = spec.strip()
-    try:
-        node = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError):
-        raise ValueError(f"{spec!r} is no method spec; write for example SparQ(r=32, k=128)") from None
-    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-    if not isinstance(call.func, ast.Name):
-        raise ValueError(f"{spec!r} is no method spec; write for example SparQ(r=32, k=128)")
-    if call.func.id not in METHODS:
-        raise ValueError(f"unknown method {call.func.id!r}{_near(call.func.id, list(METHODS))}")
-    method = METHODS[call.func.id]
-    names = [f.name for f in dataclasses.fields(method)]
-    places = [f.name for f in dataclasses.fields(method) if not f.kw_only]
-    required = [f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING]
-    if len(call.args) > len(places):
-        raise ValueError(f"{method.__name__} takes at most {len(places)} arguments: {', '.join(places)}")
-    values: dict[str, Any] = {}
-    for name, item in [*zip(places, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]:
-        if name not in names:
-            raise ValueError(f"{method.__name__} has no argument {name!r}{_near(name or '**', names)}")
-        if name in values:
-            raise ValueError(f"{method.__name__}: argument {name!r} is given twice")
+    if not (isinstance(method, type) and issubclass(method, Method)) or method is Method:
+        raise ValueError(f"{method!r} cannot be registered: it must be a class derived from skimkv.Method")
+    name, parameters = method.__name__, getattr(method, "__dataclass_params__", None)
+    if "__dataclass_fields__" not in vars(method) or parameters is None or not parameters.frozen:
+        raise ValueError(f"{name} cannot be registered: decorate it with @dataclass(frozen=True, repr=False)")
+    if METHODS.get(name, method) is not method:
+        raise ValueError(f"{name} cannot be registered: {METHODS[name].__module__} has a method of that name")
+    METHODS[name] = method
+    return method
+
+
+def load_announced_methods() -> None:
+    """Register the methods that other packages announce by the entry-point group skimkv.methods.
+
+    Raises ValueError, naming the entry point, if one cannot be imported or registered.
+    """
+    for announced in spec.announced_methods():
+        if announced.name in METHODS:
+            continue
         try:
-            values[name] = ast.literal_eval(item)
-        except (ValueError, TypeError):
-            text = " ".join((ast.get_source_segment(source, item) or "").split())
-            raise ValueError(f"{method.__name__}: {name} = {text} is not a literal") from None
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise ValueError(f"{method.__name__} needs {', '.join(missing)}")
-    return method(**values)
+            register(announced.load())
+        except Exception as error:
+            raise ValueError(f"entry point {announced.name} = {announced.value}: {error}") from error
+
+
+def parse(text: str | Method) -> Method:
+    """A method from its spec, `SparQ(r=32, k=128)`. A spec holds literals only; nothing in it is ever run.
+
+    Methods that other packages announce are found too.
+    Raises ValueError, in one line, which names what is wrong and what to write instead.
+    """
+    if isinstance(text, Method):
+        return text
+    call = spec.parse_call(text, "method", spec.METHOD_EXAMPLE)
+    if call.name not in METHODS:
+        load_announced_methods()
+    if call.name not in METHODS:
+        raise spec.unknown_method(call.name, METHODS)
+    method: Any = METHODS[call.name]
+    parameters = [
+        spec.Parameter(f.name, f.default is dataclasses.MISSING, bool(f.kw_only), "str" in str(f.type))
+        for f in dataclasses.fields(method)
+    ]
+    made: Method = method(**spec.bind(call, parameters))
+    return made

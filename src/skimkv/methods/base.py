@@ -1,6 +1,7 @@
-"""What is read or dropped. A method is a frozen dataclass whose fields are its hyperparameters.
+"""What all methods have in common: which part of the cached tokens a decode step reads, keeps or drops.
 
-Its repr is its spec: `parse(repr(method)) == method`; the command line, result files and Python share it.
+A method is a frozen dataclass whose fields are its hyperparameters. Its repr is its spec, `parse(repr(m)) == m`: the
+command line, result files and Python share it.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from .. import ops
-from ..stores import rows
+from ..ops import Kernels, Token
 from ..stores.base import Shape, Store
+from ..stores.quantise import RowFormat, check_kv
+
+S = TypeVar("S", bound=Store, default=Any)
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Scalars and bytes that one decode step of one layer reads and writes, for the whole batch.
 
-    `paper` is the paper's own formula in elements. The current token's k and v are written, never fetched.
+    `paper` is the paper's own formula, in elements. The current token's k and v are written, never fetched.
     """
 
     elements: int
@@ -31,14 +36,17 @@ class Traffic:
     paper: int
 
     @classmethod
-    def of(cls, times: int, paper: int, *parts: tuple[int, float]) -> Traffic:
-        """parts: (elements, bytes of each) per KV head; `times` KV heads in the batch; paper per KV head."""
-        total = sum(math.ceil(n * times * size) for n, size in parts)
-        return cls(sum(n for n, _ in parts) * times, total, paper * times)
+    def of(cls, heads: int, paper: int, *parts: tuple[int, float]) -> Traffic:
+        """The traffic of `heads` KV heads in the batch.
+
+        parts: pairs of a number of elements and the bytes of each, per KV head; paper: per KV head too.
+        """
+        total = sum(math.ceil(n * heads * size) for n, size in parts)
+        return cls(sum(n for n, _ in parts) * heads, total, paper * heads)
 
 
-def check(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
-    """ValueError unless value is an int from low to high."""
+def check_whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
+    """Raise ValueError unless value is a whole number from low to high."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} = {value!r} must be an integer of at least {low}")
     if value > high:
@@ -46,20 +54,18 @@ def check(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class Method:
-    """One way to decode. Subclasses give `store`, `decode`, `traffic` and `bound`.
+class Method(Generic[S]):
+    """One way to decode, over a kind of store: `class SparQ(Method[Full])`.
 
-    kv: how the store holds K and V: None (in the model's type), "int8" or "int4" (rows.py).
+    A subclass gives `store`, `step`, `traffic` and `bound`, and may give `fused` (a kernel's form of `step`) and `take`
+    (what of a prompt stays in the store).
+    kv: how the store keeps rows of K and V: None (in the model's type), "int8" or "int4" (see RowFormat).
     """
 
     kv: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        rows.check(self.kv)
-
-    def form(self, D: int) -> rows.Rows:
-        """Of the rows of K and V that the store holds."""
-        return rows.Rows(D, self.kv)
+        check_kv(self.kv)
 
     def __repr__(self) -> str:
         shown = []
@@ -69,13 +75,17 @@ class Method:
                 shown.append(f"{item.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Store:
-        """The empty cache of one layer. Raises ValueError if the parameters do not fit the shape."""
+    def row_format(self, D: int) -> RowFormat:
+        """The form of the rows of K and V that the store keeps."""
+        return RowFormat(D, self.kv)
+
+    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> S:
+        """The empty cache of one layer. Raises ValueError if the hyperparameters do not fit the shape."""
         raise NotImplementedError
 
     def prefill(
         self,
-        store: Store,
+        store: S,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -84,18 +94,19 @@ class Method:
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Dense and causal over what the store holds and this block; then the block is appended.
+        """Dense causal attention of a block over what the store has and the block itself; then `take`.
 
-        q (B,H,G,n,D) · k, v (B,H,n,D), the first pad[b] of row b padding -> (B,H,G,n,D).
+        q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding -> (B,H,G,n,D).
+        Raises ValueError if shapes, types or padding do not fit.
         """
-        store.check(k, v, pad)
-        y = ops.causal(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        store.validate(k, v, pad)
+        y = ops.causal_attention(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         self.take(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         return y
 
     def take(
         self,
-        store: Store,
+        store: S,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -104,17 +115,48 @@ class Method:
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
     ) -> None:
-        """What `prefill` leaves in the store: the block, or what the method keeps of it. Shapes as there."""
+        """Put into the store what this method keeps of a prompt block: all of it by default. Shapes as in `prefill`."""
         store.append(k, v, pad)
 
     def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+        self, store: S, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """Append the current token, k and v (B,H,D), and attend with q (B,H,G,D) -> (B,H,G,D)."""
+        """One decode step: the current token, k and v (B,H,D), enters the store, and q (B,H,G,D) attends.
+
+        Returns (B,H,G,D) in q's dtype. Raises ValueError if shapes, types or devices do not fit.
+        """
+        return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap)
+
+    def attend(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None = None) -> Tensor:
+        """`decode`, by the kernel of the backend in use if this method has one, otherwise by `step`.
+
+        token None: the current token was appended before (stores that keep every token only).
+        """
+        kernels = ops.kernels_for(store.device) if self.has_kernel() else None
+        if kernels is None:
+            return self.step(store, q, token, scale=scale, softcap=softcap)
+        return self.fused(kernels, store, q, token, scale=scale, softcap=softcap)
+
+    def step(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """The algorithm of one decode step in PyTorch, on the store's counted accessors, on any device.
+
+        q (B,H,G,D) -> (B,H,G,D) in q's dtype; it computes in float32, for a float64 store in float64.
+        """
         raise NotImplementedError
 
+    def fused(
+        self, kernels: Kernels, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        """The same step by a backend's kernel. A method that does not override this runs `step` everywhere."""
+        raise NotImplementedError
+
+    @classmethod
+    def has_kernel(cls) -> bool:
+        """Whether this method has a kernel's form of its step; without one it runs its reference on any device."""
+        return cls.fused is not Method.fused
+
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """One step with n cached tokens besides the current one, in closed form."""
+        """What one step moves with n cached tokens besides the current one, in closed form."""
         raise NotImplementedError
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:

@@ -7,27 +7,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..stores.base import Shape, Store
+from ..ops import Kernels, Token
+from ..ops.blocks import attend_rows
+from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
 from .base import Method, Traffic
 
 
 @dataclass(frozen=True, repr=False)
-class Dense(Method):
+class Dense(Method[Full]):
     """softmax(q K^T / sqrt(D)) V over all positions. Reads 2ND + 2D elements (SparQ eq. 3)."""
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
         return Full(shape, dtype, device, kv=self.kv)
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """SparQ eq. 2 over all positions."""
+        if token is not None:
+            store.append_token(*token)
+        x = q.to(compute_dtype(store.dtype))
+        y, _ = attend_rows(x, store.read_keys(), store.read_values(), store.valid(), scale, softcap)
+        return y.to(q.dtype)
+
+    def fused(
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
-        return ops.dense(store, q, scale, softcap, (k, v))
+        return kernels.dense(store, q, token, scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         rows = 2 * n + 2
-        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.form(shape.D).parts(rows, dtype))
+        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return self.form(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)
+        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)

@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..stores.base import Shape, Store
+from ..ops import Kernels, Token
+from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Method, Traffic, check
+from .base import Method, Traffic, check_whole
+from .lm_infinite import attend_slots, needed
 
 
 @dataclass(frozen=True, repr=False)
-class H2O(Method):
-    """Keep the tokens that were attended to most, and the most recent; the rest is dropped for good.
+class H2O(Method[Slots]):
+    """Keep the tokens that were attended to most and the most recent ones; the rest is dropped for good.
 
-    k: the budget, of which `local` are the most recent (None: k//4 as in SparQ appendix G). Floats are fractions
-    of the prompt (local None: half of k, as in the H2O paper). A score is the accumulated softmax weight, mean
-    over the group, prompt included; after every step each KV head drops its lowest outside the recent window.
-    2kD + 2D elements and 2N of scores by the paper; here only the k kept scores exist: 2k read and written,
-    k positions read, one of each written.
+    k: the budget, of which `local` tokens are the most recent (None: k//4, as in SparQ appendix G). Floats are
+    fractions of the prompt (then local None is half of k, as in the H2O paper). A score is the accumulated softmax
+    weight, averaged over the group, prompt included; after every step each KV head drops the lowest score outside the
+    recent window. Positions stay the original ones. Moves 2kD + 2D elements and 2N of scores by the paper; here only
+    the k kept scores exist: 2k are read and written, k positions are read, and one of each is written.
     """
 
     k: int | float
@@ -38,16 +40,16 @@ class H2O(Method):
             if self.local is not None and (not isinstance(self.local, float) or self.local > self.k):
                 raise ValueError(f"local = {self.local!r} must be a fraction of at most k = {self.k}")
         else:
-            check("k", self.k, 1)
+            check_whole("k", self.k, 1)
             if self.local is not None:
-                check("local", self.local, 0, self.k)
+                check_whole("local", self.local, 0, self.k)
 
     def budget(self, prompt: int) -> int:
-        """k in tokens."""
+        """k in tokens, for a prompt of so many tokens."""
         return max(1, math.ceil(round(self.k * prompt, 6))) if isinstance(self.k, float) else self.k  # 0.07 of 100: 7
 
     def recent(self, budget: int) -> int:
-        """local in tokens."""
+        """local in tokens, for a budget of so many tokens."""
         if isinstance(self.k, int):
             return self.k // 4 if self.local is None else int(self.local)
         share = 0.5 if self.local is None else self.local / self.k
@@ -58,7 +60,7 @@ class H2O(Method):
 
     def take(
         self,
-        store: Store,
+        store: Slots,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -67,39 +69,81 @@ class H2O(Method):
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
     ) -> None:
-        assert isinstance(store, Slots)
-        n, pads = k.shape[2], store.check(k, v, pad)
+        """Score the kept tokens and the block by the block's attention, and keep the best within the budget."""
+        n, pads = k.shape[2], store.validate(k, v, pad)
         seen = [length + n - p for length, p in zip(store.lengths, pads, strict=True)]
-        store.budget = [self.budget(length) for length in seen]
-        store.reserve(max(store.capacity, *store.budget))
-        assert store.score is not None and store.pos is not None
+        store.set_budget([self.budget(length) for length in seen])
         for b, p in enumerate(pads):
-            old, c = store.lengths[b], store.filled[b]
-            block = (store.form.encode(x[b, :, p:]) for x in (k, v))
-            keys, values = (torch.cat([t[b, :, :c], x], 1) for t, x in zip((store.k, store.v), block, strict=True))
-            new = torch.arange(old, seen[b], dtype=torch.int32, device=k.device).expand(store.shape.H, -1)
-            pos = torch.cat([store.pos[b, :, :c], new], 1)
-            score = ops.columns(q[b, :, :, p:], store.form.decode(keys, k.dtype), scale, softcap).float()
-            score[:, :c] += store.score[b, :, :c]
-            rank = score.masked_fill(pos >= seen[b] - self.recent(store.budget[b]), torch.inf)
-            kept = rank.topk(min(store.budget[b], rank.shape[1]), -1).indices.sort(-1).values
-            store.keep(b, kept, keys, values, score, pos)
-        store.lengths = seen
+            kept_k, kept_v, kept_score, kept_pos = store.stored(b)
+            new_pos = torch.arange(store.lengths[b], seen[b], dtype=torch.int32, device=k.device)
+            keys = torch.cat([kept_k, store.row_format.encode(k[b, :, p:])], 1)
+            values = torch.cat([kept_v, store.row_format.encode(v[b, :, p:])], 1)
+            pos = torch.cat([kept_pos, new_pos.expand(store.shape.H, -1)], 1)
+            score = ops.key_scores(q[b, :, :, p:], store.row_format.decode(keys, k.dtype), scale, softcap).float()
+            score[:, : kept_score.shape[1]] += kept_score
+            is_recent = pos >= seen[b] - self.recent(store.budget[b])
+            rank = score.masked_fill(is_recent, torch.inf)
+            chosen = rank.topk(min(store.budget[b], rank.shape[1]), -1).indices.sort(-1).values
+            store.replace(b, chosen, (keys, values, score, pos), seen[b])
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Algorithm 1, one iteration: attend, add the weights to the scores, and evict one token if the budget is
+        full.
+        """
+        recent = [self.recent(budget) for budget in store.budget]
+        return attend_score_evict(store, q, needed(token), scale, softcap, recent)
+
+    def fused(
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
-        assert isinstance(store, Slots)
-        return ops.slots(store, q, k, v, scale, softcap, [self.recent(budget) for budget in store.budget])
+        recent = [self.recent(budget) for budget in store.budget]
+        return kernels.scored_slots(store, q, needed(token), scale=scale, softcap=softcap, recent=recent)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """For a fractional budget n is also taken as the prompt."""
+        """2kD + 2D, and the scores. For a fractional budget, n is also taken as the length of the prompt."""
         k, D = self.budget(n), shape.D
-        held = min(k, n)
-        scores = 2 * held + (held if held == k else 0) + 2
+        kept = min(k, n)
+        scores = 2 * kept + (kept if kept == k else 0) + 2
         paper = 2 * k * D + 2 * D + 2 * n
-        return Traffic.of(shape.B * shape.H, paper, *self.form(D).parts(2 * held + 2, dtype), (scores, 4))
+        return Traffic.of(shape.B * shape.H, paper, *self.row_format(D).traffic(2 * kept + 2, dtype), (scores, 4))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        held = shape.B * shape.H * min(self.budget(n), n)
-        return self.form(shape.D).nbytes(2 * held, dtype) + 8 * held
+        kept = shape.B * shape.H * min(self.budget(n), n)
+        return self.row_format(shape.D).nbytes(2 * kept, dtype) + 8 * kept
+
+
+def attend_score_evict(
+    store: Slots, q: Tensor, token: Token, scale: float, softcap: float | None, recent: Sequence[int]
+) -> Tensor:
+    """One iteration of algorithm 1, where the recent[b] latest tokens of row b are never evicted.
+
+    q (B,H,G,D) -> (B,H,G,D) in q's dtype. Reads 2kD elements of K and V, and moves the scores.
+    """
+    y, weights = attend_slots(store, q.to(compute_dtype(store.dtype)), token, scale, softcap)
+    weights = weights.mean(2)  # (B,H,C'+1), the current token last
+    store.add_scores(weights[..., :-1])
+    slot, keep = victims(store, weights[..., -1], recent)
+    store.put(slot, keep, *token, weights[..., -1])
+    return y.to(q.dtype)
+
+
+def victims(store: Slots, weight: Tensor, recent: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """The slot (B,H) that the current token takes: a free one, or that of the lowest score that is not recent.
+
+    weight (B,H): what the current token received. Without a recent window, the token that algorithm 1 drops from S
+    and i may be the current token i itself: then the slot keeps what it has (second result, (B,H) bool).
+    """
+    assert store.score is not None
+    slot = torch.empty(weight.shape, dtype=torch.int64, device=weight.device)
+    keep: Tensor | None = None
+    for b, now in enumerate(store.lengths):
+        if store.filled[b] < store.budget[b]:
+            slot[b] = store.filled[b]
+            continue
+        pos = store.read_positions(b)
+        protected = (pos > now - recent[b]) | (pos < 0)
+        lowest, slot[b] = store.score[b].masked_fill(protected, torch.inf).min(-1)
+        if recent[b] == 0:
+            keep = torch.zeros_like(slot, dtype=torch.bool) if keep is None else keep
+            keep[b] = weight[b] < lowest
+    return slot, keep

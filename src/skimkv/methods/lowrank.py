@@ -7,17 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..stores.base import Shape, Store
+from ..ops import Kernels, Token
+from ..ops.blocks import attend_rows, choose_positions
+from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
-from .base import Method, Traffic, check
+from .base import Method, Traffic, check_whole
+from .sparq import approximate_scores, covered_mass
 
 
 @dataclass(frozen=True, repr=False)
-class LowRank(Method):
+class LowRank(Method[Full]):
     """Scores from (q P)(K P)^T, P (H,D,r) with orthonormal columns, one per KV head, drawn from `seed`.
 
-    Nr + 2kD + 2D elements by the paper; writing K P (r) and reading P (Dr per KV head) are counted too.
+    Reads Nr + 2kD + 2D elements by the paper; writing K P (r) and reading P (Dr per KV head) are counted too.
     """
 
     r: int
@@ -26,30 +28,44 @@ class LowRank(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("r", self.r, 1)
-        check("k", self.k, 1)
-        check("seed", self.seed, 0)
+        check_whole("r", self.r, 1)
+        check_whole("k", self.k, 1)
+        check_whole("seed", self.seed, 0)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
-        check("r", self.r, 1, shape.D)
+        check_whole("r", self.r, 1, shape.D)
         draw = torch.Generator().manual_seed(self.seed)
         normal = torch.randn(shape.H, shape.D, shape.D, generator=draw, dtype=torch.float64)
         projection = torch.linalg.qr(normal).Q[..., : self.r].float().contiguous().to(device)
         return Full(shape, dtype, device, "copy", projection=projection, kv=self.kv)
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Approximate scores of every position in the projection, then attention over the k best rows."""
+        if token is not None:
+            store.append_token(*token)
+        assert store.projection is not None
+        x = q.to(compute_dtype(store.dtype))
+        P = store.projection.to(x.dtype)  # (H,D,r)
+        store.count(P.numel(), 4)
+        all_channels = torch.arange(store.R, device=q.device).expand(*q.shape[:2], -1)
+        s_hat = approximate_scores((x @ P) @ store.read_channels(all_channels) * scale, store, softcap)
+        index, valid = choose_positions(s_hat.sum(2), store.lengths, self.k, 0)
+        y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, scale, softcap)
+        return y.masked_fill(covered_mass(s_hat, index, valid).isnan(), torch.nan).to(q.dtype)
+
+    def fused(
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
-        return ops.lowrank(store, q, scale, softcap, self.k, (k, v))
+        return kernels.low_rank(store, q, token, scale=scale, softcap=softcap, k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         B, H, _, D = shape
         paper = n * self.r + 2 * self.k * D + 2 * D
-        rows = self.form(D).parts(2 * min(self.k, n) + 2, dtype)
+        rows = self.row_format(D).traffic(2 * min(self.k, n) + 2, dtype)
         cache, fixed = Traffic.of(B * H, paper, *rows, (n * self.r + self.r, dtype.itemsize)), H * D * self.r
         return Traffic(cache.elements + fixed, cache.bytes + 4 * fixed, cache.paper)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         B, H, _, D = shape
         index = B * H * n * self.r * dtype.itemsize + 4 * H * D * self.r
-        return self.form(D).nbytes(2 * B * H * n, dtype) + index
+        return self.row_format(D).nbytes(2 * B * H * n, dtype) + index

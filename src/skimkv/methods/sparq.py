@@ -1,7 +1,7 @@
 """SparQ Attention (Ribar et al., ICML 2024, arXiv 2312.04985), algorithm 1, with grouped queries as in section 4.
 
-Read r channels of every key, choose k positions by the approximate scores, read those whole, and give the
-mass that was left out to the mean value.
+Step 1 reads r channels of every key, step 2 reads the k rows that look best by them, and step 3 gives the softmax mass
+that was left out to the mean value.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..stores.base import Shape, Store
-from ..stores.codes import BITS, GROUP
-from ..stores.full import Full
-from .base import Method, Traffic, check
+from ..ops import Kernels, Token
+from ..ops.blocks import apply_softcap, attend_rows, choose_positions, take
+from ..stores.base import Shape, compute_dtype
+from ..stores.full import CHANNELS, Full
+from ..stores.quantise import BITS, GROUP
+from .base import Method, Traffic, check_whole
 
 TEMPERATURES = ("coverage", "sqrt_d", "sqrt_r")
-CHANNELS = ("copy", "none", "int8", "int4")
 
 
 @dataclass(frozen=True, repr=False)
-class SparQ(Method):
+class SparQ(Method[Full]):
     """Reads Nr + 2kD + 4D elements (eq. 11).
 
-    local: how many of the k are the most recent (None: k//4). mean_value: step 3 (None: on for G = 1, off for
-    grouped queries, as the paper found best). temperature: "coverage" is eq. 9; "sqrt_d" and "sqrt_r" are the
-    ablations of fig. 7b. channels: where step 1 reads K: "copy" (K again, channel-major, +50% memory), "none"
-    (the one K), "int8" and "int4" (a quantised channel-major copy, +25% and +12.5%).
-    The GQA sum is over softmaxed scores, as in the paper; the authors' code sums logits.
+    r: channels read in step 1. k: positions read in step 2, of which `local` are the most recent (None: k//4).
+    mean_value: step 3 (None: on for G = 1, off for grouped queries, as the paper found best). temperature: "coverage"
+    is eq. 9; "sqrt_d" and "sqrt_r" are the ablations of fig. 7b. channels: where step 1 reads K: "copy" (K again,
+    channel-major, +50% memory), "none" (the one K), "int8" and "int4" (a quantised channel-major copy, +25% and
+    +12.5%). For grouped queries the scores are summed after the softmax, as in the paper; the authors' code sums
+    logits.
     """
 
     r: int
@@ -41,10 +42,10 @@ class SparQ(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("r", self.r, 1)
-        check("k", self.k, 1)
+        check_whole("r", self.r, 1)
+        check_whole("k", self.k, 1)
         if self.local is not None:
-            check("local", self.local, 0, self.k)
+            check_whole("local", self.local, 0, self.k)
         if self.mean_value is not None and not isinstance(self.mean_value, bool):
             raise ValueError(f"mean_value = {self.mean_value!r} must be None, True or False")
         if self.temperature not in TEMPERATURES:
@@ -52,35 +53,66 @@ class SparQ(Method):
         if self.channels not in CHANNELS:
             raise ValueError(f"channels = {self.channels!r} must be one of {', '.join(CHANNELS)}")
 
-    def _mean(self, shape: Shape) -> bool:
+    def _local(self) -> int:
+        return self.k // 4 if self.local is None else self.local
+
+    def _uses_mean(self, shape: Shape) -> bool:
         return shape.G == 1 if self.mean_value is None else self.mean_value
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
-        check("r", self.r, 1, shape.D)
-        return Full(shape, dtype, device, self.channels, self._mean(shape), kv=self.kv)
+        check_whole("r", self.r, 1, shape.D)
+        return Full(shape, dtype, device, self.channels, self._uses_mean(shape), kv=self.kv)
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Algorithm 1. Reads Nr + 2kD elements per KV head, and v_mean."""
+        if token is not None:
+            store.append_token(*token)
+        x = q.to(compute_dtype(store.dtype))
+        # step 1: approximate scores s_hat from the r largest channels of q
+        i1 = top_channels(x, self.r)
+        logits = take(x, i1) @ store.read_channels(i1) * inverse_temperature(x, i1, scale, self.temperature)
+        s_hat = approximate_scores(logits, store, softcap)
+        # step 2: attention over the chosen positions i2
+        i2, valid = choose_positions(s_hat.sum(2), store.lengths, self.k, self._local())
+        y, _ = attend_rows(x, store.read_keys(i2, valid), store.read_values(i2, valid), valid, scale, softcap)
+        # step 3: alpha y + (1 - alpha) v_mean (eq. 10)
+        alpha = covered_mass(s_hat, i2, valid)
+        if self._uses_mean(store.shape):
+            return (alpha * y + (1 - alpha) * store.read_mean()[:, :, None]).to(q.dtype)
+        return y.masked_fill(alpha.isnan(), torch.nan).to(q.dtype)
+
+    def fused(
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
-        local = self.k // 4 if self.local is None else self.local
-        mean = self._mean(store.shape)
-        return ops.sparq(store, q, scale, softcap, self.r, self.k, local, self.temperature, mean, (k, v))
+        return kernels.sparq(
+            store, q, token, scale=scale, softcap=softcap, r=self.r, k=self.k, local=self._local(),
+            temperature=self.temperature, mean_value=self._uses_mean(store.shape),
+        )  # fmt: skip
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """The paper's 4D becomes 2D + 2D float32 with v_mean and 2D without; the channel copy's own write is D more,
-        and quantised copies add scales, the open group, and re-coding one group in every 256 steps. Where channels are
-        read from coded rows, the ends of all of a row's groups come with them."""
-        D, r, size, bits, form = shape.D, self.r, dtype.itemsize, BITS.get(self.channels), self.form(shape.D)
+        """Nr + 2kD + 4D (eq. 11), as this code moves it.
+
+        The paper's 4D become 2D and 2D float32 with v_mean, and 2D without. The channel copy's own write is D more,
+        and quantised copies add scales, the open group, and quantising one group in every 256 steps. Where channels
+        are read from quantised rows, the ends of all of a row's groups come with them.
+        """
+        D, r, size, bits, row_format = (
+            shape.D,
+            self.r,
+            dtype.itemsize,
+            BITS.get(self.channels),
+            self.row_format(shape.D),
+        )
         closed = (n + 1) // GROUP * GROUP if bits else 0
-        coded = min(n, closed)
-        rows = form.parts(2 * min(self.k, n) + 2, dtype)
-        if self.channels == "none" and form.bits:
-            rows += [(n * r, form.bits / 8), (n * form.ends // 2, 2)]
+        quantised = min(n, closed)
+        rows = row_format.traffic(2 * min(self.k, n) + 2, dtype)
+        if self.channels == "none" and row_format.bits:
+            rows += [(n * r, row_format.bits / 8), (n * row_format.ends_bytes // 2, 2)]
             full = 0
         else:
-            full = r * (n - coded) + (0 if self.channels == "none" else D)
-        codes, scales = r * coded, 2 * r * (closed // GROUP)
-        means = 2 * D if self._mean(shape) else 0
+            full = r * (n - quantised) + (0 if self.channels == "none" else D)
+        codes, scales = r * quantised, 2 * r * (closed // GROUP)
+        means = 2 * D if self._uses_mean(shape) else 0
         parts = [*rows, (full, size), (codes, (bits or 0) / 8), (scales + means, 4)]
         if bits and (n + 1) % GROUP == 0:
             parts += [(D * GROUP, size), (D * GROUP * bits // 8, 1), (2 * D, 4)]
@@ -88,10 +120,38 @@ class SparQ(Method):
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         D, size = shape.D, dtype.itemsize
-        total = self.form(D).nbytes(2 * n, dtype) + (4 * D if self._mean(shape) else 0)
+        total = self.row_format(D).nbytes(2 * n, dtype) + (4 * D if self._uses_mean(shape) else 0)
         bits = BITS.get(self.channels)
         if bits:
             total += n * D * bits // 8 + n // GROUP * 8 * D + GROUP * D * size
         elif self.channels == "copy":
             total += n * D * size
         return shape.B * shape.H * total
+
+
+def top_channels(q: Tensor, r: int) -> Tensor:
+    """i1: the r channels with the largest sum over the group of |q|, ascending (sec. 4). q (B,H,G,D) -> (B,H,r)."""
+    return q.abs().sum(2).topk(r, -1).indices.sort(-1).values
+
+
+def inverse_temperature(q: Tensor, i1: Tensor, scale: float, temperature: str) -> Tensor:
+    """1/tau per query head, (B,H,G,1). Eq. 9: tau = sqrt(D |q[i1]|_1 / |q|_1), scale being 1/sqrt(D).
+
+    A head that has nothing of |q| in i1 has logits of 0 at every temperature; its tau is sqrt(D).
+    """
+    D, r = q.shape[-1], i1.shape[-1]
+    if temperature == "coverage":
+        chosen = take(q.abs(), i1).sum(-1, keepdim=True)
+        coverage = chosen / q.abs().sum(-1, keepdim=True)
+        return scale / torch.where(chosen > 0, coverage, 1).sqrt()
+    return torch.full_like(q[..., :1], scale if temperature == "sqrt_d" else scale * (D / r) ** 0.5)
+
+
+def approximate_scores(logits: Tensor, store: Full, softcap: float | None) -> Tensor:
+    """s_hat: the softmax of approximate logits (B,H,G,N) over the cached positions, per query head (eq. 7)."""
+    return apply_softcap(logits, softcap).masked_fill(~store.valid()[:, :, None], -torch.inf).softmax(-1)
+
+
+def covered_mass(s_hat: Tensor, i2: Tensor, valid: Tensor) -> Tensor:
+    """alpha: the mass of s_hat (B,H,G,N) on the chosen positions i2 (B,H,m), the current token included: (B,H,G,1)."""
+    return take(s_hat, i2).masked_fill(~valid[:, :, None], 0).sum(-1, keepdim=True).clamp(max=1)

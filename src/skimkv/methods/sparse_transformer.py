@@ -1,13 +1,15 @@
 """The Sparse Transformer's two patterns (Child et al. 2019, arXiv 1904.10509, section 4.2), baselines of H2O section 5.
 
-There a query i attends to a window and to columns that reach over the whole past, whose number grows with it. Here k
-tokens are held and one is dropped for every new one: the columns thin out by powers of two, and always span the past.
-What was dropped is gone, so the columns lie at fixed positions, not at fixed distances from the query.
+There, query i attends to a window and to positions (columns of the attention matrix) that reach over the whole past and
+grow in number with i. Here k tokens are kept, and one is dropped for every new one: the columns thin out by powers of
+two, and always span the past. A dropped token is gone, so the columns lie at fixed positions, not at fixed distances
+from the query.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -15,11 +17,11 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..stores.base import Shape, Store
+from ..ops import Kernels, Token
+from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import Method, Traffic, check
-from .lm_infinite import LMInfinite
+from .base import Method, Traffic, check_whole
+from .lm_infinite import attend_then_append, needed, slots_bound, slots_traffic
 
 
 def exponent(p: int) -> int:
@@ -28,28 +30,36 @@ def exponent(p: int) -> int:
 
 
 class Order:
-    """The slot of every token: new token n takes that of the token p < free(n) with the least (level(p), p)."""
+    """The slot of every token: new token n takes that of the token p < free(n) with the least (level(p), p).
+
+    It is a function of n whose values are remembered, so that all stores and threads may share one.
+    """
 
     def __init__(self, k: int, free: Callable[[int], int], level: Callable[[int], int]) -> None:
         self.k, self.free, self.level = k, free, level
-        self.slots: list[int] = []
-        self._heap: list[tuple[int, int]] = []  # what may be dropped
-        self._known = 0  # tokens that were put into it
+        self._slots: list[int] = []
+        self._droppable: list[tuple[int, int]] = []  # a heap of (level, token)
+        self._seen = 0  # tokens that were put into the heap
+        self._lock = threading.Lock()
 
     def __call__(self, n: int) -> int:
-        while len(self.slots) <= n:
-            new = len(self.slots)
+        if n >= len(self._slots):
+            with self._lock:
+                self._extend(n)
+        return self._slots[n]
+
+    def _extend(self, n: int) -> None:
+        for new in range(len(self._slots), n + 1):
             if new < self.k:
-                self.slots.append(new)
+                self._slots.append(new)
                 continue
-            for p in range(self._known, self.free(new)):
-                heappush(self._heap, (self.level(p), p))
-            self._known = max(self._known, self.free(new))
-            self.slots.append(self.slots[heappop(self._heap)[1]])
-        return self.slots[n]
+            for p in range(self._seen, self.free(new)):
+                heappush(self._droppable, (self.level(p), p))
+            self._seen = max(self._seen, self.free(new))
+            self._slots.append(self._slots[heappop(self._droppable)[1]])
 
     def __deepcopy__(self, memo: object) -> Order:
-        return self  # a function of n
+        return self
 
 
 @functools.lru_cache(64)
@@ -66,21 +76,25 @@ def _fixed(k: int, block: int, c: int) -> Order:
 
 
 @dataclass(frozen=True, repr=False)
-class _Pattern(Method):
-    """k tokens held in slots whose order is a function of their positions."""
+class _Pattern(Method[Slots]):
+    """k tokens in slots; which token a new one replaces is a function of their positions."""
 
     k: int
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Attend to the kept tokens and the current one, which then takes the slot that the pattern gives it."""
+        return attend_then_append(store, q, token, scale, softcap)
+
+    def fused(
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
-        return ops.slots(store, q, k, v, scale, softcap)
+        return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        return LMInfinite(self.k, 0, kv=self.kv).traffic(n, shape, dtype)
+        return slots_traffic(self.k, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return LMInfinite(self.k, 0, kv=self.kv).bound(n, shape, dtype)
+        return slots_bound(self.k, n, self, shape, dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,9 +109,9 @@ class Strided(_Pattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("k", self.k, 1)
+        check_whole("k", self.k, 1)
         if self.local is not None:
-            check("local", self.local, 1, self.k)
+            check_whole("local", self.local, 1, self.k)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         local = max(1, self.k // 2) if self.local is None else self.local
@@ -118,11 +132,11 @@ class Fixed(_Pattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("k", self.k, 1)
+        check_whole("k", self.k, 1)
         if self.l is not None:
-            check("l", self.l, 1, self.k)
+            check_whole("l", self.l, 1, self.k)
         if self.c is not None:
-            check("c", self.c, 1, self._sizes()[0])
+            check_whole("c", self.c, 1, self._sizes()[0])
 
     def _sizes(self) -> tuple[int, int]:
         size = max(1, self.k // 2) if self.l is None else self.l

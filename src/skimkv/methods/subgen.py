@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..stores.base import Shape, Store, compute_dtype
+from ..ops import Kernels, Token
+from ..stores.base import Shape, compute_dtype
 from ..stores.clusters import Clusters
 from ..stores.slots import Slots
-from .base import Method, Traffic, check
-from .lm_infinite import LMInfinite
+from .base import Method, Traffic, check_whole
+from .lm_infinite import attend_then_append, needed, slots_bound, slots_traffic
 
 
 def k_centres(x: Tensor, k: int) -> Tensor:
@@ -44,11 +44,11 @@ def k_centres(x: Tensor, k: int) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class SubGen(Method):
-    """k centres of the keys, chosen once after the prompt, and the `recent` last tokens: 2(k + recent)D + 2D.
+class SubGen(Method[Slots]):
+    """k centres of the keys, chosen once after the prompt, and the `recent` last tokens. Reads 2(k + recent)D + 2D.
 
-    A prompt shorter than the budget keeps everything; its first k tokens are then the centres. A later prompt
-    block is clustered anew with the centres that are held.
+    A prompt shorter than the budget keeps everything; its first k tokens are then the centres. A later prompt block is
+    clustered anew together with the centres that the store has.
     """
 
     k: int
@@ -56,15 +56,15 @@ class SubGen(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("k", self.k, 1)
-        check("recent", self.recent, 1)
+        check_whole("k", self.k, 1)
+        check_whole("recent", self.recent, 1)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         return Slots(shape, dtype, device, self.k + self.recent, fixed=self.k, kv=self.kv)
 
     def take(
         self,
-        store: Store,
+        store: Slots,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -73,50 +73,53 @@ class SubGen(Method):
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
     ) -> None:
-        assert isinstance(store, Slots)
-        pads = store.check(k, v, pad)
-        store.reserve(store.capacity)
+        """Choose k centres of the keys that the store has and those of the block, and keep the most recent tokens."""
+        pads = store.validate(k, v, pad)
+        store.reserve()
         for b, p in enumerate(pads):
-            keys, values = self._ordered(store, b, k[b, :, p:], v[b, :, p:])
+            keys, values = self._in_order_of_time(store, b, k[b, :, p:], v[b, :, p:])
             seen = store.lengths[b] + k.shape[2] - p
             if seen <= store.capacity:
                 index = torch.arange(seen, device=k.device).expand(store.shape.H, -1)
             else:
                 m = keys.shape[1]
-                # ring slot of token t is fixed + (t - fixed) % recent: the last `recent` in that order
-                ring = sorted(range(seen - self.recent, seen), key=store.ring_slot)
+                # the ring slot of token t is fixed + (t - fixed) % recent: put the last `recent` in that order
+                ring = sorted(range(seen - self.recent, seen), key=store.slot_of)
                 last = torch.tensor([t - seen + m for t in ring], device=k.device).expand(store.shape.H, -1)
-                known = store.form.decode(keys[:, : m - self.recent], k.dtype)
-                index = torch.cat([k_centres(known, self.k), last], 1)
-            store.keep(b, index, keys, values)
-            store.lengths[b] = seen
+                candidates = store.row_format.decode(keys[:, : m - self.recent], k.dtype)
+                index = torch.cat([k_centres(candidates, self.k), last], 1)
+            store.replace(b, index, (keys, values), seen)
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
-    ) -> Tensor:
-        return ops.slots(store, q, k, v, scale, softcap)
-
-    def _ordered(self, store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What row b holds, oldest first, then the block, as held: the centres, the ring in order of time, the new."""
-        k, v = store.form.encode(k), store.form.encode(v)
+    def _in_order_of_time(self, store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stored rows of what row b keeps and of the block: the centres, the ring, oldest first, and the new tokens."""
         c, n = store.filled[b], store.lengths[b]
-        order = list(range(min(c, self.k))) + [store.ring_slot(t) for t in range(max(self.k, n - self.recent), n)]
-        return torch.cat([store.k[b, :, order], k], 1), torch.cat([store.v[b, :, order], v], 1)
+        order = list(range(min(c, self.k))) + [store.slot_of(t) for t in range(max(self.k, n - self.recent), n)]
+        keys, values = store.stored(b, order)
+        return torch.cat([keys, store.row_format.encode(k)], 1), torch.cat([values, store.row_format.encode(v)], 1)
+
+    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Attend to the centres, the recent tokens and the current one, which then takes the oldest recent slot."""
+        return attend_then_append(store, q, token, scale, softcap)
+
+    def fused(
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        return LMInfinite(self.k + self.recent, 0, kv=self.kv).traffic(n, shape, dtype)
+        return slots_traffic(self.k + self.recent, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        return LMInfinite(self.k + self.recent, 0, kv=self.kv).bound(n, shape, dtype)
+        return slots_bound(self.k + self.recent, n, self, shape, dtype)
 
 
 @dataclass(frozen=True, repr=False)
-class SubGenStream(Method):
-    """Algorithm 1 whole: clusters of keys within `delta`, t samples of each, s samples of (k, v) by |v|^2.
+class SubGenStream(Method[Clusters]):
+    """Algorithm 1: clusters of keys of radius `delta`, t samples of each, and s samples of (k, v) by |v|^2.
 
     y = z / tau estimates dense attention; theorem 1 bounds the error for t = Omega(e^(2 delta |q|) log n / eps^2)
     and s = Omega(D / eps^2). q carries the 1/sqrt(D). The current token is sampled like any other.
-    A prompt block is dense; a block that follows it is decoded token by token, for no history is held.
+    A prompt's first block is dense; a later block is decoded token by token, because no history is kept.
     """
 
     delta: float
@@ -126,20 +129,20 @@ class SubGenStream(Method):
 
     def __post_init__(self) -> None:
         if self.kv is not None:
-            raise ValueError(f"SubGenStream holds samples, of which none is coded: kv = {self.kv!r} must be None")
+            raise ValueError(f"SubGenStream keeps samples and no rows to quantise: kv = {self.kv!r} must be None")
         number = isinstance(self.delta, int | float) and not isinstance(self.delta, bool)
         if not (number and 0 <= self.delta < math.inf):
             raise ValueError(f"delta = {self.delta!r} must be a finite number of at least 0")
-        check("t", self.t, 1)
-        check("s", self.s, 1)
-        check("seed", self.seed, 0)
+        check_whole("t", self.t, 1)
+        check_whole("s", self.s, 1)
+        check_whole("seed", self.seed, 0)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Clusters:
-        return Clusters(shape, dtype, device, float(self.delta), self.t, self.s, self.seed)
+        return Clusters(shape, dtype, device, float(self.delta), self.t, self.s, self.seed, update_data_structure)
 
     def prefill(
         self,
-        store: Store,
+        store: Clusters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -151,19 +154,49 @@ class SubGenStream(Method):
         if not any(store.lengths):
             return super().prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         if pad is not None and any(pad):
-            raise ValueError("SubGenStream holds no history: padding cannot follow the first block of a prompt")
+            raise ValueError("SubGenStream keeps no history: padding cannot follow the first block of a prompt")
         steps = [
             self.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=scale, softcap=softcap)
             for i in range(k.shape[2])
         ]
         return torch.stack(steps, 3)
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def step(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """QueryStreamAttn: y = z / tau, with exp() kept in range by the common maximum. Reads O(D(mt + s)) elements.
+
+        z = sum over M of mu / (s |v|^2) exp(<q,k>) v, and tau = sum over clusters of n_i / t times the sum over S_i of
+        exp(<q,k>). Where no S_i has the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504), to
+        stay finite.
+        """
+        refuse_softcap(softcap)
+        if token is not None:
+            store.append_token(*token)
+        samples, size, k, v = store.read()
+        x = q.to(k.dtype) * scale
+        B, H, G, _ = x.shape
+        normaliser = (x @ samples.flatten(2, 3).transpose(-1, -2)).reshape(B, H, G, *samples.shape[2:4])
+        normaliser = normaliser.masked_fill((size == 0)[:, :, None, :, None], -torch.inf)
+        norm = v.double().square().sum(-1)
+        product = (x @ k.transpose(-1, -2)).masked_fill((norm == 0)[:, :, None], -torch.inf)  # (B,H,G,s); 0: empty
+        weight = torch.where(norm > 0, store.mu[..., None] / (store.s * norm), 0).to(x.dtype)  # (B,H,s)
+        top = torch.maximum(normaliser.flatten(3).amax(-1), product.amax(-1))[..., None]  # (B,H,G,1)
+        z = ((product - top).exp() * weight[:, :, None]) @ v
+        tau = ((normaliser - top[..., None]).exp().sum(-1) * size[:, :, None]).sum(-1, keepdim=True) / store.t
+        limit = min(2.0**63, torch.finfo(q.dtype).max)
+        return (z / tau.clamp_min(torch.finfo(tau.dtype).tiny)).clamp(-limit, limit).to(q.dtype)
+
+    def fused(
+        self,
+        kernels: Kernels,
+        store: Clusters,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
-        if softcap is not None:
-            raise ValueError(f"SubGenStream estimates exp(<q,k>) and cannot cap logits at {softcap}")
-        return ops.stream(store, q, scale, (k, v))
+        refuse_softcap(softcap)
+        return kernels.clusters(store, q, token, scale=scale)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype, clusters: int | None = None) -> Traffic:
         """`clusters`: how many there are after the step, over all heads and rows; None: the worst case, n + 1 each."""
@@ -176,3 +209,94 @@ class SubGenStream(Method):
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         heads, size = shape.B * shape.H, dtype.itemsize
         return heads * (n * ((1 + self.t) * shape.D * size + 4) + 2 * self.s * shape.D * size + 16)
+
+
+TOKENS = 256  # of a block that enter the clusters at once
+
+
+def update_data_structure(store: Clusters, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
+    """Let tokens start, start+1, ... of these rows enter the store, in blocks: k, v (b,H,n,D)."""
+    for a in range(0, k.shape[2], TOKENS):
+        block_k, block_v = k[:, :, a : a + TOKENS], v[:, :, a : a + TOKENS]
+        update_softmax_normalizer(store, rows, start + a, block_k)
+        update_matrix_product(store, rows, start + a, block_k, block_v)
+
+
+def update_softmax_normalizer(store: Clusters, rows: slice, start: int, k: Tensor) -> None:
+    """UpdateSoftmaxNormalizer for a block of n tokens, k (b,H,n,D); equal to taking them one by one.
+
+    A key within delta of a representative joins the nearest one's cluster; otherwise it founds a cluster. In a cluster
+    that has now n_i members, the key becomes each of the t samples with probability 1/n_i.
+    """
+    n, H = k.shape[2], k.shape[1]
+    x, m = k.to(compute_dtype(store.dtype)), store.m[rows]
+    exact = "donot_use_mm_for_euclid_dist"
+    store.reserve_clusters(1)
+    reps = (block.rep[rows].to(x.dtype) for block in store.blocks)
+    old = torch.cat([torch.cdist(x, rep, compute_mode=exact) for rep in reps], -1)
+    old = old.masked_fill(torch.arange(old.shape[-1], device=k.device) >= m[..., None, None], torch.inf)
+    new = torch.cdist(x, x, compute_mode=exact)  # (b,H,n,n)
+    far, near = ~(old <= store.delta).any(-1), new <= store.delta
+    founds = torch.zeros_like(far)
+    for j in range(n):
+        founds[..., j] = far[..., j] & ~(near[..., j, :j] & founds[..., :j]).any(-1)
+    number = m[..., None] + founds.cumsum(-1) - 1
+    store.reserve_clusters(int(number.max()) + 1)
+    before = torch.ones(n, n, dtype=torch.bool, device=k.device).tril()  # [i, j]: j <= i
+    new = new.masked_fill(~(before & founds[..., None, :]), torch.inf)
+    nearest = torch.cat([old, new], -1).nan_to_num(torch.inf).argmin(-1)
+    M = old.shape[-1]
+    founder = number.gather(-1, (nearest - M).clamp_min(0))
+    cluster = torch.where(founds, number, torch.where(nearest < M, nearest, founder))
+    same = cluster[..., :, None] == cluster[..., None, :]  # (b,H,n,n)
+    members = store.uncounted("size")[rows].long().gather(-1, cluster) + (same & before).sum(-1)
+    accepted = coins(store.seed, 0, start, H, n, store.t, k.device) < 1 / members.double()[..., None]  # (b,H,n,t)
+    later = (same & ~before).to(x.dtype) @ accepted.to(x.dtype)
+    store.assign(rows, k, cluster, founds, accepted & (later == 0))
+
+
+def update_matrix_product(store: Clusters, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
+    """UpdateMatrixProduct for a block of n tokens, k, v (b,H,n,D); equal to taking them one by one.
+
+    Each of the s pairs becomes (k, v) with probability |v|^2 / (mu + |v|^2), and mu grows by |v|^2.
+    """
+    n, H = k.shape[2], k.shape[1]
+    norm = v.double().square().sum(-1)
+    mu = torch.cat([store.mu[rows][..., None], norm], -1).cumsum(-1)[..., 1:]  # (b,H,n), added in order of time
+    p = torch.where(mu > 0, norm / mu, 0)
+    accepted = coins(store.seed, 1, start, H, n, store.s, k.device) < p[..., None]  # (b,H,n,s)
+    source = (accepted * torch.arange(1, n + 1, device=k.device)[:, None]).amax(-2)  # (b,H,s), 0: keep
+    store.resample(rows, k, v, source, mu[..., -1])
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix(h: Tensor) -> Tensor:
+    """The finaliser of a 32-bit hash, in int64: products wrap, and the low word is right."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & _WORD
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _WORD
+    return h ^ (h >> 16)
+
+
+def coins(seed: int, stream: int, start: int, H: int, n: int, slots: int, device: torch.device) -> Tensor:
+    """(H,n,slots) float64 uniform in [0,1): a function of (seed, stream, token, head, slot) and of nothing else.
+
+    So a replay, a padded batch and another batch size flip the same coins.
+    """
+    parts = (
+        torch.full((1, 1, 1), stream, device=device),
+        torch.arange(start, start + n, device=device)[None, :, None],
+        torch.arange(H, device=device)[:, None, None],
+        torch.arange(slots, device=device),
+    )
+    h = _mix(torch.full((1, 1, 1), seed & _WORD, device=device))
+    for x in parts:
+        h = _mix((h * 0x9E3779B1 + x) & _WORD)
+    return h.double() / 2**32
+
+
+def refuse_softcap(softcap: float | None) -> None:
+    """Raise ValueError if logits are capped: the estimate is of exp(<q,k>)."""
+    if softcap is not None:
+        raise ValueError(f"SubGenStream estimates exp(<q,k>) and cannot cap logits at {softcap}")

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..stores.base import Shape, Store
-from .base import Traffic, check
-from .dense import Dense
+from ..ops import Kernels, Token
+from ..ops.blocks import attend_rows, choose_positions, take
+from ..stores.base import Shape, compute_dtype
+from ..stores.full import Full
+from .base import Method, Traffic, check_whole
 
 
 @dataclass(frozen=True, repr=False)
-class TopK(Dense):
-    """Exact scores, then the k best values, not renormalised: ND + kD + 2D elements.
+class TopK(Method[Full]):
+    """Exact scores over all positions, then the k best values, not renormalised. Reads ND + kD + 2D elements.
 
-    oracle: an upper bound, not a method: the selection is free, the softmax is over the chosen: 2kD + 2D.
+    oracle: an upper bound, not a method one could use: the selection is free, and the softmax is over the chosen
+    positions. Reads 2kD + 2D elements.
     """
 
     k: int
@@ -25,16 +27,37 @@ class TopK(Dense):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("k", self.k, 1)
+        check_whole("k", self.k, 1)
         if not isinstance(self.oracle, bool):
             raise ValueError(f"oracle = {self.oracle!r} must be True or False")
 
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        return Full(shape, dtype, device, kv=self.kv)
+
+    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Rank by the softmax weights summed over the group, and attend to the k best and the current token."""
+        if token is not None:
+            store.append_token(*token)
+        x = q.to(compute_dtype(store.dtype))
+        keys = store.uncounted("k") if self.oracle else store.read_keys()
+        _, weights = attend_rows(x, keys, keys, store.valid(), scale, softcap)
+        index, valid = choose_positions(weights.sum(2), store.lengths, self.k, 0)
+        if self.oracle:
+            keys, values = store.read_keys(index, valid), store.read_values(index, valid)
+            y, _ = attend_rows(x, keys, values, valid, scale, softcap)
+            return y.masked_fill(weights[..., :1].isnan(), torch.nan).to(q.dtype)
+        top = take(weights, index).masked_fill(~valid[:, :, None], 0)
+        return (top @ store.read_values(index, valid)).to(q.dtype)
+
+    def fused(
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
-        return ops.topk(store, q, scale, softcap, self.k, self.oracle, (k, v))
+        return kernels.top_k(store, q, token, scale=scale, softcap=softcap, k=self.k, oracle=self.oracle)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         k = min(self.k, n)
         rows = 2 + (2 * k if self.oracle else n + k)
-        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.form(shape.D).parts(rows, dtype))
+        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
+
+    def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)

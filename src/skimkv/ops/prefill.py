@@ -9,23 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..stores.base import Store
+from .blocks import apply_softcap
 
-BLOCK = 512  # queries at a time where a mask is needed: memory stays O(BLOCK * N)
+BLOCK = 512  # queries at a time where a mask is needed, so that memory stays O(BLOCK * N)
 
 
 def block_mask(start: int, stop: int, history: int, device: torch.device) -> Tensor:
-    """(stop-start, history+stop) bool: query i of the block sees the history and tokens 0..i."""
+    """The causal mask of queries start .. stop-1 of a block: query i sees the history and tokens 0 .. i of the block.
+
+    Returns (stop-start, history+stop) bool.
+    """
     i = torch.arange(start, stop, device=device)[:, None]
     return torch.arange(history + stop, device=device) <= history + i
 
 
-def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(logits / softcap), Gemma 2's bound on logits."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _rows(store: Store, rows: slice, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Rows of one length, without padding: q (b,H,G,n,D) · k, v (b,H,n,D) -> (b,H,G,n,D)."""
+def _attend_even_rows(
+    store: Store, rows: slice, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """`causal_attention` of rows of one length, without padding: q (b,H,G,n,D) · k, v (b,H,n,D) -> (b,H,G,n,D)."""
     G, n = q.shape[2:4]
     m = 0
     if store.lengths[rows.start]:
@@ -44,12 +45,12 @@ def _rows(store: Store, rows: slice, q: Tensor, k: Tensor, v: Tensor, scale: flo
         if softcap is None:
             out.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, scale=scale))
         else:
-            logits = softcapped(qb @ kb.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
+            logits = apply_softcap(qb @ kb.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
             out.append(logits.softmax(-1, dtype=torch.float32).to(vb.dtype) @ vb)
     return torch.cat(out, 2).reshape(q.shape)
 
 
-def causal(
+def causal_attention(
     store: Store,
     q: Tensor,
     k: Tensor,
@@ -59,18 +60,20 @@ def causal(
     pad: Sequence[int] | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q K^T) V over the store's tokens and, causally, the block's own; nothing is appended.
+    """softmax(scale * q K^T) V over the cached tokens and, causally, those of the block; nothing is appended.
 
-    q (B,H,G,n,D) · k, v (B,H,n,D), left padded by pad[b] -> (B,H,G,n,D); padding rows come out zero.
+    q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding -> (B,H,G,n,D), zero at padding.
     """
     B = q.shape[0]
     if not pad or not any(pad):
         if len(set(store.lengths)) == 1:
-            return _rows(store, slice(0, B), q, k, v, scale, softcap)
+            return _attend_even_rows(store, slice(0, B), q, k, v, scale, softcap)
         pad = [0] * B
     y = torch.zeros_like(q)
     for b, p in enumerate(pad):
         row = slice(b, b + 1)
         if p < q.shape[3]:
-            y[row, :, :, p:] = _rows(store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap)
+            y[row, :, :, p:] = _attend_even_rows(
+                store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap
+            )
     return y

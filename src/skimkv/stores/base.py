@@ -1,8 +1,8 @@
-"""What bytes exist. A store is one layer's cache; three kinds hold all methods.
+"""What all stores have in common. A store is the cache of one attention layer.
 
-Letters used everywhere: B batch, H KV heads, G query heads per KV head, N cached tokens, D head size,
-R index channels, C slots. Rows are left-aligned and ragged: padding never enters a store, so row b of the
-batch holds its real tokens at positions 0 .. lengths[b]-1.
+Letters used everywhere: B batch, H KV heads, G query heads per KV head, N cached tokens, D head size, R channels of an
+index, C slots. Rows are left-aligned and ragged: padding never enters a store, so row b of the batch keeps its real
+tokens at positions 0 .. lengths[b]-1.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .rows import Rows
+from .quantise import RowFormat
 
 
 class Shape(NamedTuple):
-    """Batch, KV heads, query heads per KV head, head size."""
+    """The sizes of one layer: B batch, H KV heads, G query heads per KV head, D head size."""
 
     B: int
     H: int
@@ -26,58 +26,79 @@ class Shape(NamedTuple):
     D: int
 
 
+class Workspace:
+    """Scratch buffers of the kernels, by name. The stores of one cache may share one; two caches never do."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: object) -> Workspace:
+        return Workspace()
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays (the oracle of the tests), everything else is computed in float32."""
+    """The type that a reference computes in: float64 stays (the tests' oracle), everything else becomes float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _map(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Apply fn to every tensor of a (nested) store; each has the batch in front."""
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a (nested) store whose first dimension is the batch, and return a copy."""
     if isinstance(value, Tensor):
-        return fn(value)
+        return function(value)
     if isinstance(value, list):
-        return [_map(item, fn) for item in value]
+        return [map_tensors(item, function) for item in value]
     if isinstance(value, Part):
         clone = copy.copy(value)
         for name, item in vars(clone).items():
-            setattr(clone, name, item if name in value.batchless else _map(item, fn))
+            setattr(clone, name, item if name in value.without_batch else map_tensors(item, function))
         return clone
     return value
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     items = vars(value).values() if isinstance(value, Part) else value if isinstance(value, list) else ()
     for item in items:
-        found += [item] if isinstance(item, Tensor) else _tensors(item)
-    return found
+        tensors += [item] if isinstance(item, Tensor) else _tensors(item)
+    return tensors
 
 
 class Part:
-    """Anything whose tensors `_map` walks: a store or a piece of one."""
+    """Anything whose tensors `map_tensors` visits: a store, or a piece of one."""
 
-    batchless: frozenset[str] = frozenset()  # tensors without a batch dimension
+    without_batch: frozenset[str] = frozenset()  # names of tensors that have no batch dimension
 
 
 class Store(Part):
-    """Tokens seen, traffic counted, and the batch operations that beam search and friends need.
+    """The cached tokens of one layer, the traffic counted so far, and what beam search and its relatives need.
 
-    `elements` and `bytes` count what passes through the accessors and `append`: scalars read besides the
-    current token's, and scalars written. The native kernels fuse these reads; then `Method.traffic` counts.
+    `elements` and `bytes` count what passes through the counted accessors (`read_*`) and `append`: scalars that are
+    read, besides those of the current token, and scalars that are written. Kernels fuse these reads; what they move is
+    given by `Method.traffic`.
+
+    A store owns its numbers: `lengths` changes only through `append`, `advance`, `crop`, `select` and `rewind`.
+    `view` is what a backend remembers of this store (addresses, tables on a device); `workspace` is its scratch memory.
+    Neither is copied.
     """
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", kv: str | None = None
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        self.form = Rows(shape.D, kv)  # of rows of K and V; what is derived from them is made from the decoded rows
-        self.lengths = [0] * shape.B
+        self.row_format = RowFormat(shape.D, kv)
+        self._lengths = [0] * shape.B
         self.elements = 0
         self.bytes = 0
-        self.pointers: Any = None  # a backend's own, of addresses: never copied
+        self.view: Any = None
+        self.workspace = Workspace()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "pointers": None}
+        return {**vars(self), "view": None, "workspace": Workspace()}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each row of the batch has seen; do not change this list."""
+        return self._lengths
 
     def count(self, elements: int, itemsize: int) -> None:
         """Add scalars that were read or written to the counted traffic."""
@@ -85,40 +106,66 @@ class Store(Part):
         self.bytes += elements * itemsize
 
     def count_rows(self, n: int) -> None:
-        """Add n rows of K or V, each of one KV head."""
-        for elements, size in self.form.parts(n, self.dtype):
+        """Add n rows of K or V, each of one KV head, to the counted traffic."""
+        for elements, size in self.row_format.traffic(n, self.dtype):
             self.elements += elements
             self.bytes += int(elements * size)
 
-    def check(self, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> list[int]:
-        """The padding of every row. Raises ValueError if shapes, dtype or pad do not fit."""
+    def validate(self, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> list[int]:
+        """The padding of every row of a block: k, v (B,H,n,D), pad[b] from 0 to n.
+
+        Raises ValueError if shapes, types or padding do not fit this store.
+        """
         B, H, _, D = self.shape
         n = k.shape[2] if k.ndim == 4 else 0
         if k.shape != (B, H, n, D) or v.shape != k.shape:
             raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must both be ({B}, {H}, n, {D})")
         if k.dtype != self.dtype or v.dtype != self.dtype:
-            raise ValueError(f"k is {k.dtype}, v is {v.dtype}; the store holds {self.dtype}")
+            raise ValueError(f"k is {k.dtype} and v is {v.dtype}; both must be {self.dtype}, the type of the cache")
         pads = [0] * B if pad is None else list(pad)
         if len(pads) != B or any(not 0 <= p <= n for p in pads):
             raise ValueError(f"pad {pads} must be {B} numbers from 0 to {n}")
         return pads
 
     def append(self, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> None:
-        """Take n tokens: k, v (B,H,n,D); the first pad[b] of row b are padding and are dropped."""
-        pads = self.check(k, v, pad)
+        """Take a block of n tokens: k, v (B,H,n,D); the first pad[b] of row b are padding and are dropped.
+
+        Raises ValueError if shapes, types or padding do not fit.
+        """
+        pads = self.validate(k, v, pad)
         B, n = self.shape.B, k.shape[2]
-        if len(set(self.lengths)) == 1 and not any(pads):
-            self._append(slice(0, B), self.lengths[0], k, v)
+        if len(set(self._lengths)) == 1 and not any(pads):
+            self._append(slice(0, B), self._lengths[0], k, v)
         else:
             for b, p in enumerate(pads):
-                self._append(slice(b, b + 1), self.lengths[b], k[b : b + 1, :, p:], v[b : b + 1, :, p:])
-        self.lengths = [length + n - p for length, p in zip(self.lengths, pads, strict=True)]
+                self._append(slice(b, b + 1), self._lengths[b], k[b : b + 1, :, p:], v[b : b + 1, :, p:])
+        self._lengths = [length + n - p for length, p in zip(self._lengths, pads, strict=True)]
+
+    def append_token(self, k: Tensor, v: Tensor) -> None:
+        """Take one token per row: k, v (B,H,D)."""
+        self.append(k[:, :, None], v[:, :, None])
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         raise NotImplementedError
 
+    def reserve(self, n: int = 1) -> None:
+        """Make room for n more tokens in every row, so that a kernel can write them."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Note that a kernel has written one token into every row."""
+        self._lengths = [n + 1 for n in self._lengths]
+
+    def mark(self) -> Any:
+        """The store's numbers as they are now, for `rewind`."""
+        return list(self._lengths)
+
+    def rewind(self, mark: Any) -> None:
+        """Take the store's numbers back to a mark; what was written since stays in memory and is ignored."""
+        self._lengths = list(mark)
+
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values held for these rows, all of one length: (b,H,m,D) twice."""
+        """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted."""
         raise NotImplementedError
 
     @property
@@ -132,22 +179,25 @@ class Store(Part):
         return sum(t.nbytes for t in _tensors(self))
 
     def select(self, index: Tensor) -> None:
-        """Batch rows become rows[index]: reorder (beam search), repeat and select in one."""
+        """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
         order = index.to(self.device)
-        vars(self).update(vars(_map(self, lambda t: t.index_select(0, order))))
-        self.lengths = [self.lengths[i] for i in order.tolist()]
-        self.shape = self.shape._replace(B=len(self.lengths))
+        vars(self).update(vars(map_tensors(self, lambda t: t.index_select(0, order))))
+        self._lengths = [self._lengths[i] for i in order.tolist()]
+        self.shape = self.shape._replace(B=len(self._lengths))
 
     def fork(self) -> Store:
         """An independent copy: every tensor and every list of numbers."""
-        clone: Store = _map(self, torch.clone)
+        clone: Store = map_tensors(self, torch.clone)
         return clone
 
     def crop(self, n: int) -> None:
-        """Forget the last n tokens of every row."""
-        raise ValueError(f"{type(self).__name__} cannot forget tokens: others were dropped for them")
+        """Forget the last n tokens of every row.
 
-    def mask(self) -> Tensor:
-        """(B,1,N) bool: which positions up to the longest row are held."""
-        lengths = torch.tensor(self.lengths, device=self.device)
-        return torch.arange(max(self.lengths), device=self.device) < lengths[:, None, None]
+        Raises ValueError if this kind of store cannot, or if a row has fewer tokens.
+        """
+        raise ValueError(f"{type(self).__name__} cannot forget tokens: others were dropped to make room for them")
+
+    def valid(self) -> Tensor:
+        """Which positions, up to the longest row, are cached tokens: (B,1,N) bool."""
+        lengths = torch.tensor(self._lengths, device=self.device)
+        return torch.arange(max(self._lengths), device=self.device) < lengths[:, None, None]

@@ -1,35 +1,47 @@
-"""Full: the store that forgets nothing, and its optional channel-major index of K."""
+"""Full: the store that forgets nothing, with an optional channel-major index of K."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .base import Part, Shape, Store, compute_dtype
-from .codes import BITS, GROUP, dequantise, quantise, roundup
 from .memory import empty
+from .quantise import BITS, GROUP, dequantise_channels, quantise_channels, round_up
+
+KeyOrValue = Literal["k", "v"]
+BOTH: tuple[KeyOrValue, KeyOrValue] = ("k", "v")
+CHANNELS = ("copy", "none", *BITS)  # where the channels of K are read: see Full
+FILL_BLOCK = 4096  # tokens that `adopt` indexes at once
 
 
 class Chunk(Part):
-    """Positions start .. start+cap-1: k, v (B,H,cap,D), index (B,H,R,cap), or codes; scale (B,H,cap/GROUP,2,R)."""
+    """The memory of positions start .. start+cap-1.
+
+    k, v (B,H,cap,width of a stored row) · index (B,H,R,cap), in 8 bits (B,H,R,cap) and in 4 bits (B,H,R,cap/2) uint8 ·
+    scale (B,H,cap/GROUP,2,R) float32 of a quantised index.
+    """
 
     def __init__(self, start: int, cap: int, k: Tensor, v: Tensor, index: Tensor | None, scale: Tensor | None) -> None:
         self.start, self.cap, self.k, self.v, self.index, self.scale = start, cap, k, v, index, scale
 
 
 class Full(Store):
-    """Every token, in chunks that are never re-laid; growth allocates an eighth more and copies nothing.
+    """Every token, in chunks that are never moved; growth allocates an eighth more and copies nothing.
 
-    channels: None or "none" (K once), "copy" (K again, channel-major), "int8", "int4" (the same, quantised by
-    group; the open group stays in full precision in `tail` (B,H,R,GROUP)).
-    mean: keep v_mean (B,H,D) float32, the running mean of V. projection (H,D,R): index K @ projection instead of K.
-    kv: rows of K and V in codes (rows.py); index, tail and v_mean are then those of the decoded rows.
+    channels: where a channel of K is read. "none" or None: in K itself. "copy": in an index, K again in channel-major
+    order. "int8", "int4": in such an index, quantised by groups of GROUP tokens; the open group stays in full precision
+    in `tail` (B,H,R,GROUP).
+    mean: keep v_mean (B,H,D) float32, the running mean of V.
+    projection (H,D,R): the index is of K @ projection instead of K.
+    kv: the form of rows of K and V (see RowFormat); index, tail and v_mean are then those of the decoded rows.
     """
 
-    batchless = frozenset({"projection"})
+    without_batch = frozenset({"projection"})
 
     def __init__(
         self,
@@ -50,16 +62,19 @@ class Full(Store):
         self.R = D if projection is None else projection.shape[-1]
         self.tail = torch.zeros(B, H, self.R, GROUP, dtype=dtype, device=self.device) if self.bits else None
         self.v_mean = torch.zeros(B, H, D, device=self.device) if mean else None
-        self.shared = 0  # positions before this one may be other stores' memory too
+        self.shared_tokens = 0  # positions before this one may be other stores' memory too
 
-    def _reserve(self, n: int) -> None:
-        """Room for n tokens in all: one more chunk, of an eighth of what is held or what is asked."""
+    def reserve(self, n: int = 1) -> None:
+        """Make room for n more tokens in every row: if there is none, one more chunk, at least an eighth of the rest."""
+        self._reserve_total(max(self._lengths) + n)
+
+    def _reserve_total(self, total: int) -> None:
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0
-        if n <= start:
+        if total <= start:
             return
         B, H, _, _ = self.shape
-        cap, held = roundup(max(n - start, start // 8)), self.form.dtype(self.dtype)
-        k, v = (empty((B, H, cap, self.form.width), held, self.device) for _ in "kv")
+        cap, stored = round_up(max(total - start, start // 8)), self.row_format.storage_dtype(self.dtype)
+        k, v = (empty((B, H, cap, self.row_format.width), stored, self.device) for _ in "kv")
         index = scale = None
         if self.bits:
             index = empty((B, H, self.R, cap * self.bits // 8), torch.uint8, self.device)
@@ -70,7 +85,7 @@ class Full(Store):
         self.chunks.append(Chunk(start, cap, k, v, index, scale))
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Chunk, slice, slice]]:
-        """The chunks that hold start .. stop-1: (chunk, columns in it, columns counted from start)."""
+        """The chunks that hold start .. stop-1: (chunk, positions in it, positions counted from start)."""
         for chunk in self.chunks:
             a, b = max(start, chunk.start), min(stop, chunk.start + chunk.cap)
             if a < b:
@@ -78,22 +93,22 @@ class Full(Store):
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         n = k.shape[2]
-        self._reserve(start + n)
-        held = [self.form.encode(x) for x in (k, v)]
+        self._reserve_total(start + n)
+        stored = [self.row_format.encode(x) for x in (k, v)]
         for chunk, there, here in self._spans(start, start + n):
-            chunk.k[rows, :, there], chunk.v[rows, :, there] = (x[:, :, here] for x in held)
+            chunk.k[rows, :, there], chunk.v[rows, :, there] = (x[:, :, here] for x in stored)
         self.count_rows(2 * k.shape[0] * k.shape[1] * n)
         if self.channels != "none":
-            k = self.form.decode(held[0], self.dtype)
-            x = k if self.projection is None else (k.to(self.projection.dtype) @ self.projection).to(k.dtype)
-            self._append_index(rows, start, x.transpose(-1, -2))
+            self._append_index(rows, start, self.row_format.decode(stored[0], self.dtype))
         if self.v_mean is not None and n:
-            v, mean = self.form.decode(held[1], self.dtype), self.v_mean[rows]
+            v, mean = self.row_format.decode(stored[1], self.dtype), self.v_mean[rows]
             mean += (v.float().sum(2) - n * mean) / (start + n)
             self.count(2 * mean.numel(), 4)
 
-    def _append_index(self, rows: slice, start: int, x: Tensor) -> None:
-        """x (b,H,R,n): into the channel-major copy, or into the open group and the codes of those it closes."""
+    def _append_index(self, rows: slice, start: int, k: Tensor) -> None:
+        """Put k (b,H,n,D) into the channel-major copy, or into the open group and the codes of those it closes."""
+        projected = k if self.projection is None else (k.to(self.projection.dtype) @ self.projection).to(k.dtype)
+        x = projected.transpose(-1, -2)  # (b,H,R,n)
         n = x.shape[-1]
         self.count(x.numel(), x.element_size())
         if self.tail is None:
@@ -101,14 +116,14 @@ class Full(Store):
                 assert chunk.index is not None
                 chunk.index[rows, :, :, there] = x[..., here]
             return
-        tail, held = self.tail[rows], start % GROUP
-        if held + n < GROUP:
-            tail[..., held : held + n] = x
+        tail, open_tokens = self.tail[rows], start % GROUP
+        if open_tokens + n < GROUP:
+            tail[..., open_tokens : open_tokens + n] = x
             return
-        x = torch.cat([tail[..., :held], x], -1)
-        start, closed = start - held, (held + n) // GROUP * GROUP
+        x = torch.cat([tail[..., :open_tokens], x], -1)
+        start, closed = start - open_tokens, (open_tokens + n) // GROUP * GROUP
         assert self.bits is not None
-        codes, scale = quantise(x[..., :closed], self.bits)
+        codes, scale = quantise_channels(x[..., :closed], self.bits)
         per_byte = 8 // self.bits
         for chunk, there, here in self._spans(start, start + closed):
             assert chunk.index is not None and chunk.scale is not None
@@ -121,73 +136,116 @@ class Full(Store):
         self.count(codes.numel(), 1)
         self.count(scale.numel(), 4)
 
-    def whole(self, name: str) -> Tensor:
-        """Uncounted: k or v of all chunks, (B,H,N,D), unused positions zero."""
-        parts = [getattr(chunk, name) for chunk in self.chunks]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        rows = self.form.decode(rows[:, :, : max(self.lengths)], compute_dtype(self.dtype))
-        return rows if len(set(self.lengths)) == 1 else rows.masked_fill(~self.mask()[..., None], 0)
+    def adopt(self, source: Full, n: int) -> None:
+        """Make this empty store one of the first n tokens of `source`, whose K and V it shares without a copy.
 
-    def rows(self, name: str, index: Tensor | None = None, held: Tensor | None = None) -> Tensor:
-        """Read k or v: every position (B,H,N,D), or index (B,H,m) where `held` (B,H,m) says which count."""
+        Its own index and mean are made from them. Neither store may be written to before position n afterwards.
+        Raises ValueError if the shapes, the types, or the forms of rows differ, or if this store is not empty.
+        """
+        same = (self.shape, self.dtype, self.device, self.row_format.bits) == (
+            source.shape, source.dtype, source.device, source.row_format.bits,
+        )  # fmt: skip
+        if not same or any(self._lengths) or not 0 < n <= min(source.lengths):
+            raise ValueError(f"a store of {self.shape}, {self._lengths} tokens, cannot adopt {n} of {source.shape}")
+        for chunk in source.chunks:
+            self._reserve_total(chunk.start + chunk.cap)
+            own = self.chunks[-1]
+            own.k, own.v = chunk.k, chunk.v
+        rows = slice(0, self.shape.B)
+        for start in range(0, n, FILL_BLOCK):
+            k, v = (self._stored(name, rows, start, min(start + FILL_BLOCK, n)) for name in BOTH)
+            if self.channels != "none":
+                self._append_index(rows, start, self.row_format.decode(k, self.dtype))
+            if self.v_mean is not None:
+                self.v_mean += self.row_format.decode(v, self.dtype).float().sum(2) / n
+        self._lengths = [n] * self.shape.B
+
+    def _stored(self, name: KeyOrValue, rows: slice, start: int, stop: int) -> Tensor:
+        """Stored rows of K or V at positions start .. stop-1: (b,H,stop-start,width)."""
+        if start == stop:
+            shape = (rows.stop - rows.start, self.shape.H, 0, self.row_format.width)
+            return torch.empty(shape, dtype=self.row_format.storage_dtype(self.dtype), device=self.device)
+        parts = [getattr(chunk, name)[rows, :, there] for chunk, there, _ in self._spans(start, stop)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def uncounted(self, name: KeyOrValue) -> Tensor:
+        """K or V of all positions, without counting the read: (B,H,N,D), zero where a row has no token."""
+        stored = self._stored(name, slice(0, self.shape.B), 0, max(self._lengths))
+        rows = self.row_format.decode(stored, compute_dtype(self.dtype))
+        return rows if len(set(self._lengths)) == 1 else rows.masked_fill(~self.valid()[..., None], 0)
+
+    def read_keys(self, index: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+        """Read rows of K: all positions (B,H,N,D), or index (B,H,m) -> (B,H,m,D).
+
+        valid (B,H,m) bool says which of the index count as read. The current token's row is never counted.
+        """
+        return self._read_rows("k", index, valid)
+
+    def read_values(self, index: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+        """Read rows of V, as `read_keys` does."""
+        return self._read_rows("v", index, valid)
+
+    def _read_rows(self, name: KeyOrValue, index: Tensor | None, valid: Tensor | None) -> Tensor:
         B, H, _, D = self.shape
-        whole = self.whole(name)
+        rows = self.uncounted(name)
         if index is None:
-            self.count_rows((sum(self.lengths) - B) * H)
-            return whole
-        last = torch.tensor(self.lengths, device=self.device)[:, None, None] - 1
-        fetched = index != last if held is None else held & (index != last)
+            self.count_rows((sum(self._lengths) - B) * H)
+            return rows
+        last = torch.tensor(self._lengths, device=self.device)[:, None, None] - 1
+        fetched = index != last if valid is None else valid & (index != last)
         self.count_rows(int(fetched.sum()))
-        return whole.gather(2, index[..., None].expand(-1, -1, -1, D))
+        return rows.gather(2, index[..., None].expand(-1, -1, -1, D))
 
-    def columns(self, index: Tensor) -> Tensor:
-        """Read the chosen channels of the index, or of K where there is none: index (B,H,r) -> (B,H,r,N)."""
+    def read_channels(self, index: Tensor) -> Tensor:
+        """Read these channels of the index, or of K where there is no index: index (B,H,r) -> (B,H,r,N)."""
         H = self.shape.H
-        r, cached = index.shape[-1], [n - 1 for n in self.lengths]
+        r, cached = index.shape[-1], [n - 1 for n in self._lengths]
         pick = index[..., None]
         if self.channels == "none":
-            self._count_coded(sum(cached) * H * r, self.form.bits or 8 * self.dtype.itemsize)
-            self.count(sum(cached) * H * self.form.ends // 2, 2)
-            return self.whole("k").transpose(-1, -2).gather(2, pick.expand(-1, -1, -1, max(self.lengths)))
-        codes = [c.index for c in self.chunks if c.index is not None]
-        parts = [c.gather(2, pick.expand(-1, -1, -1, c.shape[-1])) for c in codes]
+            self._count_bits(sum(cached) * H * r, self.row_format.bits or 8 * self.dtype.itemsize)
+            self.count(sum(cached) * H * self.row_format.ends_bytes // 2, 2)
+            keys = self.uncounted("k").transpose(-1, -2)
+            return keys.gather(2, pick.expand(-1, -1, -1, max(self._lengths)))
+        indices = [chunk.index for chunk in self.chunks if chunk.index is not None]
+        parts = [x.gather(2, pick.expand(-1, -1, -1, x.shape[-1])) for x in indices]
         if self.bits is None or self.tail is None:
             self.count(sum(cached) * H * r, self.dtype.itemsize)
-            x = torch.cat(parts, -1).to(compute_dtype(self.dtype))[..., : max(self.lengths)]
-            return x.masked_fill(~self.mask()[:, :, None], 0)
-        groups = torch.cat([c.scale for c in self.chunks if c.scale is not None], 2)  # (B,H,N/GROUP,2,R)
-        groups = groups.gather(-1, index[:, :, None, None].expand(-1, -1, *groups.shape[2:4], -1))
-        x = dequantise(torch.cat(parts, -1), groups, self.bits).to(compute_dtype(self.dtype))
-        x = x[..., : max(self.lengths)].masked_fill(~self.mask()[:, :, None], 0)
+            x = torch.cat(parts, -1).to(compute_dtype(self.dtype))[..., : max(self._lengths)]
+            return x.masked_fill(~self.valid()[:, :, None], 0)
+        scale = torch.cat([chunk.scale for chunk in self.chunks if chunk.scale is not None], 2)  # (B,H,N/GROUP,2,R)
+        scale = scale.gather(-1, index[:, :, None, None].expand(-1, -1, *scale.shape[2:4], -1))
+        x = dequantise_channels(torch.cat(parts, -1), scale, self.bits).to(compute_dtype(self.dtype))
+        x = x[..., : max(self._lengths)].masked_fill(~self.valid()[:, :, None], 0)
         tail = self.tail.gather(2, pick.expand(-1, -1, -1, GROUP)).to(x.dtype)
-        for b, length in enumerate(self.lengths):
+        for b, length in enumerate(self._lengths):
             closed = length // GROUP * GROUP
             x[b, :, :, closed:length] = tail[b, :, :, : length - closed]
-            coded = min(cached[b], closed)
-            self._count_coded(coded * H * r, self.bits)
+            quantised = min(cached[b], closed)
+            self._count_bits(quantised * H * r, self.bits)
             self.count(closed // GROUP * 2 * H * r, 4)
-            self.count((cached[b] - coded) * H * r, self.dtype.itemsize)
+            self.count((cached[b] - quantised) * H * r, self.dtype.itemsize)
         return x
 
-    def _count_coded(self, elements: int, bits: int) -> None:
+    def _count_bits(self, elements: int, bits: int) -> None:
         self.elements += elements
         self.bytes += -(-elements * bits // 8)
 
-    def mean(self) -> Tensor:
-        """v_mean (B,H,D); its read and write are counted by `append`."""
+    def read_mean(self) -> Tensor:
+        """v_mean (B,H,D). Its read and write were counted by `append`."""
         assert self.v_mean is not None
         return self.v_mean.to(compute_dtype(self.dtype))
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
-        n = self.lengths[rows.start]
-        held = (torch.cat([getattr(c, name)[rows] for c in self.chunks], 2)[:, :, :n] for name in "kv")
-        k, v = (self.form.decode(x, self.dtype) for x in held)
+        """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted."""
+        n = self._lengths[rows.start]
+        k, v = (self.row_format.decode(self._stored(name, rows, 0, n), self.dtype) for name in BOTH)
         return k, v
 
     def share(self, rows: Sequence[int]) -> Full:
-        """These rows, independent of ours, over the same memory where it is never written again: whole groups.
+        """A store of these rows, independent of this one, over the same memory where it is never written again.
 
-        Other than of one row several times, or of all in order, it is a copy.
+        Whole groups of tokens are shared if the rows are one row several times, or all rows in order; otherwise the
+        rows are copied.
         """
         twin, n = copy.copy(self), len(rows)
         if n == 0 or not (list(rows) == list(range(self.shape.B)) or len(set(rows)) == 1):
@@ -195,26 +253,27 @@ class Full(Store):
             return twin
         first = slice(rows[0], rows[0] + (n if rows[0] != rows[-1] else 1))
 
-        def of(t: Tensor) -> Tensor:
+        def expanded(t: Tensor) -> Tensor:
             return t[first].expand(n, *t.shape[1:])
 
-        twin.lengths, twin.shape = [self.lengths[b] for b in rows], self.shape._replace(B=n)
-        closed, stop = min(twin.lengths) // GROUP * GROUP, roundup(max(twin.lengths))
-        twin.chunks, twin.shared = [], closed
-        self.shared = max(self.shared, closed)
+        twin._lengths, twin.shape = [self._lengths[b] for b in rows], self.shape._replace(B=n)
+        closed, stop = min(twin._lengths) // GROUP * GROUP, round_up(max(twin._lengths))
+        twin.chunks, twin.shared_tokens = [], closed
+        self.shared_tokens = max(self.shared_tokens, closed)
         for c, there, _ in self._spans(0, closed):
             k, v, *rest = self._cut(c, there)
-            twin.chunks.append(Chunk(c.start, there.stop, of(k), of(v), *(t if t is None else of(t) for t in rest)))
-        twin._reserve(stop)
+            optional = (t if t is None else expanded(t) for t in rest)
+            twin.chunks.append(Chunk(c.start, there.stop, expanded(k), expanded(v), *optional))
+        twin._reserve_total(stop)
         for c, there, here in self._spans(closed, stop):
             for to, t in zip(twin._cut(twin.chunks[-1], here), self._cut(c, there), strict=True):
                 if to is not None and t is not None:
-                    to.copy_(of(t))
-        twin.tail, twin.v_mean = (t if t is None else of(t).clone() for t in (self.tail, self.v_mean))
+                    to.copy_(expanded(t))
+        twin.tail, twin.v_mean = (t if t is None else expanded(t).clone() for t in (self.tail, self.v_mean))
         return twin
 
     def _cut(self, c: Chunk, there: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Whole groups of a chunk's columns: k, v, index, scale."""
+        """Whole groups of a chunk's positions: k, v, index, scale."""
         a, b = there.start, there.stop
         index, scale = c.index, c.scale
         if index is not None:
@@ -222,30 +281,31 @@ class Full(Store):
         return c.k[:, :, a:b], c.v[:, :, a:b], index, None if scale is None else scale[:, :, a // GROUP : b // GROUP]
 
     def crop(self, n: int) -> None:
-        if not 0 <= n <= min(self.lengths):
-            raise ValueError(f"cannot forget {n} tokens of rows that hold {self.lengths}")
-        if min(self.lengths) - n < self.shared:
-            vars(self).update(vars(self.fork()), shared=0)
-        old, self.lengths = self.lengths, [length - n for length in self.lengths]
-        for b, (was, now) in enumerate(zip(old, self.lengths, strict=True)):
+        """Forget the last n tokens of every row. Raises ValueError if a row has fewer."""
+        if not 0 <= n <= min(self._lengths):
+            raise ValueError(f"cannot forget {n} tokens of rows that have {self._lengths}")
+        if min(self._lengths) - n < self.shared_tokens:
+            vars(self).update(vars(self.fork()), shared_tokens=0)
+        old, self._lengths = self._lengths, [length - n for length in self._lengths]
+        for b, (was, now) in enumerate(zip(old, self._lengths, strict=True)):
             row = slice(b, b + 1)
             if self.v_mean is not None and n:
-                gone = torch.cat([c.v[row, :, there] for c, there, _ in self._spans(now, was)], 2)
-                total = self.form.decode(gone, self.dtype).float().sum(2)
-                self.v_mean[row] = (self.v_mean[row] * was - total) / now if now else 0
-            open_ = now // GROUP * GROUP
-            if self.tail is not None and open_ < was // GROUP * GROUP and now > open_:
-                # the group is open again: its keys as they were before they became codes are still in k
-                k = torch.cat([c.k[row, :, there] for c, there, _ in self._spans(open_, now)], 2)
-                self.tail[row, ..., : now - open_] = self.form.decode(k, self.dtype).transpose(-1, -2)
-        while self.chunks and self.chunks[-1].start >= max(self.lengths):
+                dropped = self.row_format.decode(self._stored("v", row, now, was), self.dtype).float().sum(2)
+                self.v_mean[row] = (self.v_mean[row] * was - dropped) / now if now else 0
+            start = now // GROUP * GROUP
+            if self.tail is not None and start < was // GROUP * GROUP and now > start:
+                # the group is open again: its keys before quantisation are still in k
+                k = self.row_format.decode(self._stored("k", row, start, now), self.dtype)
+                self.tail[row, ..., : now - start] = k.transpose(-1, -2)
+        while self.chunks and self.chunks[-1].start >= max(self._lengths):
             del self.chunks[-1]
 
     @property
     def nbytes(self) -> int:
+        """Live bytes: rows of K and V, the index, its scales and its open group, v_mean and the projection."""
         H, size, total = self.shape.H, self.dtype.itemsize, 0
-        for n in self.lengths:
-            total += self.form.nbytes(2 * n * H, self.dtype)
+        for n in self._lengths:
+            total += self.row_format.nbytes(2 * n * H, self.dtype)
             if self.bits:
                 closed = n // GROUP * GROUP
                 total += H * self.R * (closed * self.bits // 8 + closed // GROUP * 8 + (n - closed) * size)

@@ -1,8 +1,9 @@
-"""Slots: a fixed budget of tokens, for the methods that drop what does not fit."""
+"""Slots: the store with a fixed budget of tokens, for the methods that drop what does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from .memory import empty
 
 
 class Slots(Store):
-    """A budget of C tokens per KV head; a new token overwrites a victim's slot, nothing else moves.
+    """A budget of C tokens per KV head; a new token overwrites the slot of a dropped one, and nothing else moves.
 
-    k, v (B,H,C,D), or codes. Slots 0 .. filled[b]-1 are in use, of budget[b] <= C. Token p goes to slot order(p);
-    without an order the slots are a ring that never overwrites the `fixed` first.
-    With `scored`: score (B,H,C) float32 accumulated weights, pos (B,H,C) int32 original positions.
+    k, v (B,H,C,width of a stored row). Slots 0 .. filled[b]-1 of row b are in use, of budget[b] <= C. Token p goes to
+    slot order(p); without an order the slots are a ring that never overwrites the `fixed` first ones.
+    With `scored`: score (B,H,C) float32, accumulated weights, and pos (B,H,C) int32, original positions; then the
+    method says which slot a token takes (`put`).
     """
 
     def __init__(
@@ -32,92 +34,162 @@ class Slots(Store):
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         self.capacity, self.fixed, self.order = capacity, fixed, order
-        self.filled, self.budget = [0] * shape.B, [capacity] * shape.B
-        width, held = self.form.width, self.form.dtype(dtype)
-        self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=held, device=self.device)
+        self._filled, self._budget = [0] * shape.B, [capacity] * shape.B
+        width, stored = self.row_format.width, self.row_format.storage_dtype(dtype)
+        self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=stored, device=self.device)
         self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
         self.pos = torch.empty(shape.B, shape.H, 0, dtype=torch.int32, device=self.device) if scored else None
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` slots, once before the first token or when a prompt raises the budget."""
+    @property
+    def filled(self) -> list[int]:
+        """Slots in use in each row of the batch; do not change this list."""
+        return self._filled
+
+    @property
+    def budget(self) -> list[int]:
+        """Slots that each row of the batch may use; do not change this list."""
+        return self._budget
+
+    def set_budget(self, budget: Sequence[int]) -> None:
+        """Set the budget of every row, and make room for the largest. Raises ValueError if memory does not suffice."""
+        self._budget = list(budget)
+        self.capacity = max(self.capacity, *budget)
+        self.reserve()
+
+    def reserve(self, n: int = 1) -> None:
+        """Allocate the slots: once before the first token, and again when a prompt raises the budget.
+
+        Raises ValueError if memory does not suffice.
+        """
         B, H, _, _ = self.shape
-        old, self.capacity = self.k.shape[2], capacity
+        old, capacity = self.k.shape[2], self.capacity
         if capacity <= old:
             return
-        held = (self.k, self.v, self.score, self.pos)
+        before = (self.k, self.v, self.score, self.pos)
         try:
-            self.k, self.v = (empty((B, H, capacity, self.form.width), self.k.dtype, self.device) for _ in "kv")
+            self.k, self.v = (empty((B, H, capacity, self.row_format.width), self.k.dtype, self.device) for _ in "kv")
         except RuntimeError as error:
             raise ValueError(f"a budget of {capacity} tokens does not fit in memory") from error
-        if held[2] is not None:
+        if self.score is not None:
             self.score = torch.zeros(B, H, capacity, device=self.device)
             self.pos = torch.full((B, H, capacity), -1, dtype=torch.int32, device=self.device)
-        for new, was in zip((self.k, self.v, self.score, self.pos), held, strict=True):
+        for new, was in zip((self.k, self.v, self.score, self.pos), before, strict=True):
             if new is not None and was is not None:
                 new[:, :, :old] = was
 
-    def ring_slot(self, p: int) -> int:
-        """The slot of token p."""
+    def slot_of(self, p: int) -> int:
+        """The slot that token p takes in a store without scores."""
         if self.order is not None:
             return self.order(p)
         C, fixed = self.capacity, self.fixed
         return p if p < C else fixed + (p - fixed) % (C - fixed)
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
-        """A token goes to its slot; those that a later one would overwrite are skipped."""
-        self.reserve(self.capacity)
+        """Put each token into its slot; tokens that a later one of the block would overwrite are skipped."""
+        self.reserve()
         end, ring = start + k.shape[2], self.capacity - self.fixed
         stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
-        last = {self.ring_slot(p): p - start for p in (stay if self.order is None else range(start, end))}
+        last = {self.slot_of(p): p - start for p in (stay if self.order is None else range(start, end))}
         slots, source = list(last), list(last.values())
-        self.k[rows, :, slots], self.v[rows, :, slots] = (self.form.encode(x[:, :, source]) for x in (k, v))
+        self.k[rows, :, slots], self.v[rows, :, slots] = (self.row_format.encode(x[:, :, source]) for x in (k, v))
         self.count_rows(2 * k.shape[0] * k.shape[1] * len(source))
         for b in range(rows.start, rows.stop):
-            self.filled[b] = min(end, self.capacity)
+            self._filled[b] = min(end, self.capacity)
 
-    def keep(self, b: int, index: Tensor, *candidates: Tensor) -> None:
-        """Row b holds exactly the candidates (H,m,...) chosen by index (H,c), in order: encoded k, v[, score, pos]."""
-        held = [t for t in (self.k, self.v, self.score, self.pos) if t is not None]
+    def advance(self) -> None:
+        """Note that a kernel has written one token into every row."""
+        self._filled = [min(c + 1, budget) for c, budget in zip(self._filled, self._budget, strict=True)]
+        super().advance()
+
+    def mark(self) -> Any:
+        """The store's numbers as they are now, for `rewind`."""
+        return list(self._lengths), list(self._filled)
+
+    def rewind(self, mark: Any) -> None:
+        """Take the store's numbers back to a mark."""
+        lengths, filled = mark
+        self._lengths, self._filled = list(lengths), list(filled)
+
+    def stored(self, b: int, slots: Sequence[int] | None = None) -> list[Tensor]:
+        """What these slots of row b hold, all in use by default, not counted: stored rows of K and V (H,m,width), and
+        score and pos (H,m) where there are scores."""
+        at: Any = slice(0, self._filled[b]) if slots is None else list(slots)
+        return [t[b, :, at] for t in (self.k, self.v, self.score, self.pos) if t is not None]
+
+    def replace(self, b: int, index: Tensor, candidates: Sequence[Tensor], seen: int) -> None:
+        """Let row b hold exactly the chosen candidates, in order, after it has seen `seen` tokens.
+
+        index (H,c) · candidates as `stored` gives them: stored rows of K and V (H,m,width)[, score, pos (H,m)].
+        """
         c = index.shape[1]
-        for tensor, pool in zip(held, candidates, strict=True):
+        for tensor, pool in zip(
+            (t for t in (self.k, self.v, self.score, self.pos) if t is not None), candidates, strict=True
+        ):
             at = index.reshape(*index.shape, *[1] * (pool.ndim - 2)).expand(-1, -1, *pool.shape[2:])
             tensor[b, :, :c] = pool.gather(1, at)
-        self.filled[b] = c
+        self._filled[b], self._lengths[b] = c, seen
 
-    def write(self, slot: Tensor, lost: Tensor | None, *current: Tensor) -> None:
-        """The current token (encoded k, v (B,H,D); score, pos (B,H)) into slot (B,H); where `lost`, nothing changes."""
-        for held, new in zip((self.k, self.v, self.score, self.pos), current, strict=True):
-            assert held is not None
+    def add_scores(self, weights: Tensor) -> None:
+        """Add weights (B,H,m) to the scores of the slots in use; each score is read and written."""
+        assert self.score is not None
+        self.score[:, :, : weights.shape[-1]] += weights
+        self.count(2 * sum(self._filled) * self.shape.H, 4)
+
+    def read_positions(self, b: int) -> Tensor:
+        """Read the original positions of the tokens in all slots of row b: (H,C) int32, -1 in a slot not in use."""
+        assert self.pos is not None
+        self.count(self._budget[b] * self.shape.H, 4)
+        return self.pos[b]
+
+    def put(self, slot: Tensor, keep: Tensor | None, k: Tensor, v: Tensor, weight: Tensor) -> None:
+        """Put the current token, k and v (B,H,D), with its weight (B,H) as score, into slot (B,H).
+
+        Where `keep` (B,H) bool is true, the slot keeps what it holds and the current token is dropped.
+        """
+        assert self.score is not None and self.pos is not None
+        position = torch.tensor(self._lengths, dtype=torch.int32, device=slot.device)[:, None].expand_as(slot)
+        current = (self.row_format.encode(k), self.row_format.encode(v), weight.to(self.score.dtype), position)
+        for tensor, new in zip((self.k, self.v, self.score, self.pos), current, strict=True):
             column = (*slot.shape, *[1] * (new.ndim - 1))
             x = new[:, :, None]
             at = slot.reshape(column).expand_as(x)
-            held.scatter_(2, at, x if lost is None else torch.where(lost.reshape(column), held.gather(2, at), x))
+            tensor.scatter_(2, at, x if keep is None else torch.where(keep.reshape(column), tensor.gather(2, at), x))
             if new.ndim == 2:
                 self.count(x.numel(), x.element_size())
         self.count_rows(2 * slot.numel())
+        self.advance()
 
-    def mask(self) -> Tensor:
-        filled = torch.tensor(self.filled, device=self.device)
-        return torch.arange(max(self.filled), device=self.device) < filled[:, None, None]
+    def valid(self) -> Tensor:
+        """Which slots, up to the fullest row, are in use: (B,1,C') bool."""
+        filled = torch.tensor(self._filled, device=self.device)
+        return torch.arange(max(self._filled), device=self.device) < filled[:, None, None]
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """All slots in use, read and counted: k, v (B,H,C',D), unused ones zero."""
-        c, to = max(self.filled), compute_dtype(self.dtype)
-        unused = ~self.mask()[..., None]
-        self.count_rows(2 * sum(self.filled) * self.shape.H)
-        k, v = (self.form.decode(t[:, :, :c], to).masked_fill(unused, 0) for t in (self.k, self.v))
+    def read_rows(self) -> tuple[Tensor, Tensor]:
+        """Read K and V of all slots in use: (B,H,C',D) twice, zero in slots that are not in use."""
+        c, to = max(self._filled), compute_dtype(self.dtype)
+        unused = ~self.valid()[..., None]
+        self.count_rows(2 * sum(self._filled) * self.shape.H)
+        k, v = (self.row_format.decode(t[:, :, :c], to).masked_fill(unused, 0) for t in (self.k, self.v))
         return k, v
 
+    def as_stored(self, x: Tensor) -> Tensor:
+        """A row as a later step will read it: x (...,D), rounded as the form of rows rounds it."""
+        return self.row_format.decode(self.row_format.encode(x), compute_dtype(self.dtype))
+
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
-        c = self.filled[rows.start]
-        k, v = (self.form.decode(t[rows, :, :c], self.dtype) for t in (self.k, self.v))
+        """The kept keys and values of these rows, which all have one number of them: (b,H,m,D) twice; not counted."""
+        c = self._filled[rows.start]
+        k, v = (self.row_format.decode(t[rows, :, :c], self.dtype) for t in (self.k, self.v))
         return k, v
 
     @property
     def nbytes(self) -> int:
-        return sum(self.filled) * self.shape.H * (self.form.nbytes(2, self.dtype) + (0 if self.score is None else 8))
+        """Live bytes: rows of K and V in use, with their scores and positions."""
+        row = self.row_format.nbytes(2, self.dtype) + (0 if self.score is None else 8)
+        return sum(self._filled) * self.shape.H * row
 
     def select(self, index: Tensor) -> None:
+        """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
         super().select(index)
         order = index.tolist()
-        self.filled, self.budget = [self.filled[i] for i in order], [self.budget[i] for i in order]
+        self._filled, self._budget = [self._filled[i] for i in order], [self._budget[i] for i in order]

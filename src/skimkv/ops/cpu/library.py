@@ -17,69 +17,82 @@ VERSION = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNELS = {"none": 0, "copy": 1, "int8": 2, "int4": 3}
 DENSE, SPARQ, LOWRANK, TOPK, ORACLE = range(5)
-OUTSIDE, APPEND, SLOT = range(3)
+OUTSIDE, APPEND, SLOT = range(3)  # what happens to the current token: nothing, it is appended, it takes a slot
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
 
 
-def _fields(**groups: Any) -> list[tuple[str, Any]]:
-    return [(name, kind) for names, kind in groups.values() for name in names.split()]
+def structure_fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of a C structure: groups of names, separated by spaces, with their type."""
+    return [(name, kind) for names, kind in groups for name in names.split()]
 
 
 class CChunk(Structure):
-    _fields_ = _fields(
-        a=("start cap", c_int64),
-        b=("k v index scale", c_void_p),
-        c=("k_b k_h k_n v_b v_h v_n x_b x_h x_r s_b s_h s_g s_z s_r", c_int64),
+    """skimkv_chunk of skimkv.h."""
+
+    _fields_ = structure_fields(
+        ("start cap", c_int64),
+        ("k v index scale", c_void_p),
+        ("k_b k_h k_n v_b v_h v_n x_b x_h x_r s_b s_h s_g s_z s_r", c_int64),
     )
 
 
 class CCache(Structure):
-    _fields_ = _fields(
-        a=("B H G D R dtype channels n_chunks", c_int32),
-        b=("chunks lengths tail mean projection", c_void_p),
-        c=("t_b t_h t_r m_b m_h", c_int64),
-        d=("bits", c_int32),
+    """skimkv_cache of skimkv.h."""
+
+    _fields_ = structure_fields(
+        ("B H G D R dtype channels n_chunks", c_int32),
+        ("chunks lengths tail mean projection", c_void_p),
+        ("t_b t_h t_r m_b m_h", c_int64),
+        ("bits", c_int32),
     )
 
 
 class COp(Structure):
-    _fields_ = _fields(
-        a=("cache q y", c_void_p),
-        b=("q_b q_h q_g y_b y_h y_g", c_int64),
-        c=("dtype method", c_int32),
-        d=("scale softcap", c_float),
-        e=("r k local", c_int64),
-        f=("temperature use_mean", c_int32),
-        g=("k_new v_new", c_void_p),
-        h=("n_b n_h", c_int64),
-        i=("keep", c_int32),
-        j=("slot score pos", c_void_p),
-        k=("c_b c_h", c_int64),
-        l=("now recent", c_void_p),
+    """skimkv_op of skimkv.h."""
+
+    _fields_ = structure_fields(
+        ("cache q y", c_void_p),
+        ("q_b q_h q_g y_b y_h y_g", c_int64),
+        ("dtype method", c_int32),
+        ("scale softcap", c_float),
+        ("r k local", c_int64),
+        ("temperature use_mean", c_int32),
+        ("k_new v_new", c_void_p),
+        ("n_b n_h", c_int64),
+        ("keep", c_int32),
+        ("slot score pos", c_void_p),
+        ("c_b c_h", c_int64),
+        ("now recent", c_void_p),
     )
 
 
 class CTokens(Structure):
-    _fields_ = _fields(
-        a=("cache k v", c_void_p),
-        b=("n k_b k_h k_n v_b v_h v_n", c_int64),
-        c=("skip at", c_void_p),
+    """skimkv_tokens of skimkv.h."""
+
+    _fields_ = structure_fields(
+        ("cache k v", c_void_p),
+        ("n k_b k_h k_n v_b v_h v_n", c_int64),
+        ("skip at", c_void_p),
     )
 
 
 class CBlock(Structure):
-    _fields_ = _fields(a=("start cap", c_int64), b=("rep samples size", c_void_p))
+    """skimkv_block of skimkv.h."""
+
+    _fields_ = structure_fields(("start cap", c_int64), ("rep samples size", c_void_p))
 
 
 class CClusters(Structure):
-    _fields_ = _fields(
-        a=("B H G D t s dtype n_blocks", c_int32),
-        b=("blocks m k v mu q y", c_void_p),
-        c=("q_dtype", c_int32),
-        d=("scale", c_float),
-        e=("k_new v_new lengths", c_void_p),
-        f=("delta", c_double),
-        g=("seed", c_uint32),
+    """skimkv_clusters of skimkv.h."""
+
+    _fields_ = structure_fields(
+        ("B H G D t s dtype n_blocks", c_int32),
+        ("blocks m k v mu q y", c_void_p),
+        ("q_dtype", c_int32),
+        ("scale", c_float),
+        ("k_new v_new lengths", c_void_p),
+        ("delta", c_double),
+        ("seed", c_uint32),
     )
 
 
@@ -91,7 +104,7 @@ def _path() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, loaded once. Raises ValueError if it is missing or of another version."""
+    """The library, which is loaded once. Raises ValueError if it is missing or of another version."""
     path = _path()
     if path is None:
         raise ValueError("the native library is not in this installation (built without a C++ compiler?)")
@@ -106,25 +119,24 @@ def library() -> ctypes.CDLL:
     lib.skimkv_force.argtypes = [c_char_p]
     lib.skimkv_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p]
     lib.skimkv_step.restype = c_char_p
-    for check, calls, kind in (
-        ("skimkv_check", ("skimkv_run",), COp),
-        ("skimkv_check_append", ("skimkv_append",), CTokens),
-        ("skimkv_check_clusters", ("skimkv_stream", "skimkv_stream_append"), CClusters),
-    ):
-        getattr(lib, check).argtypes, getattr(lib, check).restype = [POINTER(kind)], c_char_p
-        for call in calls:
-            getattr(lib, call).argtypes = [POINTER(kind), c_int, c_void_p]
+    lib.skimkv_check.argtypes, lib.skimkv_check.restype = [POINTER(COp)], c_char_p
+    lib.skimkv_check_append.argtypes, lib.skimkv_check_append.restype = [POINTER(CTokens)], c_char_p
+    lib.skimkv_check_clusters.argtypes, lib.skimkv_check_clusters.restype = [POINTER(CClusters)], c_char_p
+    lib.skimkv_run.argtypes = [POINTER(COp), c_int, c_void_p]
+    lib.skimkv_append.argtypes = [POINTER(CTokens), c_int, c_void_p]
+    lib.skimkv_stream.argtypes = [POINTER(CClusters), c_int, c_void_p]
+    lib.skimkv_stream_append.argtypes = [POINTER(CClusters), c_int, c_void_p]
     return lib
 
 
 def isas() -> list[str]:
-    """Instruction sets of this machine that the library can use, best first."""
+    """The instruction sets of this machine that the library can use, the best first."""
     names: bytes = library().skimkv_isas()
     return names.decode().split(",")
 
 
 def isa() -> str | None:
-    """The instruction set in use; None if SKIMKV_ISA names none of this machine."""
+    """The instruction set in use; None if SKIMKV_ISA names one that this machine does not have."""
     name: bytes | None = library().skimkv_isa()
     return name and name.decode()  # type: ignore[return-value]
 
@@ -136,10 +148,10 @@ def force(name: str | None) -> None:
 
 
 @functools.cache
-def parallel() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that PyTorch loaded: one pool of threads for both.
+def thread_pool() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch loaded, so that both use one pool of threads.
 
-    None (and then one thread) where PyTorch does not use such a runtime; a second one is never loaded.
+    None where PyTorch does not use such a runtime; a second one is never loaded.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -155,20 +167,43 @@ def parallel() -> int | None:
     return None
 
 
-def run(call: str, check: str, argument: Structure) -> None:
-    """Check and run one operation. Raises ValueError with the library's reason."""
-    lib = library()
-    error: bytes | None = getattr(lib, check)(argument)
-    if error is not None:
-        raise ValueError(error.decode())
-    team = parallel()
-    if getattr(lib, call)(argument, torch.get_num_threads() if team else 1, team):
-        raise MemoryError("no memory for the kernels' scratch space")
+def threads() -> tuple[int, int | None]:
+    """How many threads an operation may use, and the address of their pool: 1 and None where there is no pool."""
+    pool = thread_pool()
+    return (torch.get_num_threads() if pool else 1), pool
 
 
-def step(op: Any, q: int, y: int, k: int | None, v: int | None) -> None:
-    """The same for one decode step, in one call: op is a reference to a COp, the others are addresses."""
-    team = parallel()
-    error: bytes | None = library().skimkv_step(op, q, y, k, v, torch.get_num_threads() if team else 1, team)
+def _raise(error: bytes | None) -> None:
     if error is not None:
         raise ValueError(error.decode())
+
+
+def append(tokens: CTokens) -> None:
+    """Check and run an append. Raises ValueError with the library's reason, MemoryError without scratch memory."""
+    _raise(library().skimkv_check_append(tokens))
+    _finish(library().skimkv_append(tokens, *threads()))
+
+
+def append_to_clusters(clusters: CClusters) -> None:
+    """Check and run an append to clusters. Raises as `append`."""
+    _raise(library().skimkv_check_clusters(clusters))
+    _finish(library().skimkv_stream_append(clusters, *threads()))
+
+
+def attend_clusters(clusters: CClusters) -> None:
+    """Check and run SubGen's estimate. Raises as `append`."""
+    _raise(library().skimkv_check_clusters(clusters))
+    _finish(library().skimkv_stream(clusters, *threads()))
+
+
+def _finish(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for the scratch space of a kernel")
+
+
+def step(op: int, q: int, y: int, k: int | None, v: int | None) -> None:
+    """Check and run one decode step, in one call: the address of a COp, and those of q, y and the current k and v.
+
+    Raises ValueError with the library's reason.
+    """
+    _raise(library().skimkv_step(op, q, y, k, v, *threads()))

@@ -1,4 +1,4 @@
-"""Stores as the C structures of csrc/skimkv.h see them: checked when made, and made anew when a tensor is replaced."""
+"""Stores as the C structures of skimkv.h: checked when they are made, and made anew when a tensor is replaced."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch import Tensor
 
 from ...stores.base import Store
 from ...stores.clusters import Clusters
-from ...stores.codes import GROUP
 from ...stores.full import Full
+from ...stores.quantise import GROUP
 from ...stores.slots import Slots
-from . import library as native
+from . import library
 from .library import CBlock, CCache, CChunk, CClusters, COp, CTokens
 
 
 def expect(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype, rows: bool = True) -> None:
-    """ValueError unless t has this shape and type, lies on the CPU, and (`rows`) its last dimension is contiguous."""
+    """Raise ValueError unless t has this shape and type and lies on the CPU.
+
+    With `rows`, its last dimension must be contiguous as well.
+    """
     if t.shape != shape or t.dtype != dtype or t.device.type != "cpu":
         raise ValueError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}; must be {dtype} {shape} on cpu")
     if rows and t.shape[-1] > 1 and t.stride(-1) != 1:
@@ -28,27 +31,28 @@ def expect(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype, row
         raise ValueError(f"{name} is not aligned to its elements of {t.element_size()} bytes")
 
 
-def code(what: str, dtype: torch.dtype) -> int:
-    """The C library's number of a type. Raises ValueError if no kernel has it."""
-    if dtype not in native.DTYPES:
+def dtype_number(what: str, dtype: torch.dtype) -> int:
+    """The C library's number for a type. Raises ValueError if no kernel takes it."""
+    if dtype not in library.DTYPES:
         raise ValueError(f"no CPU kernel for {what} of {dtype}; there are some for float32, bfloat16 and float16")
-    return native.DTYPES[dtype]
+    return library.DTYPES[dtype]
 
 
 class View:
-    """What all kinds have in common: the tensors that must still be the store's own when the view is used again."""
+    """A store in C structures, which stays right as long as the store's tensors are the same objects."""
 
     def __init__(self, store: Store) -> None:
-        self.shape, self.held = store.shape, tensors(store)
+        self.shape, self.tensors = store.shape, tensors(store)
         self.lengths = (ctypes.c_int64 * store.shape.B)()
 
-    def current(self, store: Store) -> bool:
+    def is_current(self, store: Store) -> bool:
+        """Whether the store still has the shape and the tensors that this view points into."""
         now = tensors(store)
-        return self.shape == store.shape and len(now) == len(self.held) and all(map(is_, self.held, now))
+        return self.shape == store.shape and len(now) == len(self.tensors) and all(map(is_, self.tensors, now))
 
 
-class Cache(View):
-    """Full or Slots as one skimkv_cache, with an operation and an append that point to it."""
+class CacheView(View):
+    """A Full or Slots store as one skimkv_cache, with an operation and an append that point to it."""
 
     def __init__(self, store: Full | Slots) -> None:
         super().__init__(store)
@@ -56,10 +60,10 @@ class Cache(View):
         if D > 256:
             raise ValueError(f"no CPU kernel for D = {D}; it must be at most 256")
         self.cache, self.op, self.tokens = CCache(), COp(), CTokens()
-        self.at, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
+        self.slots, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
         c = self.cache
-        c.B, c.H, c.G, c.D, c.dtype = B, H, G, D, code("a cache", store.dtype)
-        c.bits = store.form.bits or 0
+        c.B, c.H, c.G, c.D, c.dtype = B, H, G, D, dtype_number("a cache", store.dtype)
+        c.bits = store.row_format.bits or 0
         self.chunks = self._slots(store) if isinstance(store, Slots) else self._full(store)
         c.lengths, c.chunks, c.n_chunks = (
             ctypes.addressof(self.lengths),
@@ -69,11 +73,14 @@ class Cache(View):
         self.op.cache = self.tokens.cache = ctypes.addressof(c)
         self.tokens.n = 1
         self.capacity = sum(int(chunk.cap) for chunk in self.chunks)
-        self.reference = ctypes.addressof(self.op)
-        self.form: Any = None  # of the last step: while it is the same, the operation's fields are
+        self.address = ctypes.addressof(self.op)
+        self.last_arguments: Any = None  # of the last step: while they are the same, so are the operation's fields
 
     def _rows(self, store: Full | Slots, to: CChunk, start: int, k: Tensor, v: Tensor) -> None:
-        shape, dtype = (*store.shape[:2], k.shape[2], store.form.width), store.form.dtype(store.dtype)
+        shape, dtype = (
+            (*store.shape[:2], k.shape[2], store.row_format.width),
+            store.row_format.storage_dtype(store.dtype),
+        )
         to.start, to.cap = start, k.shape[2]
         expect("k", k, shape, dtype)
         expect("v", v, shape, dtype)
@@ -95,13 +102,13 @@ class Cache(View):
             self.op.score, self.op.pos = store.score.data_ptr(), store.pos.data_ptr()
             self.op.c_b, self.op.c_h, _ = store.score.stride()
             self.op.now, self.op.recent = ctypes.addressof(self.now), ctypes.addressof(self.recent)
-        self.op.slot = ctypes.addressof(self.at)
+        self.op.slot = ctypes.addressof(self.slots)
         return chunks
 
     def _full(self, store: Full) -> ctypes.Array[CChunk]:
         B, H, _, D = store.shape
         R, c = store.R, self.cache
-        c.R, c.channels = R, native.CHANNELS[store.channels]
+        c.R, c.channels = R, library.CHANNELS[store.channels]
         chunks = (CChunk * len(store.chunks))()
         for chunk, to in zip(store.chunks, chunks, strict=True):
             self._rows(store, to, chunk.start, chunk.k, chunk.v)
@@ -130,15 +137,15 @@ class Cache(View):
         return chunks
 
 
-class Stream(View):
-    """Clusters as skimkv_clusters; all of its tensors are contiguous."""
+class ClustersView(View):
+    """A Clusters store as skimkv_clusters; all of its tensors are contiguous."""
 
     def __init__(self, store: Clusters) -> None:
         super().__init__(store)
         B, H, G, D = store.shape
         self.clusters = c = CClusters()
         c.B, c.H, c.G, c.D, c.t, c.s = B, H, G, D, store.t, store.s
-        c.dtype, c.delta, c.seed = code("a cache", store.dtype), store.delta, store.seed & 0xFFFFFFFF
+        c.dtype, c.delta, c.seed = dtype_number("a cache", store.dtype), store.delta, store.seed & 0xFFFFFFFF
         c.lengths = ctypes.addressof(self.lengths)
         for t in tensors(store):
             assert t is not None
@@ -162,7 +169,7 @@ class Stream(View):
 
 
 def tensors(store: Store) -> list[Tensor | None]:
-    """The tensors a view points into."""
+    """The tensors of a store that a view points into."""
     if isinstance(store, Full):
         own = [store.tail, store.v_mean, store.projection]
         for chunk in store.chunks:
@@ -177,21 +184,21 @@ def tensors(store: Store) -> list[Tensor | None]:
     return own
 
 
-def cache(store: Full | Slots, lengths: list[int]) -> Cache:
-    """The view of a Full or Slots store, with the lengths of this step."""
-    found = store.pointers
-    if not isinstance(found, Cache) or not found.current(store):
-        found = store.pointers = Cache(store)
-    if max(lengths) > found.capacity:
-        raise ValueError(f"a row of {max(lengths)} tokens exceeds the capacity of {found.capacity}")
-    found.lengths[:] = lengths  # type: ignore[assignment]
-    return found
+def view_of(store: Full | Slots, lengths: list[int]) -> CacheView:
+    """The view of a Full or Slots store, with the lengths of this step. Raises ValueError if they exceed its room."""
+    view = store.view
+    if not isinstance(view, CacheView) or not view.is_current(store):
+        view = store.view = CacheView(store)
+    if max(lengths) > view.capacity:
+        raise ValueError(f"a row of {max(lengths)} tokens exceeds the capacity of {view.capacity}")
+    view.lengths[:] = lengths  # type: ignore[assignment]
+    return view
 
 
-def clusters(store: Clusters) -> Stream:
+def clusters_view_of(store: Clusters) -> ClustersView:
     """The view of a Clusters store, with the lengths of this step."""
-    found = store.pointers
-    if not isinstance(found, Stream) or not found.current(store):
-        found = store.pointers = Stream(store)
-    found.lengths[:] = store.lengths  # type: ignore[assignment]
-    return found
+    view = store.view
+    if not isinstance(view, ClustersView) or not view.is_current(store):
+        view = store.view = ClustersView(store)
+    view.lengths[:] = store.lengths  # type: ignore[assignment]
+    return view

@@ -1,0 +1,95 @@
+"""Which backend computes: ref (PyTorch, the methods' own algorithms), cpu (C++) or gpu (Triton).
+
+The device of a store decides. `backend("ref")` forces one inside a `with`; the environment variable SKIMKV_BACKEND
+forces one for the process. An unknown or unavailable backend raises; one that was asked for is never replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from ..stores.base import Store
+from .protocol import Kernels
+
+BACKENDS = ("ref", "cpu", "gpu")
+FORCED = ("forced by backend()", "SKIMKV_BACKEND")
+_forced: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)
+_forced_for_process = os.environ.get("SKIMKV_BACKEND")
+_chosen: dict[tuple[str | None, str], Kernels | None] = {}
+
+
+def _load(name: str) -> Kernels | None:
+    """The kernels of a backend, None for the reference. Raises ValueError if it is unknown or cannot run here."""
+    if name == "ref":
+        return None
+    kernels: Kernels
+    if name == "cpu":
+        from .cpu import backend as cpu
+
+        reason, kernels = cpu.unavailable(), cpu.CpuKernels()
+    elif name == "gpu":
+        from .gpu import backend as gpu
+
+        reason, kernels = gpu.unavailable(), gpu.GpuKernels()
+    else:
+        raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+    if reason:
+        raise ValueError(f"backend {name!r} is unavailable: {reason}")
+    return kernels
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force a backend inside a `with`: "ref", "cpu" or "gpu". Raises ValueError if it is unknown or unavailable."""
+    _load(name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def select_backend(device: str = "cpu") -> tuple[str, str]:
+    """The name of the backend for stores on a kind of device ("cpu", "cuda"), and why it was chosen.
+
+    Raises ValueError if one was asked for by name that is unknown or cannot run here.
+    """
+    for name, reason in ((_forced.get(), FORCED[0]), (_forced_for_process, FORCED[1])):
+        if name:
+            _load(name)
+            return name, reason
+    name = {"cpu": "cpu", "cuda": "gpu"}.get(device, "ref")
+    try:
+        _load(name)
+    except ValueError as error:
+        if name == "cpu" and os.environ.get("SKIMKV_ISA"):
+            raise  # an instruction set that was asked for by name is not replaced
+        return "ref", str(error)
+    return name, f"native for {device} tensors" if name != "ref" else f"no kernels for {device} tensors"
+
+
+def kernels_for(device: torch.device) -> Kernels | None:
+    """The kernels for stores on this device; None where the reference computes.
+
+    Warns once where the reference computes only because the kernels cannot run.
+    Raises ValueError if a backend was asked for by name that is unknown or cannot run here.
+    """
+    key = _forced.get(), device.type
+    if key not in _chosen:
+        name, reason = select_backend(device.type)
+        if name == "ref" and reason not in FORCED:
+            warnings.warn(f"skimkv decodes with its slow reference: {reason}", stacklevel=3)
+        _chosen[key] = _load(name)
+    return _chosen[key]
+
+
+def graphable(store: Store) -> bool:
+    """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device."""
+    kernels = kernels_for(store.device)
+    return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu"

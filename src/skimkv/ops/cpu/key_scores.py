@@ -1,0 +1,72 @@
+"""The scores of a prompt's keys in C++ (csrc: skimkv_columns_run)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from . import library
+
+
+class CColumns(Structure):
+    """skimkv_columns of skimkv.h."""
+
+    _fields_ = library.structure_fields(
+        ("H G D dtype parts", c_int32),
+        ("scale softcap", c_float),
+        ("n m", c_int64),
+        ("q k", c_void_p),
+        ("q_h q_g q_n k_h k_n", c_int64),
+        ("sum", c_void_p),
+    )
+
+
+def check_shapes(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless q is (H,G,n,D) and k (H,m,D) with m >= n, of one dtype."""
+    H, _, n, D = q.shape
+    if k.ndim != 3 or k.shape[0] != H or k.shape[2] != D or k.shape[1] < n or k.dtype != q.dtype:
+        raise ValueError(f"k is {k.dtype} {tuple(k.shape)}; must be {q.dtype} ({H}, at least {n}, {D})")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = library.library()
+    lib.skimkv_columns_check.argtypes, lib.skimkv_columns_check.restype = [POINTER(CColumns)], c_char_p
+    lib.skimkv_columns_run.argtypes = [POINTER(CColumns), c_int, c_void_p]
+    return lib
+
+
+def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Sum the causal softmax weights over the queries, and average over the group (see ops/key_scores.py).
+
+    q (H,G,n,D) · k (H,m,D), float32, bfloat16 or float16 on the CPU -> (H,m) float32.
+    Raises ValueError if shapes, types or devices do not fit.
+    """
+    check_shapes(q, k)
+    H, G, n, D = q.shape
+    m, dtype = k.shape[1], library.DTYPES.get(k.dtype)
+    if dtype is None or q.device.type != "cpu" or k.device.type != "cpu":
+        raise ValueError(f"no CPU kernel for {k.dtype} on {q.device} and {k.device}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap} must be positive")
+    if not n:
+        return torch.zeros(H, m)
+    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    threads, pool = library.threads()
+    parts = -(-threads // H) if pool else 1
+    sums = torch.empty(H, parts, m)
+    op = CColumns(
+        H, G, D, dtype, parts, scale, softcap or 0, n, m, q.data_ptr(), k.data_ptr(),
+        *q.stride()[:3], *k.stride()[:2], sums.data_ptr(),
+    )  # fmt: skip
+    lib = _library()
+    error: bytes | None = lib.skimkv_columns_check(op)
+    if error is not None:
+        raise ValueError(error.decode())
+    if lib.skimkv_columns_run(op, threads, pool):
+        raise MemoryError("no memory for the scores of a prompt's keys")
+    return sums.sum(1)

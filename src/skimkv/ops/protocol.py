@@ -1,0 +1,94 @@
+"""The fused decode steps that a backend offers, and the current token that they take.
+
+A method gives its algorithm in PyTorch; a kernel is an optional faster form of the same step. Every operation stands
+here with all its arguments, so that a type checker sees them at both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..stores.base import Store
+from ..stores.clusters import Clusters
+from ..stores.full import Full
+from ..stores.slots import Slots
+
+
+class Token(NamedTuple):
+    """The current token of every row: its key and its value, (B,H,D) each."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Kernels(Protocol):
+    """What a backend can do. Each decode step takes q (B,H,G,D) and returns (B,H,G,D) in q's dtype.
+
+    token is appended first; None means that it was appended before. scale is 1/sqrt(D) unless the model says otherwise;
+    softcap bounds the logits (Gemma 2). All operations raise ValueError for shapes, types or devices they do not have.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the backend: "cpu" or "gpu"."""
+
+    def append(self, store: Store, k: Tensor, v: Tensor) -> None:
+        """Append one token per row: k, v (B,H,D)."""
+
+    def dense(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Attention over all positions (methods/dense.py)."""
+
+    def sparq(
+        self,
+        store: Full,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        r: int,
+        k: int,
+        local: int,
+        temperature: str,
+        mean_value: bool,
+    ) -> Tensor:
+        """Steps 1 to 3 of SparQ's algorithm 1 (methods/sparq.py)."""
+
+    def top_k(
+        self,
+        store: Full,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        k: int,
+        oracle: bool,
+    ) -> Tensor:
+        """Exact scores and the k best positions (methods/topk.py)."""
+
+    def low_rank(
+        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
+    ) -> Tensor:
+        """Scores in a projection of the keys and the k best positions (methods/lowrank.py)."""
+
+    def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
+        """Attention over the slots in use and the current token, which then takes its slot (methods/lm_infinite.py)."""
+
+    def scored_slots(
+        self,
+        store: Slots,
+        q: Tensor,
+        token: Token,
+        *,
+        scale: float,
+        softcap: float | None,
+        recent: Sequence[int],
+    ) -> Tensor:
+        """The same, with scores: the token takes the slot of the lowest score that is not recent (methods/h2o.py)."""
+
+    def clusters(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float) -> Tensor:
+        """SubGen's estimate z / tau (methods/subgen.py)."""

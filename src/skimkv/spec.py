@@ -1,0 +1,200 @@
+"""One parser for the specs of methods and tasks: "SparQ(r=32, k=128)", "lines(lines=200)".
+
+A spec is a name with arguments that are literals, written as Python prints the object. It is parsed with `ast`; nothing
+in it is ever run. This module imports nothing heavy, so that a mistake in a spec is reported before PyTorch is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_LENGTH = 500  # characters of a spec: nothing nests deep enough to exhaust the parser
+_CONSTANTS = {"true": "True", "false": "False", "none": "None", "null": "None"}
+
+
+class Call(NamedTuple):
+    """A spec taken apart: its name, its positional arguments and its keyword arguments, not yet evaluated."""
+
+    text: str
+    name: str
+    positional: list[ast.expr]
+    keywords: list[tuple[str | None, ast.expr]]
+
+
+class Parameter(NamedTuple):
+    """What a spec may pass: its name, whether it must be given, by keyword only, and whether it may be text."""
+
+    name: str
+    required: bool = False
+    keyword_only: bool = False
+    takes_text: bool = False
+
+
+def parse_call(text: str, kind: str, example: str) -> Call:
+    """Take a spec apart. A name alone is a call without arguments.
+
+    kind and example are for the message: "method", "SparQ(r=32, k=128)".
+    Raises ValueError if the text is not a name with arguments, or is longer than MAX_LENGTH characters.
+    """
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"a {kind} spec has at most {MAX_LENGTH} characters, this one has {len(text)}")
+    source = text.strip()
+    problem = f"{text!r} is not a {kind} spec; write for example {example}"
+    try:
+        node = ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError):
+        missing = source.count("(") - source.count(")")
+        hint = "; a closing parenthesis is missing" if missing == 1 and "(" in source else ""
+        raise ValueError(problem + hint) from None
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    if not isinstance(call.func, ast.Name):
+        raise ValueError(problem)
+    return Call(source, call.func.id, call.args, [(keyword.arg, keyword.value) for keyword in call.keywords])
+
+
+def bind(call: Call, parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """The arguments of a call by name, evaluated as literals.
+
+    Raises ValueError, in one line, for an argument that is unknown, given twice, missing, or not a literal.
+    """
+    known = {parameter.name: parameter for parameter in parameters}
+    places = [parameter.name for parameter in parameters if not parameter.keyword_only]
+    if len(call.positional) > len(places):
+        listed = f": {', '.join(places)}" if places else ""
+        raise ValueError(f"{call.name} takes at most {len(places)} positional arguments{listed}")
+    values: dict[str, Any] = {}
+    for name, node in [*zip(places, call.positional, strict=False), *call.keywords]:
+        if name is None:
+            raise ValueError(f"{call.name} has no argument '**'; write every argument as name=value")
+        if name not in known:
+            raise ValueError(f"{call.name} has no argument {name!r}{suggest(name, known)}")
+        if name in values:
+            raise ValueError(f"{call.name}: argument {name!r} is given twice")
+        values[name] = _literal(call, known[name], node)
+    missing = [parameter.name for parameter in parameters if parameter.required and parameter.name not in values]
+    if missing:
+        raise ValueError(f"{call.name} needs a value for {', '.join(missing)}")
+    return values
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, or all of them."""
+    names = list(known)
+    lowered = [name.lower() for name in names]
+    near = difflib.get_close_matches(word.lower(), lowered, 1, 0.5)
+    if near:
+        return f"; did you mean {names[lowered.index(near[0])]}?"
+    return f"; known: {', '.join(names)}" if names else "; it takes none"
+
+
+def _literal(call: Call, parameter: Parameter, node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        written = " ".join((ast.get_source_segment(call.text, node) or "").split())
+        where = f"{call.name}: {parameter.name} = {written} is not a literal"
+    if isinstance(node, ast.Name) and node.id.lower() in _CONSTANTS:
+        raise ValueError(f"{where}; write {parameter.name}={_CONSTANTS[node.id.lower()]}") from None
+    if isinstance(node, ast.Name) and parameter.takes_text:
+        raise ValueError(f"{where}; put quotes around it: {parameter.name}='{node.id}'") from None
+    raise ValueError(f"{where}; write a number, a text in quotes, True, False or None") from None
+
+
+# What people look for under these names, and what skimkv has instead.
+ELSEWHERE = {
+    "Skim": "sampled attention of our own is under trial and is not a method yet; the nearest is SparQ",
+    "SnapKV": "skimkv does not have it; H2O(k=512) also keeps the tokens that attention prefers",
+    "PyramidKV": "skimkv does not have it; H2O(k=0.2) also keeps a fixed share of the prompt",
+    "AdaKV": "skimkv does not have it; H2O(k=512) also keeps the tokens that attention prefers",
+    "TOVA": "skimkv does not have it; H2O(k=512) also drops the token that was attended to least",
+    "Scissorhands": "skimkv does not have it; H2O(k=512) also keeps the tokens that attention prefers",
+    "StreamingLLM": "it is LMInfinite(k=512, initial=4) here",
+    "SinkCache": "it is LMInfinite(k=512, initial=4) here",
+    "Local": "it is LMInfinite(k=512, initial=0) here",
+    "Window": "it is LMInfinite(k=512, initial=0) here",
+    "FlexGen": "its sparse attention is TopK(k=128) here, its quantised cache is Dense(kv='int4')",
+    "KIVI": "skimkv does not have it; a quantised cache is Dense(kv='int4') here",
+    "Quest": "skimkv does not have it; SparQ(r=32, k=128) also reads the most promising part of a whole cache",
+    "DoubleSparsity": "skimkv does not have it; SparQ(r=32, k=128) also scores with a few channels",
+    "Loki": "skimkv does not have it; LowRank(r=32, k=128) also scores in a low-rank projection",
+    "InfLLM": "skimkv does not have it; SparQ(r=32, k=128) also selects tokens from a whole cache",
+    "MInference": "it makes prompts faster; skimkv makes decoding faster, for example with SparQ(r=32, k=128)",
+    "SDPA": "it is Dense() here",
+    "FlashAttention": "it is Dense() here",
+}
+
+
+def unknown_method(name: str, known: Iterable[str]) -> ValueError:
+    """The error for a method that does not exist: what to use instead, or the nearest name."""
+    elsewhere = {key.lower(): (key, text) for key, text in ELSEWHERE.items()}
+    plain = name.lower().replace("_", "").replace("-", "")
+    if plain in elsewhere:
+        title, text = elsewhere[plain]
+        return ValueError(f"unknown method {title!r}: {text}")
+    return ValueError(f"unknown method {name!r}{suggest(name, known)}")
+
+
+METHOD_EXAMPLE = "SparQ(r=32, k=128)"
+
+
+def check_method(text: str) -> None:
+    """Find mistakes in the spec of a method without importing PyTorch: syntax, names, arguments and literals.
+
+    Bounds of values are checked when the method is made. A name that other packages announce is not checked.
+    Raises ValueError in one line.
+    """
+    call = parse_call(text, "method", METHOD_EXAMPLE)
+    signatures = _builtin_signatures()
+    if call.name in signatures:
+        bind(call, signatures[call.name])
+    elif not announced_methods():
+        raise unknown_method(call.name, signatures)
+
+
+def announced_methods() -> list[Any]:
+    """The entry points of the group skimkv.methods, by which other packages announce methods."""
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group="skimkv.methods"))
+
+
+@functools.cache
+def _builtin_signatures() -> dict[str, list[Parameter]]:
+    """The parameters of every method of this package, read from the source: a class with annotated fields each."""
+    classes: dict[str, ast.ClassDef] = {}
+    for path in sorted((Path(__file__).parent / "methods").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+
+    def fields(name: str) -> list[Parameter]:
+        if name not in classes:
+            return []
+        own = []
+        for base in classes[name].bases:
+            base_name = base.value if isinstance(base, ast.Subscript) else base
+            own += fields(base_name.id) if isinstance(base_name, ast.Name) else []
+        for item in classes[name].body:
+            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                continue
+            kind = ast.unparse(item.annotation)
+            if kind.startswith("ClassVar"):
+                continue
+            is_field = isinstance(item.value, ast.Call)
+            options = {k.arg: k.value for k in item.value.keywords} if isinstance(item.value, ast.Call) else {}
+            required = item.value is None or (is_field and "default" not in options)
+            own.append(Parameter(item.target.id, required, "kw_only" in options, "str" in kind))
+        return own
+
+    exported = next(
+        node
+        for node in ast.parse((Path(__file__).parent / "methods" / "__init__.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "METHODS"
+    )
+    names = [node.id for node in ast.walk(exported) if isinstance(node, ast.Name) and node.id in classes]
+    return {name: fields(name) for name in names if name != "Method"}

@@ -1,0 +1,62 @@
+"""One decode step of each kind as a function of its numbers, by the backend in use; `ref` is the same in PyTorch.
+
+A store that was made by hand is decoded by the method that it belongs to. token None: it was appended before.
+"""
+
+from __future__ import annotations
+
+from skimkv import ops
+from skimkv.methods import LMInfinite, LowRank, SparQ, SubGenStream, TopK
+from skimkv.methods.dense import Dense
+from skimkv.methods.h2o import attend_score_evict
+from skimkv.ops import Token
+
+
+def _token(token):
+    return None if token is None else Token(*token)
+
+
+def _attend(method, store, q, token, scale, softcap, reference=False):
+    if reference:
+        return method.step(store, q, _token(token), scale=scale, softcap=softcap)
+    return method.attend(store, q, _token(token), scale=scale, softcap=softcap)
+
+
+def append(store, k, v):
+    kernels = ops.kernels_for(store.device)
+    if kernels is None:
+        store.append_token(k, v)
+    else:
+        kernels.append(store, k, v)
+
+
+def dense(store, q, scale, softcap, token=None, reference=False):
+    return _attend(Dense(), store, q, token, scale, softcap, reference)
+
+
+def sparq(store, q, scale, softcap, r, k, local, temperature, mean, token=None, reference=False):
+    method = SparQ(1, 1, 0, mean)
+    for name, value in (("r", r), ("k", k), ("local", local), ("temperature", temperature)):
+        object.__setattr__(method, name, value)  # unchecked: the kernels must refuse a bad number themselves
+    return _attend(method, store, q, token, scale, softcap, reference)
+
+
+def topk(store, q, scale, softcap, k, oracle, token=None, reference=False):
+    return _attend(TopK(k, oracle), store, q, token, scale, softcap, reference)
+
+
+def lowrank(store, q, scale, softcap, k, token=None, reference=False):
+    return _attend(LowRank(1, k), store, q, token, scale, softcap, reference)
+
+
+def slots(store, q, k, v, scale, softcap, recent=None, reference=False):
+    if store.score is None:
+        return _attend(LMInfinite(99), store, q, (k, v), scale, softcap, reference)
+    kernels = None if reference else ops.kernels_for(store.device)
+    if kernels is None:
+        return attend_score_evict(store, q, Token(k, v), scale, softcap, recent)
+    return kernels.scored_slots(store, q, Token(k, v), scale=scale, softcap=softcap, recent=recent)
+
+
+def stream(store, q, scale, token=None, reference=False):
+    return _attend(SubGenStream(1.0, 1, 1), store, q, token, scale, None, reference)
