@@ -1,4 +1,4 @@
-"""The seam itself: what is refused, what is left alone, what a cache can do, and how misuse ends."""
+"""attach, detach and Cache: which models are refused, what stays as it is, and how misuse ends."""
 
 import copy
 import json
@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import skimkv
-from hf.test_generate import GREEDY, NEW, N
 from skimkv.hf.attach import check_length
-from support.tiny_models import FAMILIES, SERVED, build, family, padded, prompt
+from support.generation import GREEDY, NEW, N
+from support.tiny_models import FAMILIES, WITH_FULL_ATTENTION, build, family, padded, prompt, with_slow
 
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MOE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
@@ -32,10 +32,7 @@ REFUSED = [
 
 @pytest.fixture(autouse=True)
 def detached():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     for name in FAMILIES:
         skimkv.detach(family(name))
 
@@ -47,11 +44,11 @@ def refuses(call, match, error=ValueError):
 
 
 @pytest.mark.parametrize(("kind", "options", "why"), REFUSED, ids=[kind for kind, _, _ in REFUSED])
-def test_what_cannot_be_served_is_refused(kind, options, why):
+def test_models_that_are_not_supported_are_refused(kind, options, why):
     model = build(kind, **options)
     before = model.config._attn_implementation, dict(model.__dict__)
     for call in (skimkv.attach, skimkv.Cache):
-        refuses(lambda call=call: call(model, "Dense()"), f"{type(model).__name__} cannot be served: .*{why}")
+        refuses(lambda call=call: call(model, "Dense()"), f"{type(model).__name__} is not supported: .*{why}")
     assert before == (model.config._attn_implementation, model.__dict__), "a refused model is left as it was"
 
 
@@ -68,14 +65,14 @@ def test_refused_encoder_decoder_shared_layers_and_strangers():
 
 
 def test_sliding_layers_keep_the_librarys_cache():
-    with pytest.warns(UserWarning, match="no full-attention layer: Dense.. serves none"):
+    with pytest.warns(UserWarning, match="no full-attention layer: Dense.. changes nothing"):
         skimkv.attach(family("mistral-sliding"), "Dense()")
     kinds = [type(layer).__name__ for layer in skimkv.Cache(family("gemma3"), "H2O(k=8)").layers]
     assert kinds == ["DynamicSlidingWindowLayer", "Layer"]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", with_slow(WITH_FULL_ATTENTION))
 def test_other_caches_get_the_models_own_answer(name):
     """While a method is attached: no cache, library caches, chunks, right padding and 4-D masks, all bit for bit."""
     model, ids = family(name), prompt(2, N)

@@ -1,12 +1,12 @@
-"""At small budgets: the right positions, rows that do not see each other, bytes at the bound, exact way back."""
+"""Small budgets: right positions, rows that do not see each other, bytes within the bound, exact crops."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 import skimkv
-from hf.test_generate import GREEDY, NEW, N, assisted, draft_of, lookup
-from support.tiny_models import SERVED, family, padded, prompt
+from support.generation import GREEDY, NEW, N, assisted, draft_of, lookup
+from support.tiny_models import WITH_FULL_ATTENTION, family, padded, prompt, with_slow
 
 SMALL = [
     "SparQ(r=4, k=8)",
@@ -25,31 +25,28 @@ BOTH = [(name, spec) for name in FAMILIES for spec in SMALL if (name, spec) != (
 
 @pytest.fixture(autouse=True)
 def detached():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
-    for name in SERVED:
+    for name in WITH_FULL_ATTENTION:
         skimkv.detach(family(name))
 
 
 def masked(model, ids, k, initial, steps):
     """The window by the model's own attention: dense prompt, then one token at a time under an explicit mask."""
-    cache, said = DynamicCache(), []
+    cache, tokens = DynamicCache(), []
     logits = model(ids, past_key_values=cache).logits[:, -1]
     for n in range(ids.shape[1], ids.shape[1] + steps):
-        said.append(logits.argmax(-1))
+        tokens.append(logits.argmax(-1))
         seen = torch.arange(n + 1)
         keep = (seen < initial) | (seen >= n - (k - initial)) if n > k else seen >= 0
         eager = model.config._attn_implementation == "eager"
         mask = torch.where(keep, 0.0, torch.finfo(torch.float32).min) if eager else keep
         step = {"attention_mask": mask.view(1, 1, 1, -1), "position_ids": torch.tensor([[n]])}
-        logits = model(said[-1][:, None], past_key_values=cache, **step).logits[:, -1]
-    return torch.stack(said, 1)
+        logits = model(tokens[-1][:, None], past_key_values=cache, **step).logits[:, -1]
+    return torch.stack(tokens, 1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in ("gemma2", "gemma3")])
+@pytest.mark.parametrize("name", with_slow(name for name in WITH_FULL_ATTENTION if name not in ("gemma2", "gemma3")))
 def test_positions_stay_right(name):
     """LM-Infinite, which drops what it does not read, against the model's own attention and a mask."""
     model, ids = family(name), prompt(1, N)
@@ -58,7 +55,7 @@ def test_positions_stay_right(name):
     got = model.generate(ids, past_key_values=cache, **GREEDY)[:, N:]
     assert got.tolist() == expected.tolist()
     skimkv.detach(model)
-    assert got.tolist() != model.generate(ids, **GREEDY)[:, N:].tolist(), "the window must be felt"
+    assert got.tolist() != model.generate(ids, **GREEDY)[:, N:].tolist(), "the window must change the text"
 
 
 @pytest.mark.parametrize(("name", "spec"), BOTH)
@@ -85,8 +82,8 @@ def test_bytes_stay_at_the_bound(name, spec):
     for layer in layers:
         assert layer.store.lengths == [N + NEW - 1, 15 + NEW - 1]
         assert 0 < layer.nbytes <= method.bound(N + NEW - 1, layer.store.shape, torch.float32)
-    held = sum(layer.nbytes for layer in layers) + sum(2 * layer.keys.nbytes for layer in library)
-    assert cache.nbytes == held <= cache.allocated
+    total = sum(layer.nbytes for layer in layers) + sum(2 * layer.keys.nbytes for layer in library)
+    assert cache.nbytes == total <= cache.allocated
     assert cache.bytes > cache.elements > 0
 
 
@@ -119,9 +116,9 @@ def test_assisted_decoding_starts_with_a_new_cache():
     """transformers feeds the whole text again to a cache that already holds it; its own answers are wrong then."""
     model = family("llama")
     cache = skimkv.Cache(model, "Dense()")
-    said = model.generate(prompt(1, N), past_key_values=cache, **GREEDY)
+    text = model.generate(prompt(1, N), past_key_values=cache, **GREEDY)
     with pytest.raises(ValueError, match=r"assisted decoding .* 43 tokens"):
-        model.generate(said, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+        model.generate(text, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
 
 
 def test_a_method_that_cannot_cap_logits_says_so():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import skimkv
-from hf.test_generate import GREEDY, NEW, N
+from support.generation import GREEDY, NEW, N
 from support.tiny_models import family, padded, prompt
 
 SPECS = [
@@ -21,23 +21,20 @@ SPECS = [
     "SubGenStream(delta=4.0, t=3, s=8)",
 ]
 FORGETFUL = SPECS[4:]
-each = pytest.mark.parametrize("spec", SPECS)
+every_spec = pytest.mark.parametrize("spec", SPECS)
 
 
 @pytest.fixture(autouse=True)
-def no_grad_one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_grad():
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
     skimkv.detach(family("llama"))
 
 
 def feed(cache, ids, mask=None):
-    """Read ids and return the last logits; with history, one token at a time."""
-    model, held = family("llama"), cache.get_seq_length()
-    blocks = ids.split(1 if held else ids.shape[1], 1)
+    """Read ids and return the last logits; one token at a time, unless the cache is empty."""
+    model = family("llama")
+    blocks = ids.split(1 if cache.get_seq_length() else ids.shape[1], 1)
     for block in blocks:
         seen = cache.get_seq_length() + block.shape[1]
         m = torch.ones(len(ids), seen, dtype=torch.long) if mask is None else mask[:, :seen]
@@ -57,7 +54,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@each
+@every_spec
 def test_rows_are_reordered_repeated_and_selected(spec):
     """Ragged rows, after some decoding: the next logits are those of the rows' own."""
     batch = padded([N, 11, 17])
@@ -79,7 +76,7 @@ def test_rows_are_reordered_repeated_and_selected(spec):
     assert cache.layers[0].store.lengths == [N + 8, 19, 25], "the original has not moved"
 
 
-@each
+@every_spec
 def test_batch_operations_before_the_first_token(spec):
     cache = new(spec)
     cache.reorder_cache(torch.tensor([0]))
@@ -89,16 +86,16 @@ def test_batch_operations_before_the_first_token(spec):
     assert (cache.get_seq_length(), cache.nbytes, cache.allocated, cache.is_initialized) == (0, 0, 0, False)
 
 
-@each
+@every_spec
 def test_a_copied_prompt_answers_twice(spec):
     model, ids = family("llama"), prompt(1, N)
-    held = new(spec, ids)
+    read = new(spec, ids)
     answers = []
     for turn in (prompt(1, 5, 1), prompt(1, 5, 2), prompt(1, 5, 1)):
         text = torch.cat([ids, turn], 1)
-        answers.append(model.generate(text, past_key_values=copy.deepcopy(held), **GREEDY).tolist())
+        answers.append(model.generate(text, past_key_values=copy.deepcopy(read), **GREEDY).tolist())
     assert answers[0] == answers[2] != answers[1]
-    assert held.get_seq_length() == N
+    assert read.get_seq_length() == N
 
 
 @pytest.mark.parametrize("spec", SPECS[:4])
@@ -144,7 +141,7 @@ def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
     assert all(layer.is_croppable and layer.record_past for layer in cache.layers)
     for back in (0, 3, 12):
         feed(cache, later)
-        assert cache.nbytes > before, "a snapshot is held and counted"
+        assert cache.nbytes > before, "the snapshot counts too"
         with pytest.raises(ValueError, match="13 cannot be forgotten, 12 are on record"):
             cache.crop(-13)
         cache.crop(-back)
@@ -159,7 +156,7 @@ def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
         cache.crop(5)
 
 
-@each
+@every_spec
 def test_reset_is_a_new_cache(spec):
     model, ids = family("llama"), prompt(1, N)
     cache = new(spec, prompt(2, 30, 5))
@@ -174,10 +171,10 @@ def test_recording_ends_with_the_next_generate():
     model = family("llama")
     cache = new("H2O(k=10)")
     ids = prompt(1, N // 2).repeat(1, 2)
-    said = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
-    held = cache.nbytes
-    model.generate(said, past_key_values=cache, **GREEDY)
-    assert cache.nbytes == held
+    text = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    before = cache.nbytes
+    model.generate(text, past_key_values=cache, **GREEDY)
+    assert cache.nbytes == before
     assert cache.layers[0].log == []
 
 

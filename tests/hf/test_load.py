@@ -1,13 +1,18 @@
 """Loading: a model and its tokenizer, or one line that names the path and the reason."""
 
 import json
+import subprocess
+import sys
+import time
+import types
 
 import huggingface_hub
 import pytest
 import torch
 
 import skimkv
-from skimkv.hf.load import BUILTIN
+from skimkv.hf import load as loading
+from skimkv.hf.load import BUILTIN, Source, check_dtype, check_source
 from support.tiny_models import family, prompt, tokenizer
 
 
@@ -18,12 +23,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def refused(path, reason, **options):
+def refused(path, reason, call=skimkv.load):
     with pytest.raises(ValueError, match=reason) as caught:
-        skimkv.load(path, **options)
+        call(path)
     message = str(caught.value)
     assert "\n" not in message
     assert str(path) in message
+
+
+def refused_at_the_door(path, reason):
+    """By load, and by check_source, which imports nothing heavy."""
+    refused(path, reason)
+    refused(path, reason, check_source)
 
 
 @torch.no_grad()
@@ -34,10 +45,20 @@ def test_a_folder(folder):
     assert words("w5 w9")["input_ids"] == [5, 9]
     assert skimkv.load(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
     assert skimkv.load(folder, dtype=torch.float64)[0].dtype == torch.float64
-    with pytest.raises(ValueError, match="unknown dtype 'float17'"):
-        skimkv.load(folder, dtype="float17")
-    with pytest.raises(ValueError, match="unknown dtype 'nn'"):
-        skimkv.load(folder, dtype="nn")
+    for name in ("float17", "nn", "int8"):
+        with pytest.raises(ValueError, match=f"unknown dtype '{name}'; known are float32"):
+            skimkv.load(folder, dtype=name)
+    with pytest.raises(ValueError, match="unknown weights 'int4'; known: int8"):
+        skimkv.load(folder, weights="int4")
+
+
+def test_names_of_number_formats(folder):
+    names = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float32": "float32"}
+    for name, full in names.items():
+        assert check_dtype(name) == full
+        assert skimkv.load(folder, dtype=name)[0].dtype == getattr(torch, full)
+    assert check_dtype("auto") is None
+    assert skimkv.load(folder, dtype="auto")[0].dtype == torch.float32
 
 
 def test_builtin():
@@ -50,13 +71,14 @@ def test_builtin():
     assert BUILTIN.is_dir()
 
 
-def test_folders_that_hold_no_model(tmp_path, folder):
+def test_folders_without_a_model(tmp_path, folder):
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, "the folder is empty")
+    refused_at_the_door(empty, "the folder is empty")
     (empty / "notes.txt").write_text("nothing")
-    refused(empty, "no config.json")
-    refused(folder / "config.json", "not a model folder")
+    refused_at_the_door(empty, "no config.json")
+    refused_at_the_door(folder / "config.json", "not a model folder")
+    refused_at_the_door(folder / "none.gguf", "no such file")
     (folder / "config.json").write_text('{"model_type": "llama", ')
     refused(folder, "config")
     (folder / "config.json").write_text('{"model_type": "lama"}')
@@ -66,14 +88,14 @@ def test_folders_that_hold_no_model(tmp_path, folder):
 def test_a_folder_without_weights(folder):
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    refused(folder, r"no weights \(\*.safetensors\)")
+    refused_at_the_door(folder, r"no weights \(\*.safetensors\)")
 
 
 def test_pickles_are_refused(folder):
     for path in folder.glob("*.safetensors"):
         path.unlink()
     torch.save(family("llama").state_dict(), folder / "pytorch_model.bin")
-    refused(folder, "a pickle checkpoint, which can run code; only safetensors is read")
+    refused_at_the_door(folder, "a pickle checkpoint, which can run code; only safetensors is read")
 
 
 def test_truncated_and_corrupt_weights(folder):
@@ -104,8 +126,77 @@ def test_a_folder_without_tokenizer(folder):
     refused(folder, "cannot load its tokenizer: ")
 
 
-def test_an_unknown_id_offline(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    refused("nobody/no-such-model", "cannot load its tokenizer: .*connect")
+def test_check_source():
+    assert check_source("builtin") == check_source(BUILTIN) == Source("folder", str(BUILTIN))
     for path in ("./no/such/folder", "/no/such/folder", "~/no-such-folder", "a/b/c", ""):
-        refused(path, "no such folder")
+        refused_at_the_door(path, "no such folder")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The hub's client, online and with an empty cache; a test sets what an answer to model_info is."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    hub = types.SimpleNamespace(cached=None, answer=None)
+
+    def model_info(self, model, timeout):
+        if isinstance(hub.answer, Exception):
+            raise hub.answer
+        return hub.answer() if callable(hub.answer) else hub.answer
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda model, file: hub.cached)
+    return hub
+
+
+def test_an_id_when_the_hub_is_out_of_reach(hub, monkeypatch):
+    hub.answer = ConnectionError("Name or service not known")
+    advice = "give the folder of a checkpoint or the name of a cached model.*HF_HUB_OFFLINE.*HF_ENDPOINT"
+    refused_at_the_door("nobody/nothing", rf"cannot be reached \(Name or service not known\); {advice}")
+    hub.cached = "config.json"
+    with pytest.warns(UserWarning, match="nobody/nothing is loaded from the cache .* cannot be reached"):
+        assert check_source("nobody/nothing") == Source("hub", "nobody/nothing", only_cached=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert check_source("nobody/nothing").only_cached, "as asked for: no warning"
+    hub.cached = None
+    refused_at_the_door("nobody/nothing", f"HF_HUB_OFFLINE forbids a download; {advice}")
+
+
+def test_a_hub_that_never_answers(hub, monkeypatch):
+    monkeypatch.setattr(loading, "HUB_TIMEOUT", 0.1)
+    hub.answer = lambda: time.sleep(30)
+    refused_at_the_door("nobody/nothing", "cannot be reached .no answer within 0.1 seconds")
+
+
+def test_what_the_hub_answers(hub):
+    def repository(*files):
+        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=file) for file in files])
+
+    def error(kind, status):
+        return kind("no", response=types.SimpleNamespace(headers={}, request=None, status_code=status))
+
+    hub.answer = repository("config.json", "model.safetensors")
+    assert check_source("some/model") == Source("hub", "some/model")
+    hub.answer = repository("model.Q8_0.gguf")
+    refused_at_the_door("some/model", "no config.json; a GGUF file must be downloaded first")
+    hub.answer = repository("config.json", "pytorch_model.bin")
+    refused_at_the_door("some/model", "no weights in safetensors")
+    hub.answer = error(huggingface_hub.errors.RepositoryNotFoundError, 404)
+    refused_at_the_door("some/model", "the hub has no such model")
+    hub.answer = error(huggingface_hub.errors.GatedRepoError, 403)
+    refused_at_the_door("some/model", "access is restricted")
+    hub.answer = error(huggingface_hub.errors.HfHubHTTPError, 503)
+    refused_at_the_door("some/model", "cannot be reached")
+
+
+def test_check_source_imports_nothing_heavy(tmp_path):
+    """And an address where nobody listens is reported within seconds."""
+    code = (
+        "import sys, time\nfrom skimkv.hf.load import check_source\nstart = time.perf_counter()\n"
+        "try:\n    check_source('nobody/nothing')\nexcept ValueError as error:\n    print(error)\n"
+        "print(time.perf_counter() - start < 10, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    message, facts = run.stdout.splitlines()
+    assert message.startswith("nobody/nothing: ") and "http://127.0.0.1:9 cannot be reached" in message
+    assert facts == "True False False"

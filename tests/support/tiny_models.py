@@ -1,7 +1,9 @@
-"""Tiny random models of every family that the seam is proven on: two layers, hidden 64, 97 tokens, float32."""
+"""Tiny random models of every family that is tested: two layers, hidden size 64, 97 tokens, float32."""
 
 import functools
+from collections.abc import Iterable
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.generation import candidate_generator
@@ -17,7 +19,7 @@ _SIZES = {
     "num_attention_heads": 4,
     "intermediate_size": 96,
     "max_position_embeddings": 160,
-    # a random model says every token: none of them may mean that it ends, or that generate() should mask it
+    # a random model generates every token: none of them may end the text, or be masked by generate()
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -40,8 +42,17 @@ FAMILIES = {
     "qwen3": ("qwen3", _GROUPED),
     "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
     "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
-SERVED = [name for name in FAMILIES if name != "mistral-sliding"]  # at least one layer of full attention
+WITH_FULL_ATTENTION = [name for name in FAMILIES if name != "mistral-sliding"]
+# The families of the quick run: grouped queries; a cap on logits and sliding layers; biases and learned positions;
+# parallel attention; norms of queries and keys; a mixture of experts.
+QUICK = ("llama", "gemma2", "gpt2", "gpt_neox", "qwen3", "mixtral")
+
+
+def with_slow(names: Iterable[str]) -> list[object]:
+    """These families as parameters of a test; those that are not in QUICK run only where slow tests do."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def build(kind: str, **options: object) -> torch.nn.Module:

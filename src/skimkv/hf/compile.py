@@ -1,8 +1,8 @@
-"""Compiled decoding: a step of one token as one graph, on a GPU replayed as a CUDA graph.
+"""Compiled decoding: a step of one token runs as one graph, which a GPU replays as a CUDA graph.
 
-Each layer's attention is one opaque operation in it, which finds its layer by number: neither lengths nor caches are
-part of the graph, so it is compiled once. What is no such step (a prompt, a draft that is verified, a call that asks
-for hidden states or gradients) runs as without.
+Each layer's attention is one opaque operation of that graph, which finds its layer by number: neither lengths nor
+caches are part of the graph, so it is compiled once for all methods and caches. A call that is no such step (a prompt,
+a draft that is verified, a call that asks for hidden states or gradients) runs without the graph.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ from ..ops.gpu import device
 from ..stores.base import Store
 from ..stores.full import Full
 from .cuda_graph import Replay, capture, footing
-from .layer import Layer
-from .supported import layers
+from .layer import MARK, Layer
+from .supported import model_layers
 from .weights import Packed
 
-# What a call may give besides and still be a step: of one token, logits_to_keep keeps all.
-TAKEN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
-TAKEN |= {"cache_position"}
+# The arguments of a call that is a step; logits_to_keep changes nothing where there is one token.
+STEP_ARGUMENTS = {
+    "input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep",
+    "cache_position",
+}  # fmt: skip
 
 
-class _Now(threading.local):
+class _Running(threading.local):
     """The layers of the step that this thread runs."""
 
     layers: Sequence[Layer] = ()
 
 
-_now = _Now()
+_running = _Running()
 
 
 @torch.library.custom_op("skimkv::decode", mutates_args=())
-def _decode(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, softcap: float | None) -> Tensor:
-    """q (B,Hq,1,D) · k, v (B,H,1,D) -> (B,1,Hq,D)."""
+def _decode(q: Tensor, k: Tensor, v: Tensor, index: int, scale: float, softcap: float | None) -> Tensor:
+    """Decode one token in the layer of this number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D)."""
     B, H, _, D = k.shape
-    found = _now.layers[layer]
-    assert found.store is not None
+    layer = _running.layers[index]
+    assert layer.store is not None
     token = q[:, :, 0].reshape(B, H, -1, D), k[:, :, 0], v[:, :, 0]
-    y = found.method.decode(found.store, *token, scale=scale, softcap=softcap)
-    found.seen += 1
+    y = layer.method.decode(layer.store, *token, scale=scale, softcap=softcap)
+    layer.seen += 1
     return y.reshape(B, 1, -1, D)
 
 
 @_decode.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, softcap: float | None) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, index: int, scale: float, softcap: float | None) -> Tensor:
     return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
 
 
-class _Place(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What the graph sees of a layer: its number. `length`: tokens seen, as a tensor."""
+class _GraphLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """What the graph contains of a layer: its number. `length`: tokens seen, as a tensor."""
 
     is_sliding = False
 
@@ -72,7 +74,7 @@ class _Place(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        key_states._skimkv = self  # type: ignore[attr-defined]
+        setattr(key_states, MARK, self)
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
@@ -80,7 +82,7 @@ class _Place(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise RuntimeError("skimkv: the model makes a mask of its own kind: it cannot be compiled")
+        raise RuntimeError("skimkv: the model makes a mask of its own kind, which cannot be compiled")
 
     def get_seq_length(self) -> int:
         return self.length  # type: ignore[return-value]
@@ -89,55 +91,61 @@ class _Place(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
-class Compiled:
-    """In the place of a model's forward. Raises ValueError if the model cannot be compiled."""
+class CompiledForward:
+    """Takes the place of a model's forward and runs steps of one token through the compiled graph.
+
+    Raises ValueError if the model cannot be compiled.
+    """
 
     def __init__(self, model: PreTrainedModel, backend: str) -> None:
+        name = type(model).__name__
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"{type(model).__name__} is not a transformers model")
-        who, names = type(model).__name__, torch.compiler.list_backends(None)
-        if backend not in names:
-            raise ValueError(f"compile = {backend!r} must be True or one of {', '.join(names)}")
-        known = layers(model)
-        if not all(served for _, served in known):
-            raise ValueError(f"{who} cannot be compiled: it has layers of sliding attention")
+            raise ValueError(f"{name} is not a transformers model")
+        backends = torch.compiler.list_backends(None)
+        if backend not in backends:
+            raise ValueError(f"compile = {backend!r} must be True or one of {', '.join(backends)}")
+        layers = model_layers(model)
+        if not all(layer.supported for layer in layers):
+            raise ValueError(f"{name} cannot be compiled: it has layers of sliding attention")
         if any(isinstance(part, Packed) for part in model.modules()):
-            raise ValueError(f"{who} cannot be compiled: its weights are 8 bits wide")
-        self.held: Any = model.__dict__.get("forward")  # what someone else put on the model
-        if isinstance(self.held, Compiled):
-            self.held = self.held.held
-        self.__wrapped__: Callable[..., Any] = self.held or MethodType(type(model).forward, model)
-        if not model.can_generate() or "position_ids" not in inspect.signature(self.__wrapped__).parameters:
-            raise ValueError(f"{who} cannot be compiled: it takes no position_ids, or has no generate()")
-        self.names, self.count, self.backend = [*inspect.signature(self.__wrapped__).parameters], len(known), backend
+            raise ValueError(f"{name} cannot be compiled: its weights are 8 bits wide")
+        # what somebody else has put in the place of the class's forward, if anything
+        self.replaced: Any = model.__dict__.get("forward")
+        if isinstance(self.replaced, CompiledForward):
+            self.replaced = self.replaced.replaced
+        self.__wrapped__: Callable[..., Any] = self.replaced or MethodType(type(model).forward, model)
+        self.parameters = [*inspect.signature(self.__wrapped__).parameters]
+        if not model.can_generate() or "position_ids" not in self.parameters:
+            raise ValueError(f"{name} cannot be compiled: it takes no position_ids, or has no generate()")
+        self.n_layers, self.backend = len(layers), backend
         self._build(model.device)
 
-    def _build(self, place: torch.device) -> None:
-        """The function that is compiled, with the tensors in it that every step shares."""
-        self.length, whole = torch.zeros((), dtype=torch.int64, device=place), torch.zeros(1, 1, 1, 1, device=place)
-        cache, inner = Cache(layers=[_Place(i, self.length) for i in range(self.count)]), self.__wrapped__
+    def _build(self, device: torch.device) -> None:
+        """Make the function that is compiled, and the tensors that all its steps share."""
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        cache, inner = Cache(layers=[_GraphLayer(i, self.length) for i in range(self.n_layers)]), self.__wrapped__
+        mask = torch.zeros(1, 1, 1, 1, device=device)  # one of four dimensions is passed on as it is, and not read
 
         def step(ids: Tensor, positions: Tensor) -> Tensor:
-            # a mask of four dimensions is passed on as it is; the attention function does not look at it
-            given = {"input_ids": ids, "attention_mask": whole, "position_ids": positions}
-            logits: Tensor = inner(**given, past_key_values=cache, use_cache=True).logits
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            logits: Tensor = inner(**inputs, past_key_values=cache, use_cache=True).logits
             return logits
 
         step.__code__ = step.__code__.replace()  # its own: dynamo counts compilations per code object
         self.step: Callable[[Tensor, Tensor], Tensor] = torch.compile(step, fullgraph=True, backend=self.backend)
         self.replay: Replay | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         twin = memo[id(self)] = copy.copy(self)
-        twin.held, twin.__wrapped__ = copy.deepcopy((self.held, self.__wrapped__), memo)  # of the model's copy
+        twin.replaced, twin.__wrapped__ = copy.deepcopy((self.replaced, self.__wrapped__), memo)  # the copied model's
         twin._build(self.length.device)
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        cache: Any = given.get("past_key_values")
-        ids, positions = given.get("input_ids"), given.get("position_ids")
-        if ids is None or ids.shape[1] != 1 or not _decodes(cache, given):
+        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        cache: Any = arguments.get("past_key_values")
+        ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
+        if ids is None or ids.shape[1] != 1 or not _is_step(cache, arguments):
             return self.__wrapped__(*args, **kwargs)
         if ids.device != self.length.device:
             self._build(ids.device)
@@ -149,82 +157,89 @@ class Compiled:
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _run(self, cache: Any, *inputs: Tensor) -> Tensor:
-        """One token, replayed where that is possible: from the second step on with the same footing."""
-        held = self.replay
-        if held is None or not held.stands(cache, inputs):
+        """Run one token: as a replay where a captured graph still fits, else kernel by kernel."""
+        replay = self.replay
+        if replay is None or not replay.stands(cache, inputs):
             stores: list[Store] = [layer.store for layer in cache.layers]
             if not all(map(ops.graphable, stores)) or len({store.device for store in stores}) > 1:
                 return self._plain(cache, inputs)
             for store in stores:
                 device.prepare(store)
-            if held is None or held.cache() is not cache or held.footing != footing(stores, inputs):
+            if replay is None or replay.cache() is not cache or replay.footing != footing(stores, inputs):
                 logits = self._plain(cache, inputs)
-                self.replay = Replay(cache, footing(stores, inputs))  # as it is now that all is compiled and made
+                # the next step can be captured: everything is compiled and allocated now
+                self.replay = Replay(cache, footing(stores, inputs))
                 return logits
-        if held.run is None:
+        if replay.run is None:
             with torch.inference_mode(False):
-                static = held.inputs = tuple(x.clone() for x in inputs)
+                static = replay.inputs = tuple(x.clone() for x in inputs)
             try:
-                held.logits, held.run = capture(lambda: self._plain(cache, static))
+                replay.logits, replay.run = capture(lambda: self._plain(cache, static))
             except BaseException:
-                cache.layers[0].seen = -1  # the host counts a token that the device has not: of no use any more
+                # the host has counted a token that the device never decoded: the next forward must refuse this cache
+                cache.layers[0].seen = -1
                 raise
-            held.run()
+            replay.run()
         else:
-            for mine, x in zip(held.inputs, inputs, strict=True):
-                mine.copy_(x)
-            held.run()
-            held.follow(cache)
-        assert held.logits is not None
-        return held.logits.clone()
+            for static_input, x in zip(replay.inputs, inputs, strict=True):
+                static_input.copy_(x)
+            replay.run()
+            replay.follow(cache)
+        assert replay.logits is not None
+        return replay.logits.clone()
 
     def _plain(self, cache: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        before, _now.layers = _now.layers, cache.layers
+        before, _running.layers = _running.layers, cache.layers
         # a slice of a growing text has other strides at every step, which would be compiled anew
         inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in inputs)
         try:
             return self.step(*inputs)
         finally:
-            _now.layers = before
+            _running.layers = before
 
 
-def _decodes(cache: Any, given: dict[str, Any]) -> bool:
-    """True for one more token after what a cache of ours holds, where nothing but logits is asked for."""
+def _is_step(cache: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call with these arguments adds one token to a cache of ours and asks for nothing but logits."""
     if not isinstance(cache, Cache) or torch.is_grad_enabled():
         return False
-    extra = {name for name, value in given.items() if value is not None and value is not False} - TAKEN
-    if extra or given.get("return_dict") is False:
+    extra = {name for name, value in arguments.items() if value is not None and value is not False} - STEP_ARGUMENTS
+    if extra or arguments.get("return_dict") is False:
         return False
-    held: list[Any] = cache.layers
-    for layer in held:
-        if not isinstance(layer, Layer) or layer.store is None or layer.prompt is not None:
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if not isinstance(layer, Layer) or layer.store is None or layer.prefill_until is not None:
             return False
-        if layer.pending is not None or layer.seen != held[0].seen:
+        if layer.pending is not None or layer.seen != layers[0].seen:
             return False
         if layer.record_past and not isinstance(layer.store, Full):
             return False
-    mask = given.get("attention_mask")
-    return mask is None or bool(mask.ndim == 2 and mask.shape[1] == held[0].seen + 1)
+    mask = arguments.get("attention_mask")
+    return mask is None or bool(mask.ndim == 2 and mask.shape[1] == layers[0].seen + 1)
 
 
-def compiled(model: Any, backend: str) -> Compiled:
-    """The model's own, made once: what was compiled serves every method and cache. Raises ValueError as Compiled."""
-    kept = getattr(model, "__dict__", {}).get("_skimkv_compiled", {})
-    found: Compiled | None = kept.get(backend)
-    on = model.__dict__.get("forward") if found else None
-    if found is None or (on.held if isinstance(on, Compiled) else on) is not found.held:
-        found = Compiled(model, backend)
-        model.__dict__["_skimkv_compiled"] = {**kept, backend: found}
-    return found
+def compiled_forward(model: Any, backend: str) -> CompiledForward:
+    """The compiled forward of a model, made once: it is used for every method and cache.
+
+    Raises ValueError if the model cannot be compiled.
+    """
+    by_backend = getattr(model, "__dict__", {}).get("_skimkv_compiled", {})
+    forward: CompiledForward | None = by_backend.get(backend)
+    current = model.__dict__.get("forward") if forward else None
+    if isinstance(current, CompiledForward):
+        current = current.replaced
+    if forward is None or current is not forward.replaced:
+        forward = CompiledForward(model, backend)
+        model.__dict__["_skimkv_compiled"] = {**by_backend, backend: forward}
+    return forward
 
 
-def use(model: Any, compiled: Compiled | None) -> Compiled | None:
-    """Run the model's steps through this, or for None as without; returns what they ran through before."""
+def set_forward(model: Any, forward: CompiledForward | None) -> CompiledForward | None:
+    """Run the model's steps through this compiled forward (None: through none), and return the one before."""
     before = model.__dict__.get("forward")
-    if isinstance(before, Compiled):
+    if isinstance(before, CompiledForward):
         model.__dict__.pop("forward")
-        if before.held is not None:
-            model.__dict__["forward"] = before.held
-    if compiled is not None:
-        model.__dict__["forward"] = compiled
-    return before if isinstance(before, Compiled) else None
+        if before.replaced is not None:
+            model.__dict__["forward"] = before.replaced
+    if forward is not None:
+        model.__dict__["forward"] = forward
+    return before if isinstance(before, CompiledForward) else None

@@ -1,7 +1,8 @@
-"""What skimkv reads of a GGUF file: metadata, and tensors of floats or Q8_0 blocks.
+"""The GGUF file format: metadata, and tensors of floats or Q8_0 blocks.
 
-The file is neither mapped nor held: a mapping would stay resident beside the packed weights. Lists of strings (the
-vocabulary, of which the tokenizer takes care) are skipped: as objects they would cost more than some models.
+The file is read piece by piece: a mapping, or the whole file in memory, would stay resident beside the packed weights.
+Lists of strings (the vocabulary, which transformers' tokenizer reads itself) are skipped: as Python objects they would
+take more memory than some models.
 """
 
 from __future__ import annotations
@@ -16,25 +17,29 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..ops import linear
+from ..ops import packed_weights
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Metadata: the number of a type -> its format for struct, and the numbers of the two types that are no scalars.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, LIST = 8, 9
 
 
-class Entry(NamedTuple):
-    """Where a tensor is in the file. shape is (rows, columns), or (columns,)."""
+class TensorEntry(NamedTuple):
+    """Where a tensor is in the file, and in which type. The shape is (rows, columns), or (columns,).
+
+    offset: of its first byte, from the start of the file. quantisation: "F32", "Q8_0" or another name of GGUF's types.
+    """
 
     name: str
-    kind: str
+    quantisation: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
 
-class File:
-    """An open GGUF file: `meta` (without lists of strings) and `tensors`, by name.
+class GGUFFile:
+    """An open GGUF file. `metadata` (without lists of strings) by key, and `tensors` by name.
 
     Raises ValueError if it is damaged, shorter than its tensors, or of a version other than 2 and 3.
     """
@@ -47,39 +52,40 @@ class File:
                 raise ValueError("not a GGUF file")
             if (version := self._number("I")) not in (2, 3):
                 raise ValueError(f"GGUF version {version} is not supported; only 2 and 3 are")
-            n_tensors, n_meta = self._number("Q"), self._number("Q")
-            pairs = (self._pair() for _ in range(n_meta))
-            self.meta: dict[str, Any] = {key: value for key, value in pairs if value is not None}
+            n_tensors, n_metadata = self._number("Q"), self._number("Q")
+            pairs = (self._pair() for _ in range(n_metadata))
+            self.metadata: dict[str, Any] = {key: value for key, value in pairs if value is not None}
             entries = [self._entry() for _ in range(n_tensors)]
-            alignment = self.meta.get("general.alignment", 32)
+            alignment = self.metadata.get("general.alignment", 32)
             if not isinstance(alignment, int) or alignment < 1:
                 raise ValueError(f"general.alignment = {alignment} is damaged")
             start = -(-self.file.tell() // alignment) * alignment
-            self.tensors = {e.name: e._replace(offset=start + e.offset) for e in entries}
-            for e in self.tensors.values():
-                if e.offset + e.nbytes > self.size:
-                    raise ValueError(f"truncated: {e.name} ends at byte {e.offset + e.nbytes} of {self.size}")
+            self.tensors = {entry.name: entry._replace(offset=start + entry.offset) for entry in entries}
+            for entry in self.tensors.values():
+                end = entry.offset + entry.nbytes
+                if end > self.size:
+                    raise ValueError(f"truncated: {entry.name} ends at byte {end} of {self.size}")
         except BaseException:
             self.file.close()
             raise
 
-    def __enter__(self) -> File:
+    def __enter__(self) -> GGUFFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.file.close()
 
     def _bytes(self, n: int) -> bytearray:
-        """The next n bytes. Checked first: a damaged length asks for more memory than there is."""
+        """The next n bytes. n is checked first: a damaged length could ask for more memory than there is."""
         if n > self.size - self.file.tell():
             raise ValueError(f"truncated or damaged: {n} bytes wanted at byte {self.file.tell()} of {self.size}")
-        held = bytearray(n)
-        if self.file.readinto(held) != n:
+        data = bytearray(n)
+        if self.file.readinto(data) != n:
             raise ValueError(f"truncated at byte {self.file.tell()}")
-        return held
+        return data
 
-    def _number(self, form: str) -> Any:
-        return struct.unpack("<" + form, self._bytes(struct.calcsize("<" + form)))[0]
+    def _number(self, format: str) -> Any:
+        return struct.unpack("<" + format, self._bytes(struct.calcsize("<" + format)))[0]
 
     def _string(self) -> str:
         return self._bytes(self._number("Q")).decode("utf-8", "replace")
@@ -97,8 +103,8 @@ class File:
             raise ValueError(f"damaged: {kind} is no type of metadata")
         kind, n = self._number("I"), self._number("Q")
         if kind in SCALARS:
-            each = struct.calcsize(SCALARS[kind])
-            return list(struct.unpack(f"<{n}{SCALARS[kind]}", self._bytes(n * each)))
+            itemsize = struct.calcsize(SCALARS[kind])
+            return list(struct.unpack(f"<{n}{SCALARS[kind]}", self._bytes(n * itemsize)))
         for _ in range(n):
             if kind == STRING:
                 self._bytes(self._number("Q"))
@@ -106,40 +112,41 @@ class File:
                 self._value(kind)
         return None
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> TensorEntry:
         name = self._string()
         if (dimensions := self._number("I")) > 4:
             raise ValueError(f"damaged: {name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         number, offset = self._number("I"), self._number("Q")
         try:
-            kind = GGMLQuantizationType(number)
+            quantisation = GGMLQuantizationType(number)
         except ValueError:
             raise ValueError(f"{name} is of unknown type {number}") from None
         elements = 1
         for n in shape:
             elements *= n
-        block, each = GGML_QUANT_SIZES[kind]
+        block, block_bytes = GGML_QUANT_SIZES[quantisation]
         if not elements or shape[-1] % block:
             raise ValueError(f"damaged: {name} is {shape} in blocks of {block}")
-        return Entry(name, kind.name, shape, offset, elements // block * each)
+        return TensorEntry(name, quantisation.name, shape, offset, elements // block * block_bytes)
 
-    def _read(self, t: Entry, first: int, last: int) -> bytearray:
+    def _read(self, entry: TensorEntry, first: int, last: int) -> bytearray:
         """Bytes first .. last-1 of a tensor."""
-        self.file.seek(t.offset + first)
+        self.file.seek(entry.offset + first)
         return self._bytes(last - first)
 
-    def floats(self, t: Entry) -> Tensor:
-        """A tensor of floats as float32."""
-        return torch.frombuffer(self._read(t, 0, t.nbytes), dtype=FLOATS[t.kind]).float().view(t.shape)
+    def floats(self, entry: TensorEntry) -> Tensor:
+        """A tensor of one of the types in FLOATS, as float32."""
+        data = self._read(entry, 0, entry.nbytes)
+        return torch.frombuffer(data, dtype=FLOATS[entry.quantisation]).float().view(entry.shape)
 
-    def blocks(self, t: Entry) -> Callable[[int, int], Tensor]:
-        """For weights.fill: rows first .. last-1 of a Q8_0 matrix as (n, in/32, 17) int16."""
-        per_row = t.shape[-1] // linear.BLOCK
-        each = per_row * linear.WORDS * 2
+    def blocks(self, entry: TensorEntry) -> Callable[[int, int], Tensor]:
+        """A function read(first, last) that returns rows first .. last-1 of a Q8_0 matrix as (n, in/32, 17) int16."""
+        row_blocks = entry.shape[-1] // packed_weights.BLOCK
+        row_bytes = row_blocks * packed_weights.WORDS * 2
 
         def read(first: int, last: int) -> Tensor:
-            held = self._read(t, first * each, last * each)
-            return torch.frombuffer(held, dtype=torch.int16).view(-1, per_row, linear.WORDS)
+            data = self._read(entry, first * row_bytes, last * row_bytes)
+            return torch.frombuffer(data, dtype=torch.int16).view(-1, row_blocks, packed_weights.WORDS)
 
         return read

@@ -1,4 +1,4 @@
-"""A Llama from a GGUF file of Q8_0 weights, which stay in 8 bits: matrices are read in slabs and packed at once."""
+"""A Llama from a GGUF file of Q8_0 weights. They stay in 8 bits: matrices are read in slabs, and packed at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from ..ops import linear
-from .gguf import FLOATS, Entry, File
-from .weights import Embedding8, Linear8, fill, storage
+from ..ops import packed_weights
+from .gguf import FLOATS, GGUFFile, TensorEntry
+from .weights import Embedding8, Linear8, empty_packed, fill_packed
 
+# llama.cpp's names of modules -> names in transformers.
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -33,7 +34,7 @@ NAMES = {
 
 
 def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, Any]:
-    """The model in eval mode and its tokenizer. dtype: of activations and cache, bfloat16 by default.
+    """Load a model in eval mode, and its tokenizer. dtype: of activations and cache, bfloat16 by default.
 
     Raises ValueError, one line with the path and the reason, for a file that is damaged, of another architecture
     than llama, or quantised otherwise than in Q8_0.
@@ -42,10 +43,10 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Llama
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        with File(path) as file:
-            _check(file)
-            model = _empty(_config(file.meta, file.tensors), dtype)
-            _read(model, file)
+        with GGUFFile(path) as file:
+            _check_supported(file)
+            model = _empty_model(_config(file.metadata, file.tensors), dtype)
+            _read_weights(model, file)
     except (ValueError, KeyError, TypeError, ArithmeticError, RuntimeError, OSError) as error:
         reason = f"its metadata lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(f"{path}: {reason}") from error
@@ -57,18 +58,22 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Llama
     return model, tokenizer
 
 
-def _check(file: File) -> None:
-    """Before a model is made: the architecture, and the types of all tensors."""
-    if (architecture := file.meta.get("general.architecture")) != "llama":
+def _check_supported(file: GGUFFile) -> None:
+    """Raises ValueError for another architecture than llama, or a tensor of a type that cannot be read."""
+    if (architecture := file.metadata.get("general.architecture")) != "llama":
         raise ValueError(f"architecture {architecture!r} is not supported; only llama is")
-    for t in file.tensors.values():
-        if t.kind != "Q8_0" and t.kind not in FLOATS:
-            raise ValueError(f"{t.name} is quantised as {t.kind}; only Q8_0 (and F32, F16, BF16) is supported")
+    for entry in file.tensors.values():
+        if entry.quantisation != "Q8_0" and entry.quantisation not in FLOATS:
+            raise ValueError(
+                f"{entry.name} is quantised as {entry.quantisation}; only Q8_0 (and F32, F16, BF16) is supported"
+            )
 
 
-def _config(meta: dict[str, Any], tensors: dict[str, Entry]) -> LlamaConfig:
+def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaConfig:
+    """The model's configuration. Raises KeyError for metadata that is missing, ValueError if it is not supported."""
+
     def get(key: str, default: Any = None) -> Any:
-        value = meta.get(f"llama.{key}", default)
+        value = metadata.get(f"llama.{key}", default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise ValueError(f"llama.{key} differs between layers, which is not supported: {value}")
@@ -91,10 +96,13 @@ def _config(meta: dict[str, Any], tensors: dict[str, Entry]) -> LlamaConfig:
     for name in ("token_embd.weight", "blk.0.attn_q.weight"):
         if name not in tensors:
             raise ValueError(f"{name} is missing")
-    layers, held = get("block_count"), len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
-    if layers != held or tensors["blk.0.attn_q.weight"].shape[0] != heads * size:  # before a model of that size is made
-        raise ValueError(f"the metadata say {layers} layers and {heads} x {size} heads; {held} layers are there")
-    ends = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    # before a model of that size is made
+    layers, stored_layers = get("block_count"), len({n.split(".")[1] for n in tensors if n.startswith("blk.")})
+    if layers != stored_layers or tensors["blk.0.attn_q.weight"].shape[0] != heads * size:
+        raise ValueError(
+            f"the metadata say {layers} layers and {heads} x {size} heads; {stored_layers} layers are there"
+        )
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = sorted({end for end in ends if end is not None})
     return LlamaConfig(
         vocab_size=tensors["token_embd.weight"].shape[0], hidden_size=width, head_dim=size,
@@ -102,13 +110,13 @@ def _config(meta: dict[str, Any], tensors: dict[str, Entry]) -> LlamaConfig:
         num_key_value_heads=get("attention.head_count_kv", heads), max_position_embeddings=get("context_length"),
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"), rope_parameters=rope,
         tie_word_embeddings="output.weight" not in tensors, attention_bias="blk.0.attn_q.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors, bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=ends or None, pad_token_id=meta.get("tokenizer.ggml.padding_token_id"),
+        mlp_bias="blk.0.ffn_up.bias" in tensors, bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=ends or None, pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )  # fmt: skip
 
 
-def _empty(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The model without its weights; only the rotary embedding, which no file holds, is made."""
+def _empty_model(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    """The model without its weights; only the rotary embedding, which no file contains, is made."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         nn.Module.to(model, dtype)
@@ -118,60 +126,79 @@ def _empty(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     return model
 
 
-def _read(model: LlamaForCausalLM, file: File) -> None:
-    """Every tensor to its place. Raises ValueError for one too many, one too few, or one of another shape."""
+def _read_weights(model: LlamaForCausalLM, file: GGUFFile) -> None:
+    """Read every tensor to its place. Raises ValueError for a tensor too many, too few, or of another shape."""
     config: Any = model.config
-    dtype = model.dtype
-    heads: dict[str, int] = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    expected = dict(model.named_parameters())
-    for t in file.tensors.values():
-        if t.name == "rope_freqs.weight":  # Llama 3.1 and later: how much slower each pair of channels turns
+    dtype: torch.dtype = config.dtype
+    missing = dict(model.named_parameters())
+    for entry in file.tensors.values():
+        if entry.name == "rope_freqs.weight":  # Llama 3.1 and later: how much slower each pair of channels turns
             rotary: Any = model.model.rotary_emb
-            rotary.inv_freq = rotary.original_inv_freq = rotary.inv_freq / file.floats(t)
+            rotary.inv_freq = rotary.original_inv_freq = rotary.inv_freq / file.floats(entry)
             continue
-        found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", t.name)
-        layer, short, kind = found.groups() if found else (None, "", "")
-        name = NAMES.get(short, "") if layer is None else f"model.layers.{layer}.{NAMES.get(short, '')}"
-        if f"{name}.{kind}" not in expected:
-            raise ValueError(f"{t.name} has no place in this model")
-        if (old := expected.pop(f"{name}.{kind}")).shape != t.shape:
-            raise ValueError(f"{t.name} is {t.shape}; the metadata say {tuple(old.shape)}")
-        part: Any = model.get_submodule(name)
-        if t.kind == "Q8_0":
-            if len(t.shape) != 2:
-                raise ValueError(f"{t.name} is quantised, and no matrix")
-            rows, columns = t.shape
-            step = math.lcm(linear.ROWS, config.head_dim) if short in heads else linear.ROWS
-            read = _ordered(file.blocks(t), rows // heads[short]) if short in heads else file.blocks(t)
-            packed = fill(storage(rows, columns), rows, read, step)
-            if isinstance(part, nn.Embedding):
-                model.set_submodule(name, Embedding8(rows, columns, packed, dtype))
-            else:
-                new = Linear8(columns, rows, weight=packed, dtype=dtype)
-                new.bias = part.bias  # its own tensor, read before or after
-                model.set_submodule(name, new)
+        module, parameter = _place(entry.name)
+        if (expected := missing.pop(f"{module}.{parameter}", None)) is None:
+            raise ValueError(f"{entry.name} has no place in this model")
+        if expected.shape != entry.shape:
+            raise ValueError(f"{entry.name} is {entry.shape}; the metadata say {tuple(expected.shape)}")
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module.split(".")[-1])
+        if entry.quantisation == "Q8_0":
+            _read_packed(model, file, entry, module, heads)
         else:
-            value = file.floats(t)
-            value = _unpermuted(value, heads[short]) if short in heads else value
-            setattr(part, kind, nn.Parameter(value.to(dtype), requires_grad=False))
+            value = file.floats(entry)
+            value = value if heads is None else _unpermuted(value, heads)
+            setattr(model.get_submodule(module), parameter, nn.Parameter(value.to(dtype), requires_grad=False))
     if config.tie_word_embeddings:
         table: Any = model.model.embed_tokens
-        expected.pop("lm_head.weight", None)
+        missing.pop("lm_head.weight", None)
         if isinstance(table, Embedding8):
             head = Linear8(table.embedding_dim, table.num_embeddings, weight=table.weight, dtype=dtype)
             model.set_submodule("lm_head", head)
         model.lm_head.weight = table.weight
-    if expected:
-        raise ValueError(f"{len(expected)} tensors are missing, the first is {next(iter(expected))}")
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, the first is {next(iter(missing))}")
 
 
-def _ordered(read: Callable[[int, int], Tensor], size: int) -> Callable[[int, int], Tensor]:
+def _place(name: str) -> tuple[str, str]:
+    """The module and the parameter of a tensor of the file; two empty strings for a name that is not llama.cpp's."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in NAMES:
+        return "", ""
+    return NAMES[match[2]] if match[1] is None else f"model.layers.{match[1]}.{NAMES[match[2]]}", match[3]
+
+
+def _read_packed(model: LlamaForCausalLM, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
+    """Read a Q8_0 matrix and put the 8-bit module in the place of the module of that name.
+
+    heads: of a matrix whose rows stand in llama.cpp's order, else None.
+    """
+    if len(entry.shape) != 2:
+        raise ValueError(f"{entry.name} is quantised, and no matrix")
+    rows, columns = entry.shape
+    read, step = file.blocks(entry), packed_weights.ROWS
+    if heads is not None:
+        read, step = _reordered(read, rows // heads), math.lcm(packed_weights.ROWS, rows // heads)
+    packed = fill_packed(empty_packed(rows, columns), rows, read, step)
+    module: Any = model.get_submodule(name)
+    dtype: Any = model.config.dtype
+    if isinstance(module, nn.Embedding):
+        model.set_submodule(name, Embedding8(rows, columns, packed, dtype))
+    else:
+        new = Linear8(columns, rows, weight=packed, dtype=dtype)
+        new.bias = module.bias  # a tensor of its own, which is read before or after
+        model.set_submodule(name, new)
+
+
+def _reordered(read: Callable[[int, int], Tensor], size: int) -> Callable[[int, int], Tensor]:
     """The same rows in transformers' order; slabs are whole heads of `size` rows."""
     return lambda first, last: _unpermuted(read(first, last), (last - first) // size)
 
 
 def _unpermuted(rows: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's order of the rows of q and k. A rotation turns channels i and i + D/2 of a head together in
-    transformers; in the file these are rows 2i and 2i + 1."""
+    """Undo llama.cpp's order of the rows of q and k.
+
+    A rotation turns channels i and i + D/2 of a head together in transformers; in the file these are rows 2i and
+    2i + 1 of the head.
+    """
     result: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return result

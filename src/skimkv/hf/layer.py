@@ -1,9 +1,9 @@
-"""The transformers seam, inner half: one layer of a cache, and the attention and mask functions that serve it.
+"""One layer of a cache, and the two functions that transformers calls for it: attention and mask.
 
-A model calls `cache.update(k, v, layer)`, then its attention function with what update returned. Our layer returns
-the block itself, tagged: the layer is an attribute of the key tensor, so the state is per cache and re-entrant.
-Our attention function finds the tag and hands the block to the method. Any other layer or cache gets the model's
-own attention and its own mask, unchanged.
+A model calls `cache.update(k, v, layer_idx)`, then its attention function with what `update` returned. Our layer
+returns the new keys and values themselves and marks the key tensor with itself: the state belongs to the cache, and
+two models can run at the same time. The attention function finds the layer by that mark and calls its `attend`. Keys
+without the mark come from another cache: they get the model's own attention and its own mask, unchanged.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from ..methods.base import Method
 from ..stores.base import Shape, Store
 from ..stores.full import Full
 
-# What a model's config says while the seam is set -> what serves the layers and caches that are not ours.
-BASES = {"skimkv": "sdpa", "skimkv_eager": "eager"}
+# Our names of attention functions -> the library's function for layers and caches that are not ours.
+LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
 
-# Keywords of an attention call that change nothing, whatever they say; scaling and softcap are passed on.
-HARMLESS = {"scaling", "softcap", "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
-HARMLESS |= {"token_type_ids", "labels", "logits_to_keep", "num_items_in_batch"}
+# Keywords of an attention call that `attention` passes on, or that cannot change its result.
+KNOWN_KEYWORDS = {
+    "scaling", "softcap", "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
+    "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch",
+}  # fmt: skip
+
+MARK = "_skimkv_layer"  # the attribute of a key tensor that names its layer
 
 
 class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer of a cache that our attention function hands the model's blocks of new tokens to.
+    """A layer of a cache that receives the model's blocks of new tokens from our attention function.
 
-    A subclass says what becomes of a block (`attend_block`) and how many tokens each row holds (`cached_tokens`).
-    `seen` counts positions, padding included.
+    A subclass defines what happens with a block (`attend_block`) and how many tokens each row holds
+    (`cached_tokens`). `seen` counts positions, padding included.
     """
 
     is_sliding = False
@@ -78,39 +82,49 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Not possible here: only the attention call knows how many query heads share a KV head."""
         raise NotImplementedError("a store is made by the first attention call")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Called by the model with new keys and values (B,H,n,D), which it passes on to its attention function.
+
+        Raises ValueError if the two differ in shape.
+        """
         if key_states.shape != value_states.shape:
             raise ValueError(
-                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in shape: not served"
+                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} must have the same shape"
             )
-        key_states._skimkv = self  # type: ignore[attr-defined]
+        setattr(key_states, MARK, self)
         self.pending = value_states
         return key_states, value_states
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
     ) -> Tensor:
-        """Attend with one block of the model: q (B,H*G,n,D) · k, v (B,H,n,D) -> (B,n,H*G,D)."""
+        """Attend with one block of the model: q (B,H*G,n,D) · k, v (B,H,n,D) -> (B,n,H*G,D).
+
+        mask: the tensor of left-padding counts that the function `mask` makes. Raises ValueError for any other mask,
+        RuntimeError if the block or the mask is not the one that belongs to the last `update`.
+        """
         if self.pending is not v:
-            raise RuntimeError("the model changed its values between cache and attention: it cannot be served")
+            raise RuntimeError("the model changes its values between cache and attention, which is not supported")
         B, H, n, D = k.shape
-        pad = self._padding(mask, B, n)
+        pad = self._padding(mask, n)
         y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
         self.pending, self.is_initialized = None, True
         return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
 
-    def _padding(self, mask: Tensor | None, B: int, n: int) -> list[int] | None:
-        """How many leading tokens of this block are padding, per row; None if none is."""
+    def _padding(self, mask: Tensor | None, n: int) -> list[int] | None:
+        """How many leading tokens of this block of n are padding, per row; None if there is no padding."""
         if mask is None or mask.ndim != 1:
             kind = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
-            raise ValueError(f"skimkv serves causal attention with left padding; the model made {kind}")
+            raise ValueError(f"skimkv supports causal attention with left padding; the model made {kind}")
         if error := getattr(mask, "error", None):
             raise ValueError(error)
         if getattr(mask, "start", self.seen) != self.seen:
-            raise RuntimeError("this cache is half updated, by a forward pass that was interrupted: make a new one")
-        pads: list[int] = mask.pads if hasattr(mask, "pads") else mask.tolist()  # a move between devices drops it
+            raise RuntimeError("a forward pass was interrupted and left this cache half updated: make a new cache")
+        # a move to another device drops the tensor's attributes and keeps its numbers
+        pads: list[int] = mask.pads if hasattr(mask, "pads") else mask.tolist()
         cached = self.cached_tokens
         if cached is not None:
             masked = [self.seen - min(p, self.seen) for p in pads]
@@ -135,17 +149,22 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
-    """An attention layer whose tokens a method reads from its store, which is made at the first block."""
+    """An attention layer whose tokens a method reads from its store, which is made at the first block.
+
+    `store` is None before the first block.
+    """
 
     is_croppable = True
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        self.record_past = False
-        self.prompt: int | None = None  # in assisted decoding: positions before this one are read, not verified
+        self.record_past = False  # whether `crop` must be able to take tokens back
+        # positions before this one are read in a block, later ones are decoded one by one; None: a block is read
+        self.prefill_until: int | None = None
         super().__init__()
 
     def reset(self) -> None:
+        """Forget all tokens."""
         super().reset()
         self.store: Store | None = None
         # Since the last crop, for stores that cannot forget: the store as it was, and each (q, k, v) decoded.
@@ -154,45 +173,54 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     @property
     def cached_tokens(self) -> list[int] | None:
+        """How many tokens each row of the batch holds, padding not included; None before the first block."""
         return None if self.store is None else self.store.lengths
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
     ) -> Tensor:
-        (B, H, n, D), seen = k.shape, self.seen
+        """Prefill with the leading tokens of the block and decode the others one by one. Shapes: AttentionLayer."""
         if self.store is None:
-            self.store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
-        dense = n  # leading tokens of the block that are read; the rest is decoded token by token
-        if self.prompt is not None:
-            dense = min(max(self.prompt - seen, 0), n)
-        elif self.record_past and seen:
-            dense = 0
-        if pad is not None:
-            dense = max(dense, *pad)
-        elif dense == 1 and seen:
-            dense = 0
-        self.scale, self.softcap, y = scale, softcap, []
-        if dense:
-            block = q[..., :dense, :], k[:, :, :dense], v[:, :, :dense]
-            y = [self.method.prefill(self.store, *block, scale=scale, pad=pad, softcap=softcap)]
-        for t in range(dense, n):
+            self.store = self._new_store(q, k)
+        self.scale, self.softcap = scale, softcap
+        n, store, outputs = k.shape[2], self.store, list[Tensor]()
+        prefilled = self._prefill_tokens(n, pad)
+        if prefilled:
+            block = q[..., :prefilled, :], k[:, :, :prefilled], v[:, :, :prefilled]
+            outputs.append(self.method.prefill(store, *block, scale=scale, pad=pad, softcap=softcap))
+        for t in range(prefilled, n):
             token = q[..., t, :], k[:, :, t], v[:, :, t]
-            if self.record_past and not isinstance(self.store, Full):
+            if self.record_past and not isinstance(store, Full):
                 if self.snapshot is None:
-                    self.snapshot = self.store.fork()
+                    self.snapshot = store.fork()
                 self.log.append(token)
-            y.append(self.method.decode(self.store, *token, scale=scale, softcap=softcap)[..., None, :])
+            outputs.append(self.method.decode(store, *token, scale=scale, softcap=softcap)[..., None, :])
         self.seen += n
-        return y[0] if len(y) == 1 else torch.cat(y, 3)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
+
+    def _new_store(self, q: Tensor, k: Tensor) -> Store:
+        B, H, _, D = k.shape
+        return self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+
+    def _prefill_tokens(self, n: int, pad: list[int] | None) -> int:
+        """How many leading tokens of a block of n are read together; the others are decoded one by one."""
+        if self.prefill_until is not None:
+            prefilled = min(max(self.prefill_until - self.seen, 0), n)
+        elif self.record_past and self.seen:
+            prefilled = 0  # a draft that is verified: each token as if it came alone
+        else:
+            prefilled = n
+        if pad is not None:
+            return max(prefilled, *pad)  # only a prefill knows padding
+        return 0 if prefilled == 1 and self.seen else prefilled
 
     def take_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
     ) -> None:
         """Take a prompt whose attention was computed elsewhere; every later token is decoded. Shapes: attend_block."""
-        B, H, n, D = k.shape
-        self.store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+        self.store = self._new_store(q, k)
         self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
-        self.seen, self.is_initialized, self.prompt = n, True, 0
+        self.seen, self.is_initialized, self.prefill_until = k.shape[2], True, 0
 
     def copy_rows(self, rows: Sequence[int]) -> Layer:
         """A layer of these rows of the batch, in this order, independent of this one; a row may come repeatedly.
@@ -208,8 +236,13 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         return twin
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens. Full does it itself; other stores go back to the snapshot
-        of the last crop and decode again what stays, which is exact: a method is a function of its tokens."""
+        """Forget the last -tokens_to_remove tokens of every row.
+
+        A `Full` store forgets them itself. Any other store goes back to the snapshot that was taken after the last
+        crop and decodes again what stays, which is exact: a method's answers depend on its tokens only.
+
+        Raises ValueError if the number is positive, or if the layer did not record so many tokens.
+        """
         n, store = -int(tokens_to_remove), self.store  # a tensor from assisted decoding before 5.18
         if n < 0:
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to forget")
@@ -227,13 +260,14 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             store.crop(n)
         else:
             assert snapshot is not None
-            snapshot.elements, snapshot.bytes = store.elements, store.bytes  # what was moved was moved
+            snapshot.elements, snapshot.bytes = store.elements, store.bytes  # traffic of forgotten tokens counts too
             self.store = snapshot
             for token in log[: len(log) - n]:
                 self.method.decode(snapshot, *token, scale=self.scale, softcap=self.softcap)
         self.seen -= n
 
     def activate_past_recording(self) -> None:
+        """From now on `crop` can take tokens back; assisted decoding calls this."""
         self.record_past = True
 
     def _select(self, index: Tensor) -> None:
@@ -246,49 +280,60 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         self.log = [(q[index], k[index], v[index]) for q, k, v in self.log]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i of the batch becomes row beam_idx[i]."""
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row of the batch becomes `repeats` rows."""
         if self.store is not None:
             self._select(torch.arange(self.store.shape.B).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of the batch with these numbers, or where this tensor of booleans is true."""
         if self.store is not None:
             self._select(torch.arange(self.store.shape.B)[torch.as_tensor(indices).cpu()])
 
     @property
     def nbytes(self) -> int:
-        """What is held: the store, and while a draft is being verified what it takes to go back."""
-        held = sum(store.nbytes for store in (self.store, self.snapshot) if store is not None)
-        return held + sum(t.nbytes for token in self.log for t in token)
+        """Bytes of the cached tokens, and of what it takes to go back while a draft is verified."""
+        stores = sum(store.nbytes for store in (self.store, self.snapshot) if store is not None)
+        return stores + sum(tensor.nbytes for token in self.log for tensor in token)
 
     @property
     def allocated(self) -> int:
+        """Bytes that the stores have allocated, with room for growth."""
         return sum(store.allocated for store in (self.store, self.snapshot) if store is not None)
 
 
 def attention(
-    base: str, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    library_name: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query (B,Hq,n,D) · key, value (B,H,n,D) of a tagged block -> (B,n,Hq,D); anything else: the base."""
-    layer: AttentionLayer | None = getattr(key, "_skimkv", None)
+    """The attention function that a model calls: query (B,Hq,n,D) · key, value (B,H,n,D) -> (B,n,Hq,D), no weights.
+
+    A key that is marked with our layer goes to this layer; any other to the library's function of that name.
+    Raises ValueError if the model passes a keyword that we do not support.
+    """
+    layer: AttentionLayer | None = getattr(key, MARK, None)
     if layer is not None:
-        for name, given in kwargs.items():
-            if given is not None and given is not False and name not in HARMLESS:
-                if (name == "dropout" and not given) or (name == "is_causal" and given is True):
-                    continue
-                raise ValueError(f"skimkv: {type(module).__name__} passes {name}, which is not served")
+        for name, argument in kwargs.items():
+            if argument is None or argument is False or name in KNOWN_KEYWORDS:
+                continue
+            if (name == "dropout" and not argument) or (name == "is_causal" and argument is True):
+                continue
+            raise ValueError(f"skimkv: {type(module).__name__} passes {name}, which is not supported")
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return layer.attend(query, key, value, attention_mask, scale, kwargs.get("softcap")), None
     if attention_mask is not None and attention_mask.ndim == 1:
-        if not hasattr(attention_mask, "rebuild"):
-            raise RuntimeError("skimkv: the mask lost its form between devices; detach(model) to use another cache")
-        if not hasattr(attention_mask, "full"):
-            attention_mask.full = attention_mask.rebuild()
-        attention_mask = attention_mask.full
-    own = ALL_ATTENTION_FUNCTIONS[base] if base == "sdpa" else _eager(module)
-    result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **kwargs)
+        attention_mask = _library_mask(attention_mask)
+    function = ALL_ATTENTION_FUNCTIONS["sdpa"] if library_name == "sdpa" else _eager(module)
+    result: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **kwargs)
     return result
 
 
@@ -296,16 +341,20 @@ def _eager(module: torch.nn.Module) -> Any:
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
-def mask(base: str, **kwargs: Any) -> Tensor | None:
-    """Once per forward and mask kind. Plain causal: a tensor (B,) of left-padding counts that says all a layer
-    needs; a cache that is not ours rebuilds the library's mask from it. Any other kind: the library's mask."""
-    rebuild = partial(ALL_MASK_ATTENTION_FUNCTIONS[base], **kwargs)
+def mask(library_name: str, **kwargs: Any) -> Tensor | None:
+    """The mask function that transformers calls once per forward pass and kind of mask.
+
+    A plain causal mask becomes a tensor (B,) of left-padding counts, all that a layer needs to know; `attention` makes
+    the library's mask of it for caches that are not ours. Any other kind of mask is the library's from the start.
+    """
+    make_library_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[library_name], **kwargs)
     given, n, start = kwargs.get("attention_mask"), kwargs["kv_length"], kwargs.get("q_offset", 0)
-    plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    grows = isinstance(start, int) and n == start + kwargs["q_length"] and not kwargs.get("kv_offset", 0)
-    if not plain or not grows or not kwargs.get("allow_is_causal_skip", True):
-        full: Tensor | None = rebuild()
-        return full
+    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    # the queries are the last tokens of the keys, as in a cache that grows and keeps every position
+    is_growing = isinstance(start, int) and n == start + kwargs["q_length"] and not kwargs.get("kv_offset", 0)
+    if not is_causal or not is_growing or not kwargs.get("allow_is_causal_skip", True):
+        library_mask: Tensor | None = make_library_mask()
+        return library_mask
     pads, error = [0] * kwargs["batch_size"], None
     if given is not None and given.shape[1] < n:
         error = f"the attention mask covers {given.shape[1]} of {n} positions"
@@ -316,6 +365,16 @@ def mask(base: str, **kwargs: Any) -> Tensor | None:
         if gaps.any():
             row, position = gaps.nonzero()[0].tolist()
             error = f"attention mask, row {row}, position {position}: masked after a real token; pad on the left only"
-    mask: Any = torch.tensor(pads, device=kwargs.get("device", "cpu"))
-    mask.pads, mask.error, mask.start, mask.rebuild = pads, error, start, rebuild
-    return mask  # type: ignore[no-any-return]
+    counts: Any = torch.tensor(pads, device=kwargs.get("device", "cpu"))
+    counts.pads, counts.error, counts.start, counts.make_library_mask = pads, error, start, make_library_mask
+    return counts  # type: ignore[no-any-return]
+
+
+def _library_mask(counts: Any) -> Tensor | None:
+    """The library's mask that a tensor of left-padding counts stands for; made once per forward pass."""
+    if not hasattr(counts, "make_library_mask"):
+        raise RuntimeError("skimkv: the mask lost its form between devices; detach(model) to use another cache")
+    if not hasattr(counts, "library_mask"):
+        counts.library_mask = counts.make_library_mask()
+    mask: Tensor | None = counts.library_mask
+    return mask

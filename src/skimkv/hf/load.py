@@ -1,16 +1,40 @@
-"""Models from folders, the Hub, or the package; safetensors only, and every failure is one line."""
+"""Find a model and load it: the builtin one, a folder, a GGUF file, or an id of the Hugging Face hub.
+
+Weights are read from safetensors and GGUF files only. Every failure is a ValueError of one line. Importing this module
+imports neither torch nor transformers, and `check_source` needs neither: what is wrong with a name is reported before
+anything heavy is imported.
+"""
 
 from __future__ import annotations
 
+import re
+import threading
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 BUILTIN = Path(__file__).parent.parent / "models" / "tiny"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Names of number formats -> PyTorch's name.
+DTYPES = {
+    "float32": "float32", "fp32": "float32", "float": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16",
+    "float64": "float64", "fp64": "float64", "double": "float64",
+}  # fmt: skip
+HUB_TIMEOUT = 4.0  # seconds until the hub counts as out of reach
+
+
+class Source(NamedTuple):
+    """Where a model comes from. kind: "folder", "gguf" (a file) or "hub"; location: the path, or the id."""
+
+    kind: str
+    location: str
+    only_cached: bool = False  # of the hub: take the files of an earlier download, without a request
 
 
 def load(
@@ -19,73 +43,188 @@ def load(
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """A model in eval mode, and its tokenizer: "builtin", a folder, a Hub id, or a GGUF file of Q8_0 weights.
+    """Load a model in eval mode, and its tokenizer.
 
-    dtype: of weights, activations and cache; None: the checkpoint's own, for a GGUF file bfloat16.
-    weights "int8": matrices are quantised to Q8_0 as they are read, and only these are kept.
+    model: "builtin", a folder, a GGUF file of Q8_0 weights, or a hub id such as "Qwen/Qwen3-0.6B".
+    dtype: of weights, activations and cache, as torch.dtype or as a name: "float32", "bfloat16", "float16", "fp32",
+    "bf16", "fp16", "half". None: the checkpoint's own, for a GGUF file bfloat16.
+    weights: "int8" quantises matrices to Q8_0 while they are read; no full-precision copy of the model exists.
 
-    Raises ValueError, one line with the path and the reason, for whatever cannot be read whole.
+    Raises ValueError, one line with the name and the reason, if the model cannot be read completely.
     """
-    name = str(model)
-    folder = BUILTIN if name == "builtin" else Path(model).expanduser()
-    local = name == "builtin" or (name != "" and folder.exists())
-    number = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype not in (None, "auto") and not isinstance(number, torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}; for example float32 or bfloat16")
     if weights not in (None, "int8"):
         raise ValueError(f"unknown weights {weights!r}; known: int8")
-    if name.endswith(".gguf") and not folder.is_dir():
+    if isinstance(dtype, str):
+        dtype = check_dtype(dtype)
+    source = check_source(model)
+    import torch
+
+    number_format: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if source.kind == "gguf":
         from .gguf_llama import load_gguf
 
-        return load_gguf(folder, number)
-    if local:
-        _check_folder(folder)
-    elif not name or name[0] in "./~" or name.count("/") > 1:
-        raise ValueError(f"{name!r}: no such folder")
-    source, what = str(folder) if local else name, "tokenizer"
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        what = "model"
-        # sizes that differ are reported below by name, where the library would only say that there are some
-        options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        if weights:
-            from .weights import quantised
+        return load_gguf(source.location, number_format)
+    if source.kind == "folder":
+        _check_weights(Path(source.location))
+    return _from_pretrained(source, number_format, trust_remote_code, weights)
 
-            options |= quantised()
-        result: Any = AutoModelForCausalLM.from_pretrained(source, dtype=number or "auto", **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = getattr(options.get("quantization_config"), "error", None) or _line(error)
-        raise ValueError(f"{source}: cannot load its {what}: {reason}") from error
-    loaded, info = result
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{source}: the checkpoint lacks {len(missing)} weights, the first is {missing[0]}")
-    for key, held, wanted in sorted(info["mismatched_keys"]):
-        raise ValueError(f"{source}: {key} is {tuple(held)}, by config.json it should be {tuple(wanted)}")
-    return loaded.eval(), tokenizer
+
+def check_dtype(name: str) -> str | None:
+    """PyTorch's name of a number format: "bfloat16" for "bf16"; None for "auto". Raises ValueError for other names."""
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; known are float32 (fp32), bfloat16 (bf16) and float16 (fp16, half)")
+    return DTYPES[name]
+
+
+def check_source(model: str | Path) -> Source:
+    """Find out what a model's name refers to, without torch and transformers, within about 5 seconds.
+
+    Raises ValueError, one line with the name and what to do, if there is no such file or folder, if it holds no model
+    that can be read, or if it is a hub id that is neither cached nor within reach.
+    """
+    name = str(model)
+    if name == "builtin":
+        return Source("folder", str(BUILTIN))
+    path = Path(model).expanduser()
+    if name.endswith(".gguf") and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        return Source("gguf", str(path))
+    if name and path.exists():
+        _check_folder(path)
+        return Source("folder", str(path))
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name):
+        raise ValueError(f"{name!r}: no such folder")
+    return _check_hub(name)
 
 
 def _check_folder(folder: Path) -> None:
-    """What a folder lacks, said before the library says it at length."""
+    """Raises ValueError if the folder lacks a file that every model has; the files are not read."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: not a model folder")
+        raise ValueError(f"{folder}: not a model folder; give the folder of a checkpoint, or a file *.gguf")
     if not any(folder.iterdir()):
         raise ValueError(f"{folder}: the folder is empty")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
+        raise ValueError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
+    if not any(folder.glob("*.safetensors")):
         if any(next(folder.glob(pattern), None) for pattern in PICKLES):
             raise ValueError(f"{folder}: a pickle checkpoint, which can run code; only safetensors is read")
         raise ValueError(f"{folder}: no weights (*.safetensors)")
-    for path in weights:
+
+
+def _check_weights(folder: Path) -> None:
+    """Raises ValueError if a safetensors file is damaged; only the headers are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: truncated or corrupt: {_line(error)}") from None
+            raise ValueError(f"{path}: truncated or corrupt: {_first_sentence(error)}") from None
 
 
-def _line(error: BaseException) -> str:
-    """The first sentence of an error that may be a page long."""
+def _check_hub(model: str) -> Source:
+    """Where the files of a hub id come from: the hub, or the cache of earlier downloads if the hub is out of reach.
+
+    Raises ValueError if they come from nowhere: the transformers library would retry for most of a minute.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    if constants.HF_HUB_OFFLINE:
+        problem = "HF_HUB_OFFLINE forbids a download"
+    else:
+        reason = _hub_problem(model)
+        if reason is None:
+            return Source("hub", model)
+        problem = f"{constants.ENDPOINT} cannot be reached ({reason})"
+        if is_cached:
+            warnings.warn(f"{model} is loaded from the cache of earlier downloads: {problem}", stacklevel=3)
+    if is_cached:
+        return Source("hub", model, only_cached=True)
+    raise ValueError(
+        f"{model}: there is no such folder, no cached model of this name, and {problem}; give the folder of a "
+        "checkpoint or the name of a cached model, or allow the download (unset HF_HUB_OFFLINE, or set HF_ENDPOINT "
+        "to a mirror that can be reached)"
+    )
+
+
+def _hub_problem(model: str) -> str | None:
+    """Why the hub cannot be reached within HUB_TIMEOUT seconds; None if it can, and has this model.
+
+    Raises ValueError if the hub answers that it has no such model, or none that can be read.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    answers: list[Any] = []
+
+    def request() -> None:
+        try:
+            answers.append(HfApi().model_info(model, timeout=HUB_TIMEOUT))
+        except Exception as error:  # of whichever HTTP library this version of the hub's client uses
+            answers.append(error)
+
+    # a thread, as the look-up of a host name has no timeout of its own
+    thread = threading.Thread(target=request, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT + 0.5)
+    if not answers:
+        return f"no answer within {HUB_TIMEOUT:g} seconds"
+    answer = answers[0]
+    if isinstance(answer, GatedRepoError):
+        raise ValueError(f"{model}: access is restricted; accept its terms on the hub and set HF_TOKEN") from answer
+    if isinstance(answer, RepositoryNotFoundError):
+        raise ValueError(
+            f"{model}: there is no such folder, and the hub has no such model; a private model needs HF_TOKEN"
+        ) from answer
+    if isinstance(answer, Exception):
+        return _first_sentence(answer)
+    files = [file.rfilename for file in answer.siblings or ()]
+    if files and "config.json" not in files:
+        raise ValueError(f"{model}: the hub's repository has no config.json; a GGUF file must be downloaded first")
+    if files and not any(file.endswith(".safetensors") for file in files):
+        raise ValueError(f"{model}: the hub's repository has no weights in safetensors; no other format is read")
+    return None
+
+
+def _from_pretrained(
+    source: Source, dtype: torch.dtype | None, trust_remote_code: bool, weights: str | None
+) -> tuple[PreTrainedModel, Any]:
+    """Load with the transformers library, and raise ValueError for everything that it would only warn about."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = source.location
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": source.kind == "folder" or source.only_cached,
+    }
+    part = "tokenizer"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        part = "model"
+        # sizes that differ are reported below by name, where the library would only say that there are some
+        options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        if weights:
+            from .weights import quantise_while_loading
+
+            options |= quantise_while_loading()
+        result: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **options)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = getattr(options.get("quantization_config"), "error", None) or _first_sentence(error)
+        raise ValueError(f"{name}: cannot load its {part}: {reason}") from error
+    model, info = result
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{name}: the checkpoint lacks {len(missing)} weights, the first is {missing[0]}")
+    for key, actual, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(f"{name}: {key} is {tuple(actual)}, by config.json it should be {tuple(expected)}")
+    return model.eval(), tokenizer
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The first sentence of an error message that may be a page long."""
     return " ".join(str(error).split()).split(". ")[0] or type(error).__name__

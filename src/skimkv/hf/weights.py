@@ -1,6 +1,6 @@
-"""8-bit weights: modules that hold packed blocks (ops/linear.py), and models whose matrices are such modules.
+"""8-bit weights: modules that contain packed blocks (ops/linear.py), and models whose matrices are such modules.
 
-No full-precision copy of a model ever exists: its matrices are quantised one by one as they are read.
+No full-precision copy of a model ever exists: its matrices are quantised one by one while they are read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,40 +21,49 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import ops
-from ..ops import linear
-from ..stores import memory as pages
+from ..ops import packed_weights
+from ..stores import memory
 
-SLAB = 1 << 20  # elements quantised at once: what a matrix costs beside its 8-bit form while it is read
-
-
-def storage(out: int, inputs: int) -> Tensor:
-    """Packed weights, not yet written, on the CPU."""
-    return pages.empty(linear.packed_shape(out, inputs), torch.int16)
+SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read
 
 
-def fill(packed: Tensor, out: int, blocks: Callable[[int, int], Tensor], step: int = linear.ROWS) -> Tensor:
-    """Write packed weights slab by slab: blocks(first, last) gives rows first .. last-1, from multiples of `step`."""
-    inputs = packed.shape[1] * linear.BLOCK
-    rows = max(step, SLAB // inputs // step * step)
-    for first in range(0, out, rows):
-        linear.pack(blocks(first, min(out, first + rows)), packed, first)
+def empty_packed(out: int, inputs: int) -> Tensor:
+    """Packed weights of a matrix (out,inputs), not yet written, on the CPU. inputs must be a multiple of 32."""
+    return memory.empty(packed_weights.packed_shape(out, inputs), torch.int16)
+
+
+def fill_packed(packed: Tensor, out: int, blocks: Callable[[int, int], Tensor], step: int = packed_weights.ROWS) -> Tensor:
+    """Write packed weights slab by slab, and return them.
+
+    blocks(first, last) returns rows first .. last-1 of the matrix as Q8_0 blocks; first is a multiple of `step`.
+    """
+    inputs = packed.shape[1] * packed_weights.BLOCK
+    slab = max(step, SLAB // inputs // step * step)
+    for first in range(0, out, slab):
+        packed_weights.pack(blocks(first, min(out, first + slab)), packed, first)
     return packed
 
 
-def pack(weight: Tensor) -> Tensor:
-    """weight (out,in) -> packed 8-bit weights on the same device, about 0.4% of a block's largest weight off."""
+def pack_matrix(weight: Tensor) -> Tensor:
+    """Quantise weight (out,in) of any float type to packed 8-bit weights on the same device.
+
+    A weight is off by at most about 0.4% of the largest weight in its block of 32.
+    """
     out, inputs = weight.shape
-    packed = storage(out, inputs)
-    return fill(packed, out, lambda a, b: linear.quantise(weight[a:b]).cpu()).to(weight.device)
+    packed = empty_packed(out, inputs)
+    return fill_packed(packed, out, lambda first, last: packed_weights.quantise(weight[first:last]).cpu()).to(weight.device)
 
 
-def _release(read: Tensor) -> None:
-    """Give back the memory of a tensor that was read and is a piece of a mapped checkpoint: left alone, the pages of
-    the whole file would stay resident beside the packed weights. Does nothing with memory of any other kind."""
-    if not sys.platform.startswith("linux") or read.is_meta or read.device.type != "cpu":
+def _release(tensor: Tensor) -> None:
+    """Give back the memory of a tensor that was read and is a piece of a mapped checkpoint.
+
+    Otherwise the pages of the whole file would stay resident beside the packed weights. Memory of any other kind
+    stays as it is.
+    """
+    if not sys.platform.startswith("linux") or tensor.is_meta or tensor.device.type != "cpu":
         return
-    at = read.data_ptr()
-    first, last = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + read.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     with open("/proc/self/maps") as maps:
         for line in maps:
             low, high = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
@@ -63,11 +72,14 @@ def _release(read: Tensor) -> None:
 
 
 class Packed(nn.Module):
-    """A matrix (rows, columns) in 8 bits. `weight` is the packed tensor, so that tied modules share it."""
+    """A matrix (rows, columns) in 8 bits. `weight` is the packed tensor, so that tied modules can share it.
+
+    Raises ValueError if a given weight is not int16 of the packed shape.
+    """
 
     def __init__(self, rows: int, columns: int, weight: Tensor | None, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.shape, shape = (rows, columns), linear.packed_shape(rows, columns)
+        self.shape, shape = (rows, columns), packed_weights.packed_shape(rows, columns)
         if weight is None:
             weight = torch.empty(shape, dtype=torch.int16)
         elif weight.shape != shape or (weight.dtype != torch.int16 and not weight.is_meta):
@@ -77,7 +89,7 @@ class Packed(nn.Module):
 
 
 class Linear8(Packed):
-    """nn.Linear with 8-bit weights; activations float32, bfloat16 or float16. For inference only."""
+    """nn.Linear with 8-bit weights, for inference only. Activations are float32, bfloat16 or float16."""
 
     def __init__(
         self,
@@ -93,13 +105,14 @@ class Linear8(Packed):
 
     @classmethod
     def random(cls, in_features: int, out_features: int, generator: torch.Generator, dtype: torch.dtype) -> Linear8:
-        """Uniform weights of the size that keeps activations as they are, for benchmarks."""
-        packed = storage(out_features, in_features)
+        """A layer of uniform random weights that keep the size of activations, for benchmarks."""
+        packed = empty_packed(out_features, in_features)
         packed.view(torch.int8).random_(-127, 128, generator=generator)
         packed[:, :, 0] = torch.tensor(3**0.5 / 127 / in_features**0.5).half().view(torch.int16)
         return cls(in_features, out_features, weight=packed, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (...,in) -> (...,out) in the type of x. Raises ValueError if a gradient is wanted."""
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("8-bit weights have no gradient: use torch.no_grad()")
         return ops.linear8(x, self.weight, self.out_features, self.bias)
@@ -109,7 +122,7 @@ class Linear8(Packed):
 
 
 class Embedding8(Packed):
-    """nn.Embedding with 8-bit rows, dequantised as they are looked up."""
+    """nn.Embedding with 8-bit rows, which are dequantised when they are looked up."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, weight: Tensor | None = None, dtype: torch.dtype | None = None
@@ -118,70 +131,83 @@ class Embedding8(Packed):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
+        """ids (...) of any integer type -> (...,embedding_dim). Raises IndexError for an id that does not exist."""
         index = ids.flatten().long()
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.num_embeddings:
             raise IndexError(f"token ids must be from 0 to {self.num_embeddings - 1}")
-        return linear.dequantise(linear.rows(self.weight, index)).view(*ids.shape, -1).to(self.dtype)
+        return packed_weights.dequantise(packed_weights.rows_of(self.weight, index)).view(*ids.shape, -1).to(self.dtype)
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Packed]]:
-    """(name, module, what replaces it, still empty) for each matrix of the model that can be 8 bits wide."""
+class _Replacement(NamedTuple):
+    """A matrix of a model that can be 8 bits wide, and the empty module that takes its place."""
+
+    name: str
+    module: nn.Module
+    packed: Packed
+
+
+def _replacements(model: PreTrainedModel) -> Iterator[_Replacement]:
+    """Every matrix of the model that can be 8 bits wide."""
     tied = {name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    pair = f"{_name(model, table)}.weight", f"{_name(model, head)}.weight"
-    together = set(pair) <= tied and type(table) is nn.Embedding and type(head) is nn.Linear
-    for name, part in model.named_modules():
-        weight, columns = getattr(part, "weight", None), 0
-        if type(part) is nn.Linear:
-            columns = part.in_features
-        elif type(part) is Conv1D:
-            columns = part.nx
-        elif part is table and together:  # a table of its own is read row by row: nothing to gain
+    ends = f"{_name(model, table)}.weight", f"{_name(model, head)}.weight"
+    ends_are_tied = set(ends) <= tied and type(table) is nn.Embedding and type(head) is nn.Linear
+    for name, module in model.named_modules():
+        weight, columns = getattr(module, "weight", None), 0
+        if type(module) is nn.Linear:
+            columns = module.in_features
+        elif type(module) is Conv1D:
+            columns = module.nx
+        elif module is table and ends_are_tied:  # a table of its own is read row by row: nothing to gain
             columns = table.embedding_dim
-        if not columns or columns % linear.BLOCK or weight is None:
+        if not columns or columns % packed_weights.BLOCK or weight is None:
             continue
-        if f"{name}.weight" in tied and not (together and f"{name}.weight" in pair):
+        if f"{name}.weight" in tied and not (ends_are_tied and f"{name}.weight" in ends):
             continue  # shared with something that stays as it is
         rows, dtype = weight.numel() // columns, weight.dtype
         with torch.device("meta"):
             # a float, as older versions of the library turn what they read into this type before we see it
-            empty = torch.empty(linear.packed_shape(rows, columns), dtype=dtype)
-            if part is table:
-                yield name, part, Embedding8(rows, columns, empty, dtype)
+            empty = torch.empty(packed_weights.packed_shape(rows, columns), dtype=dtype)
+            if module is table:
+                yield _Replacement(name, module, Embedding8(rows, columns, empty, dtype))
             else:
-                yield name, part, Linear8(columns, rows, part.bias is not None, empty, dtype)
+                yield _Replacement(name, module, Linear8(columns, rows, module.bias is not None, empty, dtype))
 
 
-def _name(model: nn.Module, part: nn.Module | None) -> str:
-    return next((name for name, module in model.named_modules() if module is part), "")
+def _name(model: nn.Module, module: nn.Module | None) -> str:
+    return next((name for name, candidate in model.named_modules() if candidate is module), "")
 
 
 def quantise(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the model's matrices by 8-bit ones, in place and one by one: linear layers whose inputs come in blocks
-    of 32, and an embedding that is tied to such an output layer. On the meta device the new modules are empty.
+    """Replace the model's matrices by 8-bit ones, in place and one by one, and return the model.
+
+    Matrices are linear layers whose inputs come in blocks of 32, and an embedding that is tied to such an output layer.
+    On the meta device the new modules are empty.
 
     Raises ValueError if there is nothing to replace.
     """
-    held: dict[int, nn.Parameter] = {}  # tied weights are packed once
-    if not (found := list(_matrices(model))):
-        raise ValueError(f"{type(model).__name__} has no linear layer with inputs in blocks of {linear.BLOCK}")
-    for name, part, new in found:
-        weight: Tensor = part.weight  # type: ignore[assignment]
+    replacements = list(_replacements(model))
+    if not replacements:
+        raise ValueError(f"{type(model).__name__} has no linear layer with inputs in blocks of {packed_weights.BLOCK}")
+    packed_weights: dict[int, nn.Parameter] = {}  # by the id of the original: tied weights are packed once
+    for name, module, packed in replacements:
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        is_transposed = isinstance(module, Conv1D)
         if not weight.is_meta:
-            if id(weight) not in held:
-                packed = pack((weight.T if isinstance(part, Conv1D) else weight).detach())
-                held[id(weight)] = nn.Parameter(packed, requires_grad=False)
-            new.weight = held[id(weight)]
-            if isinstance(new, Linear8) and new.bias is not None:
-                new.bias = nn.Parameter(part.bias.detach(), requires_grad=False)  # type: ignore[operator]
-        new.transposed = isinstance(part, Conv1D)  # type: ignore[assignment]
-        model.set_submodule(name, new.train(part.training))
+            if id(weight) not in packed_weights:
+                packed_weight = pack_matrix((weight.T if is_transposed else weight).detach())
+                packed_weights[id(weight)] = nn.Parameter(packed_weight, requires_grad=False)
+            packed.weight = packed_weights[id(weight)]
+            if isinstance(packed, Linear8) and packed.bias is not None:
+                packed.bias = nn.Parameter(module.bias.detach(), requires_grad=False)  # type: ignore[operator]
+        packed.transposed = is_transposed  # type: ignore[assignment]
+        model.set_submodule(name, packed.train(module.training))
     model.requires_grad_(False)
     return model
 
 
 class _Config(QuantizationConfigMixin):
-    """Names our quantizer, and brings back why a load failed: the library only says that something did."""
+    """Names our quantizer, and brings back why a load failed: the library only reports that it did."""
 
     error: str | None = None
 
@@ -190,7 +216,7 @@ class _Config(QuantizationConfigMixin):
 
 
 class _Quantise(ConversionOps):
-    """Between the checkpoint and the model: one matrix in full precision at a time."""
+    """Stands between the checkpoint and the model, where one matrix in full precision exists at a time."""
 
     def __init__(self, config: _Config) -> None:
         self.config = config
@@ -199,20 +225,20 @@ class _Quantise(ConversionOps):
         name: str = kwargs["full_layer_name"]
         (value,) = input_dict.values()
         weight: Tensor = value[0] if isinstance(value, list) else value
-        part = kwargs["model"].get_submodule(name.rpartition(".")[0])
-        wanted = part.shape[::-1] if part.transposed else part.shape
+        module = kwargs["model"].get_submodule(name.rpartition(".")[0])
+        expected = module.shape[::-1] if module.transposed else module.shape
         if not weight.is_floating_point():
             raise ValueError(f"{name} is {weight.dtype}, not a float")
-        if weight.shape != wanted:
-            self.config.error = f"{name} is {tuple(weight.shape)}, by config.json it should be {wanted}"
+        if weight.shape != expected:
+            self.config.error = f"{name} is {tuple(weight.shape)}, by config.json it should be {expected}"
             raise ValueError(self.config.error)
-        packed = pack(weight.T if part.transposed else weight)
+        packed = pack_matrix(weight.T if module.transposed else weight)
         _release(weight)
         return {name: packed}
 
 
 class _Quantizer(HfQuantizer):
-    """The library's own hook for quantising while loading."""
+    """The library's own hook for quantising while a checkpoint is loaded."""
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         module, _, name = param_name.rpartition(".")
@@ -236,8 +262,10 @@ class _Quantizer(HfQuantizer):
         return False
 
 
-def quantised() -> dict[str, Any]:
-    """What from_pretrained takes besides, to quantise while it loads; if it fails, `error` of the configuration may
-    say why."""
+def quantise_while_loading() -> dict[str, Any]:
+    """More arguments for from_pretrained: the matrices are quantised while the checkpoint is read.
+
+    If loading fails, `error` of the configuration may contain the reason.
+    """
     AUTO_QUANTIZER_MAPPING["skimkv-int8"] = _Quantizer
     return {"quantization_config": _Config("skimkv-int8")}  # type: ignore[arg-type]
