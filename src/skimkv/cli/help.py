@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .options import OUTPUT_OPTIONS
+
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-LAST = "Other options"
+NO_BREAK = "\N{NO-BREAK SPACE}"
+LONGEST_NAME = 24  # the text of an option with a longer name begins on the next line
 # typer's words for a number, a bound and a default in words -> ours
 NAMES = ((r" <?int(eger)?( range)?>?$", " N"), (r" <?float( range)?>?$", " X"))
 NOTES = ((r"\bx>=([\d.]+)\]$", r"at least \1]"), (r"\[default: \((.*?)\)", r"[default: \1"))
@@ -73,14 +77,29 @@ def _write_text(command: Any, formatter: Any) -> None:
     for paragraph in _paragraphs(command):
         formatter.write_paragraph()
         if paragraph.startswith("    "):
-            formatter.write("".join(f"{line[2:]}\n" for line in paragraph.splitlines()))
+            for line in paragraph.splitlines():
+                formatter.write(_fold(line[2:], formatter.width) + "\n")
         else:
             formatter.write_text(paragraph)
 
 
+def _fold(example: str, width: int) -> str:
+    """Break a long command line before its options, so that it can still be copied to a shell."""
+    first, *options = re.split(r" (?=--)", example)
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + len(option) + 3 > width:  # room for a space before it, and for " \\" after it
+            lines[-1] += " \\"
+            lines.append(f"      {option}")
+        else:
+            lines[-1] += f" {option}"
+    return "\n".join(lines)
+
+
 def _write_options(command: Any, context: Any, formatter: Any) -> None:
-    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-    last: list[tuple[str, str]] = []
+    groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+    output: list[tuple[str, str]] = []
+    other: list[tuple[str, str]] = []
     for param in command.get_params(context):
         shown = param.get_help_record(context)
         if shown is None:
@@ -90,17 +109,32 @@ def _write_options(command: Any, context: Any, formatter: Any) -> None:
             name = re.sub(pattern, word, name, flags=re.IGNORECASE)
         for pattern, word in NOTES:
             text = re.sub(pattern, word, text)
-        record = name, text
+        panel = getattr(param, "rich_help_panel", None)
         if {"--help", "--version"} & set(param.opts):
-            last.append(record)
+            other.append((name, text))
+        elif panel == OUTPUT_OPTIONS:
+            output.append((name, text))
+        elif param.param_type_name == "argument":
+            groups["Arguments"].append((name, text))
         else:
-            default = "Options" if param.param_type_name == "option" else "Arguments"
-            groups.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
-    _write_groups({**groups, LAST: last}, formatter)
+            groups.setdefault(panel or "Options", []).append((name, text))
+    _write_groups({**groups, OUTPUT_OPTIONS: output, "Other options": other}, formatter)
 
 
 def _write_groups(groups: dict[str, list[tuple[str, str]]], formatter: Any) -> None:
+    """Write names on the left and texts on the right; the text of a long name begins on the next line."""
     for heading, records in groups.items():
-        if records:
-            with formatter.section(heading):
-                formatter.write_dl(records)
+        if not records:
+            continue
+        column = min(max(len(name) for name, _ in records), LONGEST_NAME) + 4
+        with formatter.section(heading):
+            for name, text in records:
+                # a note in brackets stays on one line; words with a hyphen, such as file names and flags, stay whole
+                text = re.sub(r"\[[^]]*\]$", lambda note: note[0].replace(" ", NO_BREAK), text)
+                lines = textwrap.wrap(text, formatter.width - column, break_on_hyphens=False, break_long_words=False)
+                lead = f"  {name}".ljust(column)
+                if len(name) + 4 > column:
+                    formatter.write(f"  {name}\n")
+                    lead = " " * column
+                written = "\n".join([lead + lines[0], *(" " * column + line for line in lines[1:])])
+                formatter.write(written.replace(NO_BREAK, " ") + "\n")
