@@ -15,11 +15,9 @@ import torch
 
 import skimkv
 from skimkv.cli.app import main
-from skimkv.eval import plan, results
-from skimkv.eval import run as evaluate
-
-TASK = "record(lines=12, asked=3)"
-THREE = ("Dense()", "SparQ(r=8, k=16)", "LMInfinite(k=32)")
+from skimkv.cli.eval import Mode, Sweep
+from skimkv.eval import plan, results, sweeps
+from support.evaluation import SPECS, eval_argv
 
 
 @pytest.fixture(autouse=True)
@@ -27,35 +25,31 @@ def one_thread(_threads_and_seed):
     torch.set_num_threads(1)  # the model is too small for two
 
 
-def eval_(out: Path, *options: str, limit: int = 6) -> list[str]:
-    methods = [part for spec in THREE for part in ("--method", spec)]
-    return ["eval", "--task", TASK, "--batch", "2", "--limit", str(limit), "--out", str(out), *methods, *options]
-
-
 def test_a_torn_run_goes_on_where_it_was(tmp_path, capsys):
     """Cut the file at any place: the next run drops the torn line, makes what is missing, and nothing twice."""
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
-    assert main(eval_(whole)) == 0
+    assert main(eval_argv(whole)) == 0
     lines = whole.read_bytes().splitlines(keepends=True)
     assert len(lines) == 18 and "18 records" in capsys.readouterr().out
     ends = [0, 1, 5, len(lines[0]), len(b"".join(lines[:7])) - 1, len(b"".join(lines[:11])) + 40]
     for end in ends:
         torn.write_bytes(whole.read_bytes()[:end])
-        assert main(eval_(torn)) == 0
+        assert main(eval_argv(torn)) == 0
         assert torn.read_bytes().count(b"\n") == 18
         assert sorted(torn.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines()), end
     before = torn.read_bytes()
-    assert main(eval_(torn)) == 0 and torn.read_bytes() == before
-    assert main(eval_(torn, limit=9)) == 0 and torn.read_bytes().startswith(before), "a larger limit adds"
+    assert main(eval_argv(torn)) == 0 and torn.read_bytes() == before
+    assert main(eval_argv(torn, limit=9)) == 0 and torn.read_bytes().startswith(before), "a larger limit adds"
     assert torn.read_bytes().count(b"\n") == 27
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
     out = tmp_path / "killed.jsonl"
     source = str(Path(skimkv.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "skimkv.cli", *eval_(out, limit=60)]
+    command = [sys.executable, "-m", "skimkv.cli", *eval_argv(out, limit=60)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
@@ -66,8 +60,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path):
     process.wait()
     had = out.read_bytes()
     assert 5 <= had.count(b"\n") < 180, "it was killed in between"
-    assert main(eval_(out)) == 0
-    keys = [evaluate.key_of(record) for record in results.load(out)]
+    assert main(eval_argv(out)) == 0
+    keys = [results.RecordKey.of(record) for record in results.load(out)]
     assert len(set(keys)) == len(keys) >= 18 and out.read_bytes().startswith(had[: had.rindex(b"\n") + 1])
 
 
@@ -80,20 +74,20 @@ def test_a_full_disk_ends_it_in_one_line(tmp_path, capsys, monkeypatch):
         return write(file, data if left[0] >= 0 else data[:50])
 
     monkeypatch.setattr(results.os, "write", full)
-    assert main(eval_(out)) == 2
+    assert main(eval_argv(out)) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].endswith("bytes were written: the disk is full")
     monkeypatch.undo()
-    assert out.read_bytes().count(b"\n") == 2 and main(eval_(out)) == 0 and len(results.load(out)) == 18
+    assert out.read_bytes().count(b"\n") == 2 and main(eval_argv(out)) == 0 and len(results.load(out)) == 18
 
 
 def test_json(tmp_path, capsys):
     out = tmp_path / "r.jsonl"
-    assert main(eval_(out, "--json", "--mode", "both")) == 0
+    assert main(eval_argv(out, "--json", "--mode", "both")) == 0
     answer = json.loads(capsys.readouterr().out)
     assert list(answer) == ["rows", "out"] and answer["out"] == str(out)
     names = "task mode method n mean stderr diff_to_dense diff_low diff_high bytes_per_token"
     assert all(list(row) == names.split() for row in answer["rows"])
-    assert [(row["mode"], row["method"]) for row in answer["rows"]] == [(m, s) for m in plan.MODES for s in THREE]
+    assert [(row["mode"], row["method"]) for row in answer["rows"]] == [(m, s) for m in sweeps.MODES for s in SPECS]
     assert {row["n"] for row in answer["rows"]} == {6}
 
 
@@ -113,42 +107,30 @@ def test_json(tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, options, named):
-    assert main([*eval_(tmp_path / "r.jsonl"), *options]) == 2
+    assert main([*eval_argv(tmp_path / "r.jsonl"), *options]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("skimkv: ") and named in error
 
 
 def test_records_of_another_model_or_other_data_are_not_taken(tmp_path, capsys, monkeypatch):
     out = tmp_path / "r.jsonl"
-    assert main(eval_(out)) == 0
+    assert main(eval_argv(out)) == 0
     before = out.read_bytes()
     rows = [json.loads(line) for line in before.splitlines()]
     assert len({row["source"] for row in rows}) == 6, "one for each example"
-    weights = evaluate.fingerprint
-    monkeypatch.setattr(evaluate, "fingerprint", lambda model: weights(model)[::-1])
-    assert main(eval_(out)) == 2 and out.read_bytes() == before
+    weights = plan.fingerprint
+    monkeypatch.setattr(plan, "fingerprint", lambda model: weights(model)[::-1])
+    assert main(eval_argv(out)) == 2 and out.read_bytes() == before
     assert "r.jsonl has record(lines=12, asked=3), blind, Dense(), 0-0 of another model" in capsys.readouterr().err
 
 
-def test_a_fingerprint_is_of_the_weights():
-    model = torch.nn.Linear(30, 40)
-    first = evaluate.fingerprint(model)
-    assert evaluate.fingerprint(model) == first
-    with torch.no_grad():
-        model.weight += 1e-3
-    assert evaluate.fingerprint(model) != first
-
-
 def test_other_files_are_left_alone(tmp_path, capsys):
-    for text in ("hello", "hello\n", '{"a": 1}\n', '{"model": 1}\n{"mo'):
-        path = tmp_path / "notes.txt"
-        path.write_text(text)
-        assert main(eval_(path)) == 2
-        assert path.read_text() == text and "line 1: no record" in capsys.readouterr().err
+    path = tmp_path / "notes.txt"
+    path.write_text("hello\n")
+    assert main(eval_argv(path)) == 2
+    assert path.read_text() == "hello\n" and "line 1: no record" in capsys.readouterr().err
 
 
-def test_one_writer_at_a_time(tmp_path):
-    pytest.importorskip("fcntl")
-    with results.Results(tmp_path / "r.jsonl"), pytest.raises(ValueError, match="another run"):
-        results.Results(tmp_path / "r.jsonl")
-    results.Results(tmp_path / "r.jsonl").__exit__(None, None, None)
+def test_options_name_what_there_is():
+    assert [sweep.value for sweep in Sweep] == list(sweeps.SWEEPS)
+    assert [mode.value for mode in Mode] == [*sweeps.MODES, "both"]

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from skimkv.bench import figures_gpu as plots_gpu
-from skimkv.bench import figures_sweeps as plots_sweeps
-from skimkv.cli import plot as plot_cli
+from skimkv.bench import figures as bench_figures
 from skimkv.cli.app import main
-from skimkv.eval import figures as plots
-from skimkv.eval import plan
+from skimkv.eval import figures, panels, sweeps
 
 BASE = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "mode": "blind", "steps": 2}
 
@@ -39,11 +36,10 @@ def drawn(monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
-    for name in ("curves", "heat"):
-        watch(plots, name)
-    for name in ("scaling", "ablation", "token", "speedup"):
-        watch(plots_sweeps, name)
-    watch(plots_gpu, "sweep")
+    for name in ("scores", "needles", "lengths", "ablation"):
+        watch(figures, name)
+    for name in ("attention", "sweep", "token"):
+        watch(bench_figures, name)
     return given
 
 
@@ -60,7 +56,7 @@ def test_needles(tmp_path, capsys, drawn):
         for n in (100, 200) for d in (0, 1)
     ))  # fmt: skip
     assert plot(path, capsys) == ["f.png", "f-needle-blind.png", "f-length.png"]
-    assert drawn["heat"][1] == ("LMInfinite(k=32)", {(100, 0): 0, (200, 0): 0, (100, 1): 1, (200, 1): 1})
+    assert drawn["needles"][1] == ("LMInfinite(k=32)", {(100, 0): 0, (200, 0): 0, (100, 1): 1, (200, 1): 1})
     out = tmp_path / "f.png"
     assert main(["plot", str(path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.split("\n")[0] == f"Figure: {out}"
@@ -81,7 +77,7 @@ def test_score_against_length(tmp_path, capsys, drawn):
             ]
     path.write_text("".join(rows))
     assert plot(path, capsys) == ["f.png", "f-length.png", "f-ablation.png"]
-    panels = {title: lines for title, _, lines in drawn["scaling"]}
+    panels = {title: lines for title, _, lines in drawn["lengths"]}
     assert list(panels) == ["record, blind, settings kept", "record, blind, 1/4 of the bytes",
                             "record, blind, 1/8 of the bytes"]  # fmt: skip
     assert [p[:2] for p in panels["record, blind, 1/4 of the bytes"]["SparQ"]] == [(300, 1.0), (600, 0.5)]
@@ -94,7 +90,7 @@ def test_score_against_length(tmp_path, capsys, drawn):
 def test_ablation(tmp_path, capsys, drawn):
     """The sweep of that name gives the three panels of SparQ's figure 7."""
     path = tmp_path / "r.jsonl"
-    specs = [*plan.ABLATION, "H2O(k=64)"]
+    specs = [*sweeps.ABLATION, "H2O(k=64)"]
     path.write_text("".join(
         record("record", spec, i, float((i + j) % 3 > 0), 1.0 if spec == "Dense()" else (j + 1) / 60, 500)
         for j, spec in enumerate(specs) for i in range(3)
@@ -108,7 +104,7 @@ def test_ablation(tmp_path, capsys, drawn):
     kinds = {kind for _, kind, *_ in changes}
     assert kinds >= {"as published", "local=0", "mean_value=False", "mean_value=True\ntemperature='sqrt_r'"}
     assert {name for name, *_ in counts} == {"Dense", *(f"SparQ, k={k}" for k in (32, 64, 128, 256))}
-    shown = {name for name, *_ in drawn["curves"][0][1]}
+    shown = {name for name, *_ in drawn["scores"][0][1]}
     assert "H2O" in shown and not any("=" in name and "k=" not in name for name in shown), "no changed SparQ"
 
 
@@ -121,7 +117,7 @@ def test_benchmarks(tmp_path, capsys, drawn):
     rows = [{**ATTENTION, "method": m, "length": n, "speedup_dense": n / 512, "best_of_torch": m.startswith("torch")}
             for n in (1024, 2048) for m in ("torch:sdpa", "Dense()", "SparQ(r=8, k=32)")]  # fmt: skip
     path.write_text("a card\n" + json.dumps({"machine": "x", "rows": rows}) + "\n")
-    assert plot(path, capsys) == ["f.png"] and drawn["speedup"] == rows
+    assert plot(path, capsys) == ["f.png"] and drawn["attention"] == rows
     rows = [{**ATTENTION, "method": f"SparQ(r={r}, k=32)", "length": n, "batch": b, "speedup_best": 1.5}
             for b in (1, 4) for r in (8, 16) for n in (1024, 2048)]  # fmt: skip
     path.write_text(json.dumps({"machine": "x", "rows": rows}))
@@ -146,7 +142,7 @@ def test_benchmarks(tmp_path, capsys, drawn):
     ("SubGenStream(delta=1.0, t=2, s=8)", "SubGenStream"), ("LMInfinite(k=9, initial=0)", "LMInfinite, initial=0"),
 ])  # fmt: skip
 def test_a_line_is_a_method_without_its_budget(spec, name):
-    assert plot_cli.label(spec) == name
+    assert panels.label(spec) == name
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
@@ -155,8 +151,9 @@ def test_mistakes_are_one_line(tmp_path, capsys):
                             for i in range(2)))  # fmt: skip
     (tmp_path / "text").write_text("a note\n")
     (tmp_path / "empty").write_text("")
-    for wrong, words in (("r.jsonl", "several models"), ("none", "no such file"), ("text", "line 1: no record"),
-                         ("empty", "holds no records")):  # fmt: skip
+    mistakes = {"r.jsonl": "several models", "none": "there is no such file", "text": "line 1: no record",
+                "empty": "holds no records"}  # fmt: skip
+    for wrong, words in mistakes.items():
         assert main(["plot", str(tmp_path / wrong), "--out", str(tmp_path / "f.png")]) == 2
         assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
     assert main(["plot", str(path), "--out", str(tmp_path / "no" / "f.png")]) == 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..eval import shared_prompt
+from ..eval.shared_prompt import RecordedLayer, record_prompt
 from ..hf.attach import Cache
 from ..hf.layer import Layer
 from ..methods import Dense
@@ -174,8 +174,7 @@ def survey(
     measured: list[dict[str, Tensor]] = []
     values = []
     for piece in pieces:
-        cache, _ = shared_prompt.read(model, torch.tensor([piece], device=model.device))
-        blocks = shared_prompt.blocks(cache)
+        blocks = list(record_prompt(model, torch.tensor([piece], device=model.device)).recorded.items())
         grid = _grid(_one_shape(blocks), len(piece))
         of_layers = []
         for _, block in blocks:
@@ -200,7 +199,7 @@ def survey(
     )
 
 
-def _one_shape(blocks: Sequence[tuple[int, shared_prompt.Block]]) -> Shape:
+def _one_shape(blocks: Sequence[tuple[int, RecordedLayer]]) -> Shape:
     shapes = {block.shape for _, block in blocks}
     if len(shapes) > 1:
         raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")
@@ -213,10 +212,10 @@ def _grid(shape: Shape, n: int) -> Grid:
     return Grid(r, [k for k in (32, 64, 128) if 4 * k <= n], channels, (max(1, shape.D // 4), min(128, n // 4)))
 
 
-def _measure_layer(block: shared_prompt.Block, at: Tensor, grid: Grid) -> dict[str, Tensor]:
+def _measure_layer(block: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Tensor]:
     """One layer's statistics of one piece, on the CPU; `heads` are the H G query heads."""
     q, k = block.q[0].float(), block.k[0].float()  # (H,G,n,D), (H,n,D)
-    scale, softcap = block.given["scale"], block.given["softcap"]
+    scale, softcap = block.scale, block.softcap
     at = at.to(q.device)
     x = q[:, :, at]
     exact = statistics.logits(x, k, at, scale, softcap)
@@ -230,7 +229,7 @@ def _measure_layer(block: shared_prompt.Block, at: Tensor, grid: Grid) -> dict[s
         "alpha": torch.stack([mass.mean(-1).flatten() for mass in alpha]),  # (1 + temperatures,heads)
         "agreement": _agreement(x, k, exact, grid),  # (channels,r,k,heads)
         "sparsity": statistics.sparsity(q, k, scale, softcap).flatten(),  # (heads,)
-        "accumulated": ops.columns(q, k, scale, softcap),  # (H,n)
+        "accumulated": ops.key_scores(q, k, scale, softcap),  # (H,n)
     }
     return {name: tensor.cpu() for name, tensor in found.items()}
 
@@ -253,7 +252,7 @@ def _correlation_ratios(values: Tensor) -> dict[str, float]:
 
 
 def _clouds(
-    blocks: Sequence[tuple[int, shared_prompt.Block]], most: int, draw: random.Random, tick: Callable[[str], None]
+    blocks: Sequence[tuple[int, RecordedLayer]], most: int, draw: random.Random, tick: Callable[[str], None]
 ) -> Iterator[Cloud]:
     """One head, drawn at random, of up to `most` layers from the first to the last (SubGen fig. 1)."""
     manifold: Any = importlib.import_module("sklearn.manifold")

@@ -98,7 +98,7 @@ def _text(path: Path | None, tokens: int, pieces: int, seed: int) -> str:
     from ..eval.tasks import record, source
 
     if path is not None:
-        return source.text(path)[: 64 * tokens * pieces]  # tokens have fewer than 64 characters on average
+        return source.read_text(path)[: 64 * tokens * pieces]  # tokens have fewer than 64 characters on average
     return "".join(part.context for part in record.records(pieces * (1 + tokens // 2000), 190, 1, seed))
 
 

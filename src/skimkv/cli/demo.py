@@ -50,7 +50,7 @@ def demo(
     with output.progress_bar() as bar:
         task = bar.add_task("asking", total=len(plan) * asked)
         rows = list(run.rows(plan, lambda: bar.advance(task)))
-    figures.quality([row.point() for row in rows], out, *_figure_title(rows, setting))
+    figures.demo([row.point() for row in rows], out, *_figure_title(rows, setting))
     if as_json:
         output.print_json({"rows": [row.json() for row in rows], "figure": str(out)})
         return

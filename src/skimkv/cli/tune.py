@@ -1,121 +1,151 @@
-"""`skimkv tune`: the cheapest r, k and channels that keep a model's loss on a text within a bound."""
+"""`skimkv tune`: find the cheapest r, k and channels of SparQ that keep a model's loss on a text within a bound."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from .eval import place, quiet
+from . import output
+from .options import (
+    Batch,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Plot,
+    Records,
+    input_file,
+    quiet,
+    resolve_device,
+)
 
 if TYPE_CHECKING:
-    from ..eval.tune import Loss, Tried
+    from ..eval.tune import Loss, Trial
+
+TEXT_PANEL = "Text and target"
+LEAST_SIZES = {"prompt": 32, "scored": 1, "pieces": 2}
+
+
+class Pieces(NamedTuple):
+    """Two sets of pieces of a text, in tokens: one to choose the method on, one to check it."""
+
+    tuned: list[list[int]]
+    checked: list[list[int]]
+    digest: str
+
+
+class Outcome(NamedTuple):
+    """What was found: the chosen method, and the same on the pieces on which nothing was chosen."""
+
+    chosen: Trial | None
+    checked: Trial | None
+    trials: list[Trial]
+    dense: Loss
 
 
 def tune(
-    text: Annotated[Path, typer.Option(help="A text file, such as the model will see.")],
-    model: Annotated[str, typer.Option(help="builtin, a folder, a GGUF file, or a Hugging Face id.")] = "builtin",
-    target_loss: Annotated[str, typer.Option(help="The increase over dense that is allowed: 1%, or 0.01.")] = "1%",
+    text: Annotated[Path, input_file("Text file like those that the model will read.", "--text", TEXT_PANEL)],
+    target_loss: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE", rich_help_panel=TEXT_PANEL,
+            help="The greatest increase of the loss over dense attention's: 1%, or 0.01.",
+        ),
+    ] = "1%",
     channels: Annotated[
-        list[str] | None, typer.Option(help="Ways to store the channels: int4, int8, copy, none; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="CHANNELS", rich_help_panel=TEXT_PANEL, show_default="int4, int8 and copy",
+            help="How SparQ stores the channels of K that it reads: int4, int8, copy or none. May be given several "
+            "times.",
+        ),
     ] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of a piece that are read at once.")] = 1024,
-    scored: Annotated[int, typer.Option(help="Tokens after them that the method decodes.")] = 128,
-    pieces: Annotated[int, typer.Option(help="Pieces of the text; as many again check the answer.")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="Pieces decoded at once.")] = 8,
-    out: Annotated[Path, typer.Option(help="JSON Lines; what it holds already is not run again.")] = Path(
-        "skimkv-tune.jsonl"
-    ),
-    plot: Annotated[Path | None, typer.Option(help="Save a figure here.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else the checkpoint's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")] = False,
-) -> None:
-    """Find the SparQ that moves the fewest bytes while the loss stays within the target. Ctrl-C and run again to go on.
+    prompt: Annotated[
+        int, typer.Option(rich_help_panel=TEXT_PANEL, help="Number of tokens of each piece that are read at once.")
+    ] = 1024,
+    scored: Annotated[
+        int, typer.Option(rich_help_panel=TEXT_PANEL, help="Number of tokens after them that the method decodes.")
+    ] = 128,
+    pieces: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=TEXT_PANEL,
+            help="Number of pieces of the text on which methods are tried; as many again check the chosen one.",
+        ),
+    ] = 8,
+    model: Model = "builtin",
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    batch: Batch = 8,
+    out: Records = Path("skimkv-tune.jsonl"),
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Find the SparQ that moves the fewest bytes while the model's loss on a text stays within a target.
 
-    Every scored token is decoded by the method; a second set of pieces, on which nothing was chosen, checks it.
+    The method decodes every token that is scored. A second set of pieces, on which nothing was chosen, checks the
+    choice. A run that was interrupted goes on where it was when the same command is given again.
+
+    Example:
+
+        skimkv tune --text book.txt --model Qwen/Qwen3-0.6B --target-loss 1% --plot tune.png
     """
-    from ..methods.sparq import CHANNELS
+    from ..stores.full import CHANNELS
 
-    target = _share(target_loss)
-    ways = list(dict.fromkeys(channels or ("int4", "int8", "copy")))
-    for way in ways:
+    target = _parse_share(target_loss)
+    for way in channels or ():
         if way not in CHANNELS:
             raise ValueError(f"--channels {way!r} is unknown; known: {', '.join(CHANNELS)}")
-    for name, value, least in (("prompt", prompt, 32), ("scored", scored, 1), ("pieces", pieces, 2)):
-        if value < least:
-            raise ValueError(f"--{name} {value} must be at least {least}")
-    for name, path in (("out", out), ("plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
-    if not text.is_file():
-        raise ValueError(f"--text {text}: no such file")
-    where = place(device)
+    for name, value in (("prompt", prompt), ("scored", scored), ("pieces", pieces)):
+        if value < LEAST_SIZES[name]:
+            raise ValueError(f"--{name} {value} must be at least {LEAST_SIZES[name]}")
     quiet(model)
+    place = resolve_device(device)
 
-    from ..analysis import statistics as analysis
-    from ..eval import tune as tuning
-    from ..eval.generate import encode
     from ..eval.results import Results
-    from ..eval.tasks import source
+    from ..eval.tune import Scorer
     from ..hf.attach import check_length, load
-    from ..methods import Dense
 
-    words, size = source.text(text), prompt + scored + 1
     with Results(out) as results:
         network: Any
         network, tokenizer = load(model, dtype=dtype)
-        network = network.to(where)
-        check_length(network, size)
-        ids = encode(tokenizer, words[: 64 * size * 2 * pieces], False)
-        found = analysis.windows(ids, size, 2 * pieces, tokenizer.bos_token_id)
-        if len(found) < pieces:
-            raise ValueError(f"{text}: {len(ids)} tokens are too few for --pieces {pieces} of {size}")
-        digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+        network = network.to(place)
+        check_length(network, prompt + scored + 1)
+        cut = _cut(text, tokenizer, prompt + scored + 1, pieces)
         spec = f"tune(prompt={prompt}, scored={scored})"
         key = {"model": model, "dtype": str(network.dtype).removeprefix("torch."), "task": spec}
-        one, two = (
-            tuning.Scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {digest}"}, batch)
-            for name, part in (("tuned", found[:pieces]), ("checked", found[pieces:]))
+        tuned, checked = (
+            Scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {cut.digest}"}, batch)
+            for name, part in (("tuned", cut.tuned), ("checked", cut.checked))
         )
-        console = Console(stderr=True)
-        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console,
-                      transient=True) as bar:  # fmt: skip
-            going = bar.add_task("")
-            chosen, tried, dense = tuning.tune(one, ways, target, lambda what: bar.update(going, description=what))
-            checked = None
-            if chosen is not None and found[pieces:]:
-                bar.update(going, description="on other pieces")
-                checked = tuning.compare(chosen.method, two.loss(chosen.method), two.loss(Dense()))
-    figure = None
-    if plot is not None and tried:
-        from ..eval import figures_tune as plots_tune
-
-        plots_tune.tune([(t.method.channels, t.share, t.increase, t.stderr) for t in tried],  # type: ignore[attr-defined]
-                        target, None if chosen is None else (repr(chosen.method), chosen.share, chosen.increase),
-                        f"{model}, {text.name}, {prompt} tokens and {scored} after them", plot)  # fmt: skip
-        figure = str(plot)
-    if chosen is None:
-        raise ValueError(_nearest(tried, target))
+        outcome = _run(tuned, checked, list(dict.fromkeys(channels or ("int4", "int8", "copy"))), target)
+    if plot is not None and outcome.trials:
+        _draw(outcome, target, f"{model}, {text.name}, {prompt} tokens and {scored} after them", plot)
+    if outcome.chosen is None:
+        raise ValueError(_nearest(outcome.trials, target))
     if as_json:
-        answer = {"model": model, "target": target, "dense_nats": sum(dense.nats) / len(dense.nats),
-                  "dense_bytes": dense.bytes, "chosen": chosen.json(), "checked": checked and checked.json(),
-                  "searched": [t.json() for t in tried], "out": str(out), "figure": figure}  # fmt: skip
-        print(json.dumps(answer))
+        output.print_json({
+            "model": model, "target": target, "dense_nats": fmean(outcome.dense.nats),
+            "dense_bytes": outcome.dense.bytes, "chosen": outcome.chosen.json(),
+            "checked": outcome.checked and outcome.checked.json(), "searched": [t.json() for t in outcome.trials],
+            "out": str(out), "figure": None if plot is None else str(plot),
+        })  # fmt: skip
         return
-    _show(chosen, checked, tried, dense, target, len(found) - pieces)
-    if figure:
-        print(f"Figure: {figure}")
+    _print_table(outcome.chosen, outcome.trials, outcome.dense, target)
+    _print_check(outcome.checked, len(cut.checked), target)
+    if plot is not None:
+        print(f"Figure: {plot}")
 
 
-def _share(given: str) -> float:
+def _parse_share(given: str) -> float:
+    """A share from 0 to 1, written as 1% or 0.01."""
     try:
         value = float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
     except ValueError:
@@ -125,38 +155,75 @@ def _share(given: str) -> float:
     return value
 
 
-def _nearest(tried: list[Tried], target: float) -> str:
-    if not tried:
+def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> Pieces:
+    """Cut a text into pieces of `size` tokens: `pieces` to choose on, and up to as many to check."""
+    from ..analysis.statistics import split_into_pieces
+    from ..eval.generate import encode
+    from ..eval.tasks import source
+
+    ids = encode(tokenizer, source.read_text(path)[: 64 * size * 2 * pieces], False)
+    cut = split_into_pieces(ids, size, 2 * pieces, tokenizer.bos_token_id)
+    if len(cut) < pieces:
+        raise ValueError(f"{path}: {len(ids)} tokens are too few for --pieces {pieces} of {size}")
+    return Pieces(cut[:pieces], cut[pieces:], hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16])
+
+
+def _run(tuned: Any, checked: Any, channels: Sequence[str], target: float) -> Outcome:
+    """Choose a method on the one scorer's pieces, and check it on the other's."""
+    from ..eval.tune import compare
+    from ..eval.tune import tune as search
+    from ..methods import Dense
+
+    with output.progress_bar() as bar:
+        task = bar.add_task("", total=None)
+        chosen, trials, dense = search(
+            tuned, channels, target, lambda spec: bar.update(task, advance=1, description=spec)
+        )  # fmt: skip
+        check = None
+        if chosen is not None and checked.pieces:
+            bar.update(task, description="on other pieces")
+            check = compare(chosen.method, checked.loss(chosen.method), checked.loss(Dense()))
+    return Outcome(chosen, check, trials, dense)
+
+
+def _draw(outcome: Outcome, target: float, setting: str, path: Path) -> None:
+    from ..eval import figures
+
+    points = [(getattr(t.method, "channels", ""), t.share, t.increase, t.stderr) for t in outcome.trials]
+    chosen = outcome.chosen and (repr(outcome.chosen.method), outcome.chosen.share, outcome.chosen.increase)
+    figures.tuning(points, target, chosen, setting, path)
+
+
+def _nearest(trials: Sequence[Trial], target: float) -> str:
+    """What to say where nothing stays within the target."""
+    if not trials:
         return "no SparQ moves fewer bytes than dense at this length: give a longer --prompt"
-    best = min(tried, key=lambda t: t.increase)
+    best = min(trials, key=lambda t: t.increase)
     return (
-        f"none of {len(tried)} SparQ stays within {target:.3%} of dense's loss; the nearest is {best.method}, "
+        f"none of {len(trials)} SparQ stays within {target:.3%} of dense's loss; the nearest is {best.method}, "
         f"{best.increase:+.3%} with {best.share:.1%} of its bytes"
     )
 
 
-def _show(chosen: Tried, checked: Tried | None, tried: list[Tried], dense: Loss, target: float, others: int) -> None:
-    """What was tried, cheapest first, and the answer."""
-    from .show import wide
-
-    nats = sum(dense.nats) / len(dense.nats)
-    title = f"{len(dense.nats)} pieces; dense: {nats:.4f} nats a token, {dense.bytes:,} bytes a step"
-    out = Table(title=title, title_style="dim", title_justify="left")
-    out.add_column("method", min_width=40)
-    for name in ("of dense's bytes", "loss", "±", f"within {100 * target:g}%"):
-        out.add_column(name, justify="right")
-    for t in sorted(tried, key=lambda t: t.bytes):
+def _print_table(chosen: Trial, trials: Sequence[Trial], dense: Loss, target: float) -> None:
+    """Print what was tried, cheapest first, and the chosen method."""
+    title = f"{len(dense.nats)} pieces; dense: {fmean(dense.nats):.4f} nats a token, {dense.bytes:,} bytes a step"
+    table = output.table(title, "method", "of dense's bytes", "loss", "±", f"within {100 * target:g}%")
+    for t in sorted(trials, key=lambda t: t.bytes):
         mark = "chosen" if t.method == chosen.method else "yes" if t.increase <= target else ""
-        out.add_row(repr(t.method), f"{t.share:.1%}", f"{t.increase:+.2%}", f"{t.stderr or 0:.2%}", mark)
-    console = wide(110)
-    console.print(out)
-    spread = f" (95%: {chosen.low:+.2%} … {chosen.high:+.2%})" if chosen.low is not None else ""
-    console.print(
-        f"{chosen.method}: {chosen.share:.1%} of dense's bytes, loss {chosen.increase:+.2%}{spread}.",
-        soft_wrap=True, markup=False,
-    )  # fmt: skip
+        table.add_row(repr(t.method), f"{t.share:.1%}", f"{t.increase:+.2%}", f"{t.stderr or 0:.2%}", mark)
+    console = output.console(110)
+    console.print(table)
+    interval = "" if chosen.low is None else f" (95%: {chosen.low:+.2%} … {chosen.high:+.2%})"
+    sentence = f"{chosen.method}: {chosen.share:.1%} of dense's bytes, loss {chosen.increase:+.2%}{interval}."
+    console.print(sentence, soft_wrap=True, markup=False)
+
+
+def _print_check(checked: Trial | None, pieces: int, target: float) -> None:
+    """Print how the chosen method does on the pieces on which nothing was chosen."""
+    console = output.console(110)
     if checked is None:
         console.print("The text has no other pieces to check it on.")
-    else:
-        verdict = "within the target" if checked.increase <= target else "beyond the target: tune on more pieces"
-        console.print(f"On {others} other pieces: {checked.increase:+.2%} ± {checked.stderr or 0:.2%}, {verdict}.")
+        return
+    verdict = "within the target" if checked.increase <= target else "beyond the target: tune on more pieces"
+    console.print(f"On {pieces} other pieces: {checked.increase:+.2%} ± {checked.stderr or 0:.2%}, {verdict}.")

@@ -1,10 +1,11 @@
-"""Rows of a batch that answer at once, each with its own script: what it is fed, then what it says."""
+"""Answers to questions about a prompt: what is fed after the prompt, then what the model says, greedily.
+
+All rows of a batch go in step, each with its own question; the caches of several methods can share the batch.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,29 +13,28 @@ import torch
 from torch import Tensor
 
 from ..hf.attach import Cache
-from ..methods import Dense
-from ..methods.base import Method
-from ..stores.base import Shape, Store
-from ..stores.clusters import Clusters
-from . import budgets
-from . import shared_prompt as prompt
+from .shared_prompt import forward, joint_cache
+from .traffic import Cost, RowCosts, depends_on_data
 
-BLOCK = 64  # tokens fed at once: logits of all of them are held
+BLOCK = 64  # tokens that are fed at once: the logits of all of them are in memory
 
 
-class Ask(NamedTuple):
-    """One row: tokens fed after the prompt, of which the last `scored` count for bits; then at most `new` tokens
-    are said, to the first `stop` after some text, or to `chars` characters. 0 and "" are no bound, new = 0 is none.
+class Question(NamedTuple):
+    """What is fed to the model after the prompt, and where its answer ends.
+
+    feed: token ids, of which the last `scored` count for the answer's bits. Then at most `new_tokens` are generated,
+    to the first `stop` after some text, or to `chars` characters; "" and 0 are no bound. With new_tokens = 0 nothing
+    is generated.
     """
 
     feed: list[int]
     scored: int = 0
-    new: int = 0
+    new_tokens: int = 0
     stop: str = ""
     chars: int = 0
 
     def cut(self, text: str) -> tuple[str, bool]:
-        """The text up to its end, and whether that was reached."""
+        """Cut a text where the answer ends; return it and whether it had reached its end."""
         start = len(text) - len(text.lstrip())
         end = text.find(self.stop, start) if self.stop else -1
         if end < 0 and self.chars and len(text) >= self.chars:
@@ -42,125 +42,124 @@ class Ask(NamedTuple):
         return (text, False) if end < 0 else (text[:end], True)
 
 
-class Said(NamedTuple):
-    """What came of it. likeliest: each scored token was. Traffic is summed over steps and layers, in closed form."""
+class Answer(NamedTuple):
+    """What the model said to a question, and what it cost.
+
+    tokens: how many were generated. bits: of the question's scored tokens; likeliest: whether greedy decoding would
+    have chosen each of them. steps: how many tokens were decoded. cost: the sum over these steps, in closed form.
+    """
 
     text: str
     tokens: int
     bits: float
     likeliest: bool
     steps: int
-    elements: int
-    bytes: int
-    paper: int
-    dense_elements: int
-    dense_bytes: int
+    cost: Cost
 
 
-class _Row:
-    def __init__(self, ask: Ask) -> None:
-        self.ask, self.ids, self.text = ask, list[int](), ""
-        self.bits, self.likeliest, self.steps, self.cost = 0.0, True, 0, [0] * 5
-        self.done = not ask.new and not ask.feed
+class _OpenAnswer:
+    """An answer of one row of the batch, while tokens are fed and generated."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.ids: list[int] = []
+        self.text, self.bits, self.likeliest, self.steps, self.cost = "", 0.0, True, 0, Cost()
+        self.ended = not question.new_tokens and not question.feed
 
     def score(self, first: int, logits: Tensor) -> None:
-        """Bits of the tokens first, first + 1, ... of the feed, of those that count; logits (m,V) stand before each."""
-        feed = self.ask.feed
-        for i in range(max(first, len(feed) - self.ask.scored), min(first + len(logits), len(feed))):
+        """Add the bits of the tokens first, first + 1, ... of the feed, where they count.
+
+        logits (m,V): the model's, each before the token that it scores.
+        """
+        feed = self.question.feed
+        for i in range(max(first, len(feed) - self.question.scored), min(first + len(logits), len(feed))):
             self.bits -= float(logits[i - first].log_softmax(-1)[feed[i]]) / math.log(2)
             self.likeliest &= int(logits[i - first].argmax()) == feed[i]
 
-    def next(self, step: int, n: int, logits: Tensor, tokenizer: Any, ends: set[int]) -> list[int]:
-        """The n tokens to feed now, logits (V) being those before them; the last one of all need not be fed."""
-        feed = self.ask.feed
-        if self.done:
+    def next_tokens(self, start: int, n: int, logits: Tensor, tokenizer: Any, end_tokens: set[int]) -> list[int]:
+        """The n tokens to feed from position `start` after the prompt; logits (V) are those before them.
+
+        The last token of all need not be fed: the answer has then ended.
+        """
+        feed = self.question.feed
+        if self.ended:
             return [0]
-        if step < len(feed):
-            self.done = step + 1 == len(feed) and not self.ask.new
-            return feed[step : step + n]
+        if start < len(feed):
+            self.ended = start + 1 == len(feed) and not self.question.new_tokens
+            return feed[start : start + n]
         token = int(logits.argmax())
-        if token in ends:
-            self.done = True
+        if token in end_tokens:
+            self.ended = True
             return [token]
         self.ids.append(token)
-        self.text, self.done = self.ask.cut(tokenizer.decode(self.ids, skip_special_tokens=True))
-        self.done |= len(self.ids) == self.ask.new
+        self.text, self.ended = self.question.cut(tokenizer.decode(self.ids, skip_special_tokens=True))
+        self.ended |= len(self.ids) == self.question.new_tokens
         return [token]
 
-    def said(self) -> Said:
-        return Said(self.text, len(self.ids), self.bits, self.likeliest, self.steps, *self.cost)
+    def add_steps(self, n: int, costs: RowCosts, row: int) -> None:
+        """Count the n tokens that were decoded last, unless the answer had ended before them."""
+        if not self.ended:
+            self.steps += n
+            for steps_later in range(n):
+                self.cost = self.cost.plus(costs.step(row, steps_later))
+
+    def close(self) -> Answer:
+        """The answer as it stands."""
+        return Answer(self.text, len(self.ids), self.bits, self.likeliest, self.steps, self.cost)
 
 
-@functools.lru_cache(4096)
-def _closed(method: Method, n: int, shape: Shape, dtype: torch.dtype, data: tuple[tuple[str, int], ...]) -> list[int]:
-    own, dense = method.traffic(n, shape, dtype, **dict(data)), Dense().traffic(n, shape, dtype)
-    return [own.elements, own.bytes, own.paper, dense.elements, dense.bytes]
+def answer_questions(
+    model: Any,
+    tokenizer: Any,
+    caches: Sequence[Cache],
+    logits: Tensor,
+    questions: Sequence[Question],
+    mask: Tensor | None = None,
+) -> list[list[Answer]]:
+    """Answer the questions with every cache, all in one batch; return the answers of the first cache, then the second.
 
-
-def _step(method: Method, stores: Sequence[Store], row: int, later: int, known: dict[Any, list[int]]) -> list[int]:
-    """The closed forms of the last step of that row, or of the `later`-th before, summed over layers.
-
-    `known`: those of the same cache that are no more than functions of their length.
+    caches: of different methods behind the same prompts, with a row for every question; they are used up. logits
+    (questions,V) and mask (questions,n), where rows are padded on the left, are those of the prompts.
     """
-    n = stores[0].lengths[row] - 1 - later if stores else 0
-    if (found := known.get((method, n))) is not None:
-        return found
-    layers: Counter[Any] = Counter()  # many are alike
-    steady = True
-    for store in stores:
-        data = (("clusters", int(store.m[row].sum())),) if isinstance(store, Clusters) else ()
-        steady &= not data
-        layers[n, store.shape._replace(B=1), store.dtype, data] += 1
-    closed = [[times * x for x in _closed(method, *layer)] for layer, times in layers.items()]
-    total = [sum(parts) for parts in zip(*closed, strict=True)] or [0] * 5
-    if steady:
-        known[method, n] = total
-    return total
-
-
-def ends(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end a text, by the model's generation config and by its tokenizer."""
-    given = getattr(model.generation_config, "eos_token_id", None)
-    found = given if isinstance(given, list) else [given]
-    return {token for token in [*found, tokenizer.eos_token_id] if token is not None}
-
-
-def uneven(cache: Cache) -> bool:
-    """Whether a step's traffic depends on more than its length: its tokens are then fed one by one."""
-    return any(isinstance(store, Clusters) for store in budgets.stores(cache))
-
-
-def _together(asks: Sequence[Ask], cache: Cache, step: int) -> int:
-    """How many tokens can be fed in one block, which each layer decodes token by token: what all rows still have
-    but the last. 1 where traffic depends on what the steps between left, and at the end of the positions."""
-    n = min(min(len(ask.feed) for ask in asks) - 1 - step, BLOCK)
-    past = cache.positions is not None and cache.get_seq_length() + n > cache.positions
-    return 1 if n < 2 or past or uneven(cache) else n
-
-
-def answer(
-    model: Any, tokenizer: Any, cache: Cache, logits: Tensor, asks: Sequence[Ask], mask: Tensor | None = None
-) -> list[Said]:
-    """Greedy. cache (of `fill` or `fork`) and logits (B,V) stand behind the prompts; mask (B,n) where padded.
-
-    The rows go in step; one that is done is fed zeros until the last is, which is not counted.
-    """
-    rows, owners, stop = [_Row(ask) for ask in asks], prompt.owners(cache, len(asks)), ends(model, tokenizer)
-    logits, step, known = logits[:, None], 0, dict[Any, list[int]]()
+    joint, times = joint_cache(caches), len(caches)
+    answers = [_OpenAnswer(question) for _ in caches for question in questions]
+    costs = [(RowCosts(cache), row) for cache in caches for row in range(len(questions))]
+    logits, mask = logits.repeat(times, 1)[:, None], None if mask is None else mask.repeat(times, 1)
+    end_tokens, start = find_end_tokens(model, tokenizer), 0
+    one_by_one = any(map(depends_on_data, caches))  # else a step's cost could not be told after the steps that follow
     while True:
-        n = _together(asks, cache, step)
-        for row, before in zip(rows, logits, strict=True):
-            row.score(step, before[-1:])
-        tokens = [row.next(step, n, before[-1], tokenizer, stop) for row, before in zip(rows, logits, strict=True)]
-        if all(row.done for row in rows):
-            return [row.said() for row in rows]
+        n = 1 if one_by_one else _tokens_at_once(questions, joint, start)
+        for answer, before in zip(answers, logits, strict=True):
+            answer.score(start, before[-1:])
+        tokens = [
+            answer.next_tokens(start, n, before[-1], tokenizer, end_tokens)
+            for answer, before in zip(answers, logits, strict=True)
+        ]
+        if all(answer.ended for answer in answers):
+            break
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(rows), n)], 1)
-        logits = prompt.forward(model, cache, torch.tensor(tokens, device=logits.device), mask).float()
-        for row, owner, after in zip(rows, owners, logits, strict=True):
-            row.score(step + 1, after[:-1])
-            if not row.done:
-                row.steps += n
-                for later in range(n):
-                    row.cost = [a + b for a, b in zip(row.cost, _step(*owner, later, known), strict=True)]
-        step += n
+            mask = torch.cat([mask, mask.new_ones(len(answers), n)], 1)
+        logits = forward(model, joint, torch.tensor(tokens, device=logits.device), mask).float()
+        for answer, after, (cache_costs, row) in zip(answers, logits, costs, strict=True):
+            answer.score(start + 1, after[:-1])
+            answer.add_steps(n, cache_costs, row)
+        start += n
+    closed = [answer.close() for answer in answers]
+    return [closed[i : i + len(questions)] for i in range(0, len(closed), len(questions))]
+
+
+def _tokens_at_once(questions: Sequence[Question], joint: Cache, start: int) -> int:
+    """How many tokens can be fed in one block, which each layer decodes token by token.
+
+    As many as every row still has, but for its last; only one near the end of the model's positions.
+    """
+    n = min(min(len(question.feed) for question in questions) - 1 - start, BLOCK)
+    beyond = joint.max_positions is not None and joint.get_seq_length() + n > joint.max_positions
+    return 1 if n < 2 or beyond else n
+
+
+def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a text, by the model's generation config and by its tokenizer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    tokens = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*tokens, tokenizer.eos_token_id] if token is not None}

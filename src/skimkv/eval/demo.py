@@ -1,4 +1,4 @@
-"""The demo: one long record, the same questions to every method at matched budgets, what each step really moved."""
+"""The demo: questions about one long record, to every method at matched budgets, and what each step really moved."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ import torch
 
 from .. import ops
 from ..hf.attach import Cache, check_length, load
-from ..methods import METHODS, Dense
+from ..methods import Dense
 from ..methods.base import Method
 from ..stores.base import Shape
 from ..stores.full import Full
 from . import budgets
 from .tasks import record
+from .traffic import step_traffic
 
-SHARES = (1 / 2, 1 / 4, 1 / 8)
 LONGEST_ANSWER = 8  # tokens
-ONE = Shape(1, 1, 1, 256)
+ANY_SHAPE = Shape(1, 1, 1, 256)  # of a store that is made only to see its type
 
 
 class Row(NamedTuple):
-    """One method at one budget. Elements and bytes are of one decode step, all layers; n is the prompt's length."""
+    """One method at one budget: right answers, and elements and bytes of one decode step of all layers.
+
+    share: the part of dense's bytes that the method's parameters were solved for. asked: how many questions.
+    cache_bytes: what the cache holds after the prompt.
+    """
 
     method: Method
-    share: float  # of dense's bytes, that was asked for
+    share: float
     correct: int
     asked: int
     elements_predicted: int
@@ -39,11 +43,12 @@ class Row(NamedTuple):
     ms_per_token: float
 
     def point(self) -> tuple[str, float, float, bool]:
-        """For the figure: name, bytes, share right, whether all tokens are still held."""
-        name, kept = type(self.method).__name__, isinstance(self.method.store(ONE, torch.float32), Full)
-        return name, self.bytes_counted, self.correct / self.asked, kept
+        """The row in the figure: (name, bytes, share of right answers, whether all tokens are kept)."""
+        keeps_all = isinstance(self.method.store(ANY_SHAPE, torch.float32), Full)
+        return type(self.method).__name__, self.bytes_counted, self.correct / self.asked, keeps_all
 
     def json(self) -> dict[str, Any]:
+        """The row for --json, its method as a spec."""
         names = {"bytes_counted": "bytes_per_step"}
         left_out = ("method", "share", "bytes_predicted")
         figures = {names.get(k, k): v for k, v in self._asdict().items() if k not in left_out}
@@ -51,7 +56,7 @@ class Row(NamedTuple):
 
 
 class Demo:
-    """The bundled model has read nothing yet; `plan` fixes the methods, `rows` asks them.
+    """The bundled model with a record and questions: `plan` chooses the methods, `rows` asks them.
 
     The record is the prompt; a question comes after it, token by token through the method (question-blind), on
     a copy of the prefilled cache.
@@ -59,7 +64,7 @@ class Demo:
 
     def __init__(self, lines: int, asked: int, seed: int = 0) -> None:
         threads = torch.get_num_threads()
-        self.where = f"{ops.chosen()[0]} backend, {threads} thread{'s'[: threads - 1]}"
+        self.where = f"{ops.select_backend()[0]} backend, {threads} thread{'s'[: threads - 1]}"
         self.model, self._tokenizer = load("builtin")
         context, questions = record.records(1, lines, asked, seed)[0]
         self.prompt = torch.tensor([[self._tokenizer.bos_token_id, *self._tokens(context)]])
@@ -70,51 +75,38 @@ class Demo:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def _read(self, method: Method) -> Cache:
+    def _read_prompt(self, method: Method) -> Cache:
         cache = Cache(self.model, method)
         self.model(self.prompt, past_key_values=cache, logits_to_keep=1)
         return cache
 
     @torch.inference_mode()
     def plan(self) -> tuple[list[tuple[Method, float]], list[str]]:
-        """Which method with which parameters at which share, and what cannot reach one, in words."""
-        dense = budgets.stores(self._read(Dense()))
-        found: list[tuple[Method, float]] = [(Dense(), 1.0)]
-        missed = []
-        for share in SHARES:
-            for name, method in METHODS.items():
-                if method is Dense:
-                    continue
-                fitting = budgets.at(method, share, dense)
-                if fitting is None:
-                    missed.append(f"{name} cannot read as little as 1/{round(1 / share)} of dense")
-                else:
-                    found.append((fitting, share))
-        return found, missed
+        """The methods at 1, 1/2, 1/4 and 1/8 of dense's bytes, as (method, share), and what cannot reach a share."""
+        return budgets.matched_methods(self._read_prompt(Dense()).stores)
 
     @torch.inference_mode()
-    def rows(self, plan: list[tuple[Method, float]], asked: Callable[[], None] = lambda: None) -> Iterator[Row]:
-        """One row per method; `asked` is called after every question."""
+    def rows(self, plan: list[tuple[Method, float]], on_answer: Callable[[], None] = lambda: None) -> Iterator[Row]:
+        """Ask every method all questions, and give one row for each; on_answer is called after every question."""
         for method, share in plan:
-            cache = self._read(method)
+            cache = self._read_prompt(method)
             correct, seconds = 0.0, list[float]()
             for question, answer in self.questions:
-                text = self._ask(copy.deepcopy(cache), question, seconds)
-                correct += record.right(text, answer)
-                asked()
-            held = cache.nbytes
-            elements, moved = cache.elements, cache.bytes
+                text = self._answer(copy.deepcopy(cache), question, seconds)
+                correct += record.score_line(text, answer)
+                on_answer()
+            cache_bytes, elements, moved = cache.nbytes, cache.elements, cache.bytes
             with ops.backend("ref"):  # the backend that counts what it reads
                 self.model(torch.tensor([self.questions[0][0][:1]]), past_key_values=cache)
-            closed = budgets.traffic(method, budgets.stores(cache), step=1)
+            predicted = step_traffic(method, cache.stores, steps_ago=1)
             yield Row(
                 method, share, int(correct), len(self.questions),
-                closed.elements, cache.elements - elements, closed.bytes, cache.bytes - moved,
-                held, 1e3 * statistics.median(seconds),
+                predicted.elements, cache.elements - elements, predicted.bytes, cache.bytes - moved,
+                cache_bytes, 1e3 * statistics.median(seconds),
             )  # fmt: skip
 
-    def _ask(self, cache: Cache, question: list[int], seconds: list[float]) -> str:
-        """Greedy, one token at a time, to the end of the line; `seconds` gets the time of each step."""
+    def _answer(self, cache: Cache, question: list[int], seconds: list[float]) -> str:
+        """Answer greedily to the end of the line, one token at a time; `seconds` gets the time of each step."""
         text, token = "", 0
         for step in range(len(question) + LONGEST_ANSWER):
             if step >= len(question):
@@ -129,15 +121,15 @@ class Demo:
 
 
 def finding(rows: list[Row]) -> str:
-    """What the rows show, in one sentence."""
-    dense = rows[0]
-    least = min(row.share for row in rows)
-    last = sorted((row for row in rows if row.share == least), key=lambda row: -row.correct)
-    best, rest = [r for r in last if r.correct == last[0].correct], [r for r in last if r.correct < last[0].correct]
-    names = " and ".join(type(r.method).__name__ for r in best)
+    """What the rows show at the smallest budget, in one sentence."""
+    dense, least = rows[0], min(row.share for row in rows)
+    ranked = sorted((row for row in rows if row.share == least), key=lambda row: -row.correct)
+    best = [row for row in ranked if row.correct == ranked[0].correct]
+    names = " and ".join(type(row.method).__name__ for row in best)
     moved = f"{best[0].bytes_counted / dense.bytes_counted:.0%}" if len(best) == 1 else f"about {least:.0%}"
     text = f"With {moved} of dense attention's bytes per token, {names} answered {best[0].correct} of {best[0].asked}"
     text += f" questions right, dense {dense.correct}"
-    if rest:
-        text += f"; the next best at that budget is {type(rest[0].method).__name__} with {rest[0].correct}"
+    if len(ranked) > len(best):
+        second = ranked[len(best)]
+        text += f"; the next best at that budget is {type(second.method).__name__} with {second.correct}"
     return text + "."

@@ -1,58 +1,83 @@
-"""Figures from results: what is drawn was computed elsewhere."""
+"""The figures of an evaluation: the demo, scores by bytes and by length, needles, ablations, and tuning.
+
+Every function draws what was computed elsewhere (panels.py, demo.py, tune.py) and writes one file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import matplotlib
+from ..plotting import (
+    STYLES,
+    ScorePoint,
+    draw_scores,
+    label_axes,
+    length_axis,
+    line_styles,
+    mark_matched_shares,
+    new_figure,
+    panel_grid,
+    save,
+    shifted,
+)
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-from ..plotting import draw_scores as curve
-from ..plotting import line_styles as styles
+CHANNELS = ("copy", "int8", "int4", "none")  # in the order of their colours in `tuning`
+SHARE_LABEL = "cache bytes moved per step, as a share of dense attention (log scale)"
+
+LengthPoint = tuple[float, float, float | None]  # (tokens, mean, standard error)
+Cells = dict[tuple[float, float], float]  # (tokens of the prompt, depth) -> share of needles found
 
 
-def quality(points: Sequence[tuple[str, float, float, bool]], path: Path, title: str, subtitle: str) -> None:
-    """Share of right answers against bytes per token: points are (method, bytes, share right, all tokens held).
+class Ablation(NamedTuple):
+    """What one row of `ablation` shows.
 
-    The first point is dense attention. One line a method, solid if it holds all tokens, dotted if it dropped some;
-    its name where it ends at the left, at the fewest bytes. Dashed: 1/2, 1/4 and 1/8 of dense.
+    finding and counts: scores by how the keys are found, and by how many are read. changes: (r and k, what is
+    changed, mean, standard error).
     """
-    fig, ax = plt.subplots(figsize=(9, 5.4), dpi=150)
-    (_, dense, best, _), points = points[0], points[1:]
+
+    title: str
+    finding: Sequence[ScorePoint]
+    changes: Sequence[tuple[str, str, float, float | None]]
+    counts: Sequence[ScorePoint]
+
+
+def demo(points: Sequence[tuple[str, float, float, bool]], path: Path, title: str, subtitle: str) -> None:
+    """Draw the demo's share of right answers against bytes per token.
+
+    points: (method, bytes, share of right answers, whether all tokens are kept), dense attention first. Each method
+    is a line with its name at the end with the fewest bytes: solid if it keeps all tokens, dotted if it drops some.
+    """
+    (_, dense_bytes, dense_score, _), *points = points
+    fig = new_figure((9, 5.4), layout=None)
+    ax = fig.subplots()
     names = list(dict.fromkeys(name for name, *_ in points))
-    ends: list[tuple[float, float, str, str]] = []
-    looks = styles(names)
-    for i, name in enumerate(names):
-        colour, marker = looks[name]
-        line = sorted((moved / dense, right, held) for at, moved, right, held in points if at == name)
-        x, style = [p[0] for p in line], "-" if line[0][2] else ":"
+    line_ends: list[tuple[float, float, str, str]] = []  # (score, share, name, colour)
+    for i, (name, (colour, marker)) in enumerate(line_styles(names).items()):
+        line = sorted((moved / dense_bytes, score, keeps_all) for at, moved, score, keeps_all in points if at == name)
+        x, style = [share for share, *_ in line], "-" if line[0][2] else ":"
         # drawn a little apart, so that equal results do not hide one another
-        y = [p[1] + 0.004 * (len(names) / 2 - i) for p in line]
+        y = [score + 0.004 * (len(names) / 2 - i) for _, score, _ in line]
         ax.plot(x, y, style, color=colour, marker=marker, markersize=7, linewidth=2, zorder=3, clip_on=False)
-        ends.append((y[0], x[0], name, colour))
-    ax.plot(1, best, marker="*", markersize=16, color="black", zorder=4, clip_on=False)
-    ax.annotate("Dense:\nreads it all", (1, best), (0, -12), textcoords="offset points", ha="center", va="top")
-    least = min(x for _, x, _, _ in ends)
-    _label(ax, [end for end in ends if end[1] < 1.3 * least], least)
-    for right, moved, name, colour in ends:
-        if moved >= 1.3 * least:
-            ax.annotate(
-                name, (moved, right), (9, 0), textcoords="offset points", va="center", color=colour, weight="bold"
-            )
-    for share in (2, 4, 8):
-        ax.axvline(1 / share, color="0.8", linestyle="--", linewidth=1, zorder=0)
+        line_ends.append((y[0], x[0], name, colour))
+    ax.plot(1, dense_score, marker="*", markersize=16, color="black", zorder=4, clip_on=False)
+    ax.annotate("Dense:\nreads it all", (1, dense_score), (0, -12), textcoords="offset points", ha="center", va="top")
+    least = min(share for _, share, _, _ in line_ends)
+    _label_left_ends(ax, [end for end in line_ends if end[1] < 1.3 * least], least)
+    for score, share, name, colour in line_ends:
+        if share >= 1.3 * least:
+            ax.annotate(name, (share, score), (9, 0), textcoords="offset points", va="center", color=colour,
+                        weight="bold")  # fmt: skip
+    mark_matched_shares(ax)
     ax.set_xscale("log", base=2)
     ax.set_xlim(least / 1.75, 1.12)
     ax.set_ylim(-0.03, 1.06)
-    ticks = [1 / 8, 1 / 4, 1 / 2, 1]
-    ax.set_xticks(
-        ticks, [f"{n}\n{t * dense / 1e6:.2f} MB" for t, n in zip(ticks, ("1/8", "1/4", "1/2", "all"), strict=True)]
-    )
+    ticks = {"1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1}
+    ax.set_xticks(list(ticks.values()), [f"{name}\n{x * dense_bytes / 1e6:.2f} MB" for name, x in ticks.items()])
     ax.minorticks_off()
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     ax.set_xlabel("cache bytes moved per generated token, as a share of dense attention (log scale)")
@@ -62,72 +87,177 @@ def quality(points: Sequence[tuple[str, float, float, bool]], path: Path, title:
     fig.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=12.5, weight="bold")
     fig.text(0.02, 0.93, subtitle, ha="left", va="top", fontsize=9, color="0.35", linespacing=1.4)
     fig.subplots_adjust(left=0.085, right=0.97, top=0.845, bottom=0.135)
-    fig.savefig(path)
-    plt.close(fig)
+    save(fig, path)
 
 
-def _label(ax: Axes, ends: list[tuple[float, float, str, str]], least: float) -> None:
-    """Names left of the lines' ends, moved apart where they would overlap."""
+def _label_left_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]], least: float) -> None:
+    """Write names left of the lines' ends, moved apart where they would overlap."""
     gap, x = 0.052, least / 1.06
-    ends = sorted(ends)
-    at = [y for y, *_ in ends]
-    for i in range(1, len(at)):
-        at[i] = max(at[i], at[i - 1] + gap)
-    for place, (y, end, name, colour) in zip(at, ends, strict=True):
-        ax.text(x / 1.06, place, name, ha="right", va="center", color=colour, weight="bold")
-        ax.plot([x / 1.05, end / 1.02], [place, y], color=colour, linewidth=0.7, alpha=0.7)
+    line_ends = sorted(line_ends)
+    heights = [y for y, *_ in line_ends]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    for height, (y, end, name, colour) in zip(heights, line_ends, strict=True):
+        ax.text(x / 1.06, height, name, ha="right", va="center", color=colour, weight="bold")
+        ax.plot([x / 1.05, end / 1.02], [height, y], color=colour, linewidth=0.7, alpha=0.7)
 
 
-def curves(panels: Sequence[tuple[str, Sequence[tuple[str, float, float, float | None]]]], path: Path) -> None:
-    """Score against the share of dense's bytes, a panel per task: points are (method, share, mean, standard error).
+def scores(panels: Sequence[tuple[str, Sequence[ScorePoint]]], path: Path) -> None:
+    """Draw scores against the share of dense's bytes, a panel for each (title, points).
 
-    Bands are one standard error. Grey, across: dense. Dashed, down: 1/2, 1/4 and 1/8 of dense.
+    Bands are one standard error. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
     """
+    from matplotlib.lines import Line2D
+
     names = list(dict.fromkeys(name for _, points in panels for name, *_ in points if name != "Dense"))
-    style = styles(names)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    size = (max(7.5, 4.4 * columns + 0.4), 3.5 * rows + 1.0)
-    fig, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained")
-    for ax, (title, points) in zip(axes.flat, panels, strict=False):
-        curve(ax, title, points, style)
-    for ax in axes.flat[len(panels) :]:
-        ax.set_visible(False)
-    handles = [Line2D([], [], color=style[n][0], marker=style[n][1], linewidth=1.7, label=n) for n in names]
+    styles = line_styles(names)
+    fig, axes = panel_grid(len(panels), 3, (4.4, 3.5), (0.4, 1.0), least_width=7.5)
+    for ax, (title, points) in zip(axes, panels, strict=True):
+        draw_scores(ax, title, points, styles)
+    handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], linewidth=1.7, label=n) for n in names]
     handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
-    widest = max(len(str(handle.get_label())) for handle in handles) + 9
-    fits = max(2, int(size[0] * 14 / widest))  # 14 letters an inch
-    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), fits), frameon=False, fontsize=9)
-    fig.supxlabel("cache bytes moved per step, as a share of dense attention (log scale)", fontsize=10)
+    width, height = fig.get_size_inches()
+    longest = max(len(str(handle.get_label())) for handle in handles) + 9
+    columns = max(2, int(width * 14 / longest))  # 14 letters an inch
+    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), columns), frameon=False, fontsize=9)
+    fig.supxlabel(SHARE_LABEL, fontsize=10)
     parts = "score", "band: one standard error", "lines that meet are drawn side by side"
-    fig.supylabel(("; " if size[1] > 6 else "\n").join(parts), fontsize=10)  # it is 5 inches in one line
-    fig.savefig(path)
-    plt.close(fig)
+    fig.supylabel(("; " if height > 6 else "\n").join(parts), fontsize=10)  # in one line it is 5 inches long
+    save(fig, path)
 
 
-def heat(panels: Sequence[tuple[str, dict[tuple[float, float], float]]], path: Path) -> None:
-    """Needles found, a panel per method: cells are (tokens of the prompt, depth) -> share found. Blue: found."""
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    fig, axes = plt.subplots(
-        rows, columns, figsize=(3.3 * columns + 1, 2.5 * rows + 0.8), dpi=150, squeeze=False, layout="constrained"
-    )
+def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]]], path: Path) -> None:
+    """Draw scores against the length of the prompt, a line for each method (SparQ fig. 6).
+
+    panels: (title, name of the score, the points of each line). Bands are one standard error; dashed is dense.
+    """
+    from matplotlib.lines import Line2D
+
+    names = list(dict.fromkeys(name for _, _, lines in panels for name in lines if name != "Dense"))
+    styles = {"Dense": ("black", "."), **line_styles(names)}
+    fig, axes = panel_grid(len(panels), 3, (4.8, 3.7), (0.4, 0.8))
+    for ax, (title, score, lines) in zip(axes, panels, strict=True):
+        for i, name in enumerate(sorted(lines, key=lambda name: name != "Dense")):
+            line = sorted(lines[name], key=lambda p: p[0])
+            (colour, marker), x, y = styles[name], [p[0] for p in line], [p[1] for p in line]
+            ax.plot(x, y, "--" if name == "Dense" else "-", color=colour, marker=marker, markersize=5, linewidth=1.7,
+                    transform=shifted(ax, i, len(lines)) if name != "Dense" else ax.transData)  # fmt: skip
+            low, high = ([p[1] + sign * (p[2] or 0) for p in line] for sign in (-1, 1))
+            ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+        length_axis(ax, sorted({p[0] for line in lines.values() for p in line}))
+        label_axes(ax, title, "tokens of the prompt (log scale)", score)
+    shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines in panels)]
+    handles = [
+        Line2D([], [], color=styles[n][0], marker=styles[n][1], linestyle="--" if n == "Dense" else "-", label=n)
+        for n in shown
+    ]
+    columns = min(len(handles), 3 * min(3, len(panels)))
+    fig.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
+    save(fig, path)
+
+
+def ablation(rows: Sequence[Ablation], path: Path) -> None:
+    """Draw SparQ fig. 7, a row for each task: how keys are found, what is changed, how many positions are read."""
+    from matplotlib.lines import Line2D
+
+    fig = new_figure((15.5, 4.3 * len(rows) + 0.3), dpi=140)
+    grid = fig.subplots(len(rows), 3, squeeze=False)
+    for (finding_ax, change_ax, count_ax), row in zip(grid, rows, strict=True):
+        panels = (finding_ax, "how the keys are found", row.finding), (count_ax, "how many are read", row.counts)
+        for ax, what, points in panels:
+            styles = line_styles(list(dict.fromkeys(name for name, *_ in points if name != "Dense")))
+            draw_scores(ax, f"{row.title}: {what}", points, styles)
+            ax.set_xlabel("cache bytes moved per step, of dense's (log scale)", fontsize=9)
+            ax.set_ylabel("score; band: one standard error", fontsize=9)
+            handles = [Line2D([], [], color=s[0], marker=s[1], label=name) for name, s in styles.items()]
+            if handles:
+                ax.legend(handles=handles, frameon=False, fontsize=8)
+        (low, high), (bottom, top) = finding_ax.get_ylim(), count_ax.get_ylim()
+        for ax in (finding_ax, count_ax):
+            ax.set_ylim(min(low, bottom), max(high, top))
+        settings, kinds = (list(dict.fromkeys(change[i] for change in row.changes)) for i in (0, 1))
+        for i, (setting, (colour, marker)) in enumerate(zip(settings, STYLES, strict=False)):
+            changes = [change for change in row.changes if change[0] == setting]
+            y = [kinds.index(change[1]) + 0.22 * (i - (len(settings) - 1) / 2) for change in changes]
+            change_ax.errorbar([change[2] for change in changes], y, xerr=[change[3] or 0 for change in changes],
+                               fmt=marker, color=colour, markersize=6, linewidth=1, label=setting)  # fmt: skip
+        if row.changes:
+            change_ax.set_yticks(range(len(kinds)), kinds, fontsize=8)
+            change_ax.invert_yaxis()
+            change_ax.legend(frameon=False, fontsize=8)
+        label_axes(change_ax, f"{row.title}: what is changed", "score; bar: one standard error", "")
+    save(fig, path)
+
+
+def needles(panels: Sequence[tuple[str, Cells]], path: Path) -> None:
+    """Draw the share of needles that each method found, a panel for each (title, cells); blue is found."""
+    fig, axes = panel_grid(len(panels), 4, (3.3, 2.5), (1, 0.8))
     image = None
-    for ax, (title, cells) in zip(axes.flat, panels, strict=False):
-        lengths, depths = sorted({n for n, _ in cells}), sorted({d for _, d in cells})
-        grid = [[cells.get((n, d), float("nan")) for n in lengths] for d in depths]
+    for ax, (title, cells) in zip(axes, panels, strict=True):
+        tokens, depths = sorted({n for n, _ in cells}), sorted({depth for _, depth in cells})
+        grid = [[cells.get((n, depth), float("nan")) for n in tokens] for depth in depths]
         image = ax.imshow(grid, cmap="RdBu", vmin=-0.2, vmax=1.2, aspect="auto")
-        for edges, line in ((lengths, ax.axvline), (depths, ax.axhline)):
+        for edges, draw_line in ((tokens, ax.axvline), (depths, ax.axhline)):
             for i in range(1, len(edges)):
-                line(i - 0.5, color="white", linewidth=1)
-        ax.set_xticks(range(len(lengths)), [f"{n:,.0f}" for n in lengths], fontsize=8)
-        ax.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=8)
+                draw_line(i - 0.5, color="white", linewidth=1)
+        ax.set_xticks(range(len(tokens)), [f"{n:,.0f}" for n in tokens], fontsize=8)
+        ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
         ax.set_title(title, fontsize=9, loc="left")
-    for ax in axes.flat[len(panels) :]:
-        ax.set_visible(False)
     fig.supxlabel("tokens of the prompt", fontsize=10)
     fig.supylabel("depth of the needle", fontsize=10)
     if image is not None:
-        fig.colorbar(image, ax=axes, label="share found", ticks=[0, 0.5, 1], shrink=0.8).ax.set_ylim(0, 1)
-    fig.savefig(path)
-    plt.close(fig)
+        fig.colorbar(image, ax=fig.axes, label="share found", ticks=[0, 0.5, 1], shrink=0.8).ax.set_ylim(0, 1)
+    save(fig, path)
+
+
+def tuning(
+    points: Sequence[ScorePoint],
+    target: float,
+    chosen: tuple[str, float, float] | None,
+    setting: str,
+    path: Path,
+) -> None:
+    """Draw what `skimkv tune` tried: the increase of the loss over dense against bytes, the bound, the chosen method.
+
+    points: (channels, share of dense's bytes, increase of the loss, its standard error). chosen: (method, share,
+    increase). setting: the first line of the title.
+    """
+    fig = new_figure((8.6, 5.2), dpi=140)
+    ax = fig.subplots()
+    for channels, (colour, marker) in zip(CHANNELS, STYLES, strict=False):
+        own = sorted(point[1:] for point in points if point[0] == channels)
+        if own:
+            x, y, errors = [p[0] for p in own], [100 * p[1] for p in own], [100 * (p[2] or 0) for p in own]
+            ax.errorbar(x, y, errors, fmt=marker, color=colour, markersize=6, alpha=0.85, linewidth=1,
+                        label=f"channels={channels!r}")  # fmt: skip
+    lowest: list[tuple[float, float]] = []
+    for _, share, increase, _ in sorted(points, key=lambda p: p[1]):
+        if not lowest or 100 * increase < lowest[-1][1]:
+            lowest.append((share, 100 * increase))
+    ax.step([p[0] for p in lowest], [p[1] for p in lowest], where="post", color="0.5", linewidth=1, zorder=0)
+    ax.axhline(100 * target, color="black", linestyle="--", linewidth=1)
+    ax.text(0.995, 100 * target, f"target {target:.2%} ", ha="right", va="bottom", fontsize=9,
+            transform=ax.get_yaxis_transform())  # fmt: skip
+    if chosen is not None:
+        name, share, increase = chosen
+        ax.plot(share, 100 * increase, "*", color="black", markersize=17, zorder=5)
+        ax.annotate(name, (share, 100 * increase), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
+                    va="top", ha="right" if share > 1 / 16 else "left")  # fmt: skip
+    ax.set_xscale("log", base=2)
+    least, most = min(p[1] for p in points), max(p[1] for p in points)
+    ticks = [t for t in (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1) if least / 2 < t < 2 * most]
+    ax.set_xticks(ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
+    ax.minorticks_off()
+    ax.set_yscale("symlog", linthresh=max(100 * target, 0.1))
+    low, high = 100 * min(0.0, *(p[2] for p in points)), 130 * max(target, *(p[2] for p in points))
+    marks = [m for m in (-5, -2, -1, -0.5, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if 1.5 * low <= m <= high]
+    ax.set_yticks(marks, [f"{m:g}%" for m in marks])
+    ax.set_ylim(1.5 * low - 0.15 * max(100 * target, 0.1), high)
+    ax.axhline(0, color="0.7", linewidth=1, zorder=0)
+    ax.set_xlabel(SHARE_LABEL)
+    ax.set_ylabel("increase of the loss over dense")
+    ax.grid(color="0.93", zorder=0)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(f"{setting}\nbars: one standard error; line: the least loss at those bytes", loc="left", fontsize=9)
+    ax.legend(frameon=False, fontsize=9)
+    save(fig, path)

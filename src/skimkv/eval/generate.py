@@ -1,4 +1,4 @@
-"""Text with a method, streamed, with what it cost."""
+"""Generate text with a method, stream it, and report what it cost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import torch
 
 from ..hf.attach import Cache, check_length
 from ..methods.base import Method
-from . import budgets
+from .traffic import step_traffic
 
 
 class Result(NamedTuple):
-    """new_tokens were generated (the last of them was not read back); bytes are of one step, at the end."""
+    """What was generated, and what it cost.
+
+    The last of the new tokens was not fed to the model. bytes_per_step is what a further decode step would move, and
+    cache_bytes is what the cache holds at the end. interrupted: Ctrl-C ended the text.
+    """
 
     text: str
     method: Method
@@ -26,11 +30,12 @@ class Result(NamedTuple):
     interrupted: bool
 
     def json(self) -> dict[str, Any]:
+        """The result for --json, its method as a spec."""
         out = {k: v for k, v in self._asdict().items() if k != "interrupted"}
         return {**out, "method": repr(self.method)}
 
     def line(self) -> str:
-        """The figures, for a person."""
+        """What it cost, in one line for people."""
         return (
             f"{self.method}: {self.new_tokens} tokens after {self.prompt_tokens}, {self.ms_per_token:.1f} ms a token, "
             f"{self.bytes_per_step / 1e6:.2f} MB moved per step, cache {self.cache_bytes / 1e6:.2f} MB"
@@ -38,14 +43,15 @@ class Result(NamedTuple):
 
 
 class _Stream:
-    """What generate() calls a streamer: takes token ids, gives out text as soon as its bytes are whole."""
+    """What generate() calls a streamer: it takes token ids, and writes text as soon as its characters are whole."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         self.tokenizer, self.write = tokenizer, write
-        self.ids: list[int] | None = None  # None: the first call brings the prompt
-        self.text, self.times = "", [time.perf_counter()]
+        self.ids: list[int] | None = None  # None until the first call, which brings the prompt
+        self.text, self.times = "", [time.perf_counter()]  # of the start, and of every token
 
     def put(self, ids: torch.Tensor) -> None:
+        """Take the prompt, or the next token."""
         if self.ids is None:
             self.ids = []
             return
@@ -56,6 +62,7 @@ class _Stream:
             self._show(text)
 
     def end(self) -> None:
+        """Write what is left of the text."""
         self._show(self.tokenizer.decode(self.ids or [], skip_special_tokens=True))
 
     def _show(self, text: str) -> None:
@@ -64,7 +71,10 @@ class _Stream:
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt. Raises ValueError if it is empty or the tokenizer has no chat form."""
+    """Token ids of a prompt; chat: the prompt is a user's turn of a chat.
+
+    Raises ValueError if the prompt is empty or the tokenizer has no chat template.
+    """
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     if chat:
@@ -83,9 +93,10 @@ def run(
     model: Any, tokenizer: Any, ids: list[int], method: Method, limit: int, temperature: float = 0.0, seed: int = 0,
     write: Callable[[str], None] = lambda text: None,
 ) -> Result:  # fmt: skip
-    """At most `limit` tokens after `ids`, and no more than the model has positions for.
+    """Generate at most `limit` tokens after `ids`, and no more than the model has positions for.
 
-    Ctrl-C ends it early with what there is. Raises ValueError if not even one more token fits.
+    temperature = 0 is greedy. write is called with each new piece of the text. Ctrl-C ends the text early. Raises
+    ValueError if not even one more token fits.
     """
     check_length(model, len(ids) + 1)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -104,16 +115,17 @@ def run(
     except KeyboardInterrupt:
         interrupted = True
         stream.end()
-    done = stream.times
-    each = 1e3 * (done[-1] - done[1]) / (len(done) - 2) if len(done) > 2 else 1e3 * (done[-1] - done[0])
-    held = budgets.stores(cache)
+    times = stream.times
+    seconds = times[-1] - times[0]  # with the prompt's, where no second token says more
+    if len(times) > 2:
+        seconds = (times[-1] - times[1]) / (len(times) - 2)
     return Result(
-        stream.text, method, len(ids), len(stream.ids or []), each,
-        budgets.traffic(method, held).bytes, cache.nbytes, interrupted,
+        stream.text, method, len(ids), len(stream.ids or []), 1e3 * seconds,
+        step_traffic(method, cache.stores).bytes, cache.nbytes, interrupted,
     )  # fmt: skip
 
 
 def part(a: str, b: str) -> int | None:
-    """The first character at which two texts differ; None if they do not."""
+    """The position of the first character at which two texts differ; None if they are equal."""
     shorter = min(len(a), len(b))
     return None if a == b else next((i for i in range(shorter) if a[i] != b[i]), shorter)

@@ -21,8 +21,8 @@ import torch
 from ..hf.attach import Cache
 from ..methods import parse
 from ..methods.base import Method
-from . import shared_prompt as prompt
-from .answer import Ask, answer
+from .answer import Question, answer_questions
+from .shared_prompt import copy_rows, record_prompt
 
 try:
     HFLM: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
@@ -33,7 +33,10 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (texts, context
 
 
 class SkimLM(HFLM):  # type: ignore[misc]
-    """HFLM for causal models. `decoded`: tokens that the method has decoded for log-likelihoods so far."""
+    """The harness's model class for causal models, with a method that decodes.
+
+    `decoded` is the number of tokens that the method has decoded for log-likelihoods so far.
+    """
 
     def __init__(self, *args: Any, method: Method | str, **options: Any) -> None:
         self.method, self.decoded = parse(method), 0
@@ -48,28 +51,32 @@ class SkimLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding says the same) of each continuation."""
+        """Score continuations: (log-likelihood in nats, whether greedy decoding says the same) for each request."""
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 8)
-        cut = [_cut(context, continuation, self.max_length) for _, context, continuation in requests]
-        order = sorted(range(len(requests)), key=lambda i: cut[i][0])
-        found: dict[int, tuple[float, bool]] = {}
-        for dense, group in groupby(order, key=lambda i: cut[i][0]):
-            held, logits = prompt.read(self.model, torch.tensor([dense], device=self.device))
-            cache, members = prompt.fill(self.model, held, self.method), list(group)
-            for part in (members[start : start + size] for start in range(0, len(members), size)):
-                asks = [Ask(cut[i][1], len(requests[i][2])) for i in part]
-                rows = [0] * len(part)
-                said = answer(self.model, self.tokenizer, prompt.fork(cache, rows), logits[rows], asks)
-                for i, each in zip(part, said, strict=True):
-                    found[i] = -each.bits * math.log(2), each.likeliest
-                    self.decoded += each.steps
+        splits = [_split(context, continuation, self.max_length) for _, context, continuation in requests]
+        order = sorted(range(len(requests)), key=lambda i: splits[i][0])
+        scores: dict[int, tuple[float, bool]] = {}
+        for prompt_ids, group in groupby(order, key=lambda i: splits[i][0]):
+            prompt = record_prompt(self.model, torch.tensor([prompt_ids], device=self.device))
+            cache, members = prompt.cache(self.method), list(group)
+            for batch in (members[start : start + size] for start in range(0, len(members), size)):
+                questions = [Question(splits[i][1], len(requests[i][2])) for i in batch]
+                rows = [0] * len(batch)
+                caches = [copy_rows(cache, rows)]
+                (answers,) = answer_questions(self.model, self.tokenizer, caches, prompt.logits[rows], questions)
+                for i, answer in zip(batch, answers, strict=True):
+                    scores[i] = -answer.bits * math.log(2), answer.likeliest
+                    self.decoded += answer.steps
                     if requests[i][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-        return [found[i] for i in range(len(requests))]
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], scores[i])
+        return [scores[i] for i in range(len(requests))]
 
 
-def _cut(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:
-    """What is read and what is decoded, cut on the left where it is too long; one token at least is read."""
+def _split(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:
+    """The tokens that are read and those that are decoded.
+
+    A context that is too long is cut on the left; at least one token is read.
+    """
     context = context[-max(longest + 1 - len(continuation), 1) :]
-    dense = context[:-1] or context
-    return dense, context[len(dense) :] + continuation
+    prompt = context[:-1] or context
+    return prompt, context[len(prompt) :] + continuation

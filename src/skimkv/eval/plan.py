@@ -1,7 +1,9 @@
-"""What an evaluation does: tasks in tokens, methods that fit the model, the papers' grids."""
+"""What an evaluation will do: tasks in tokens, in which modes, with which methods."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -9,59 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..methods import METHODS, Dense, parse
+from ..methods import Dense, parse
 from ..methods.base import Method
 from . import budgets
-from . import shared_prompt as prompt
-from .answer import Ask
+from .answer import Question
 from .generate import encode
+from .results import RecordKey
+from .shared_prompt import layer_shapes, record_prompt
+from .sweeps import MODES, SWEEPS
 from .tasks import Example, Task
 
-MODES = ("blind", "aware")
-SHARES = (1 / 2, 1 / 4, 1 / 8)
-PAPER = (
-    "Dense()",
-    *(f"SparQ(r={r}, k=128)" for r in (8, 16, 32, 64)),
-    *(f"{name}(k={k})" for name in ("H2O", "LMInfinite", "Strided", "Fixed") for k in (192, 256, 384, 512, 768)),
-    *(f"SubGen(k={k - 64}, recent=64)" for k in (192, 256, 384, 512, 768)),
-    *(f"TopK(k={k})" for k in (2, 8, 32, 128, 256)),
-    *(f"LowRank(r={r}, k=128)" for r in (8, 16, 32, 64)),
-)  # SparQ Attention, table G1; at the same budgets what it did not measure
-_MEAN = "mean_value=True"
-_CHANGES = (
-    "mean_value=False", _MEAN, f"{_MEAN}, temperature='sqrt_d'", f"{_MEAN}, temperature='sqrt_r'", "local=0",
-    "channels='int8'", "channels='int4'",
-)  # fmt: skip
-ABLATION = (
-    "Dense()",
-    *(f"TopK(k={k}, oracle=True)" for k in (16, 32, 64, 128, 256)),
-    *(f"LowRank(r={r}, k=128)" for r in (8, 16, 32, 64)),
-    *(f"SparQ(r={r}, k={k})" for k in (32, 64, 128, 256) for r in (8, 16, 32, 64)),
-    *(f"SparQ(r={r}, k={k}, {change})" for r, k in ((8, 32), (16, 128)) for change in _CHANGES),
-)  # SparQ Attention, fig. 7a, 7b and 7c; and its channels in 8 and 4 bits
 
+class Setup(NamedTuple):
+    """What all records of an evaluation share.
 
-class Item(NamedTuple):
-    """An example in tokens: `prompt` is read at once, what is fed after it is in its Ask."""
-
-    example: Example
-    prompt: list[int]
-    ask: Ask
-
-
-class Job(NamedTuple):
-    """One task in one mode; the items of a group share their prompt."""
-
-    task: Task
-    mode: str
-    groups: list[list[Item]]
-    methods: list[Method]
-    left_out: int = 0  # examples longer than the model's positions
-
-
-class Run(NamedTuple):
-    """What all records of a run share. counted: measure the traffic, on the reference backend and row by row; weights:
-    the model's fingerprint."""
+    counted: measure the traffic, on the reference backend and row by row, instead of predicting it. weights: the
+    model's fingerprint.
+    """
 
     model: Any
     tokenizer: Any
@@ -73,81 +39,184 @@ class Run(NamedTuple):
 
     @property
     def positions(self) -> int | None:
+        """The greatest number of tokens that the model has positions for; None if it has no bound."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-    def fits(self, item: Item) -> bool:
-        n = len(item.prompt) + len(item.ask.feed) + item.ask.new
-        return bool(item.prompt) and (self.positions is None or n <= self.positions)
+
+class PlannedExample(NamedTuple):
+    """An example in tokens: the prompt is read at once, the question's tokens are fed after it.
+
+    source: a digest of what an answer comes from: the weights, the tokens, and what counts as right.
+    """
+
+    example: Example
+    prompt: list[int]
+    question: Question
+    source: str
 
 
-def job(run: Run, task: Task, mode: str, methods: Sequence[Method], data: Path | None, limit: int) -> Job:
-    """The first `limit` examples in tokens. Raises ValueError if none fits the model."""
-    examples = list(islice(task.examples(data, run.seed), limit))
+class Job(NamedTuple):
+    """One task in one mode, by some methods. The examples of a group share their prompt.
+
+    left_out: how many examples are longer than the model's positions.
+    """
+
+    task: Task
+    mode: str
+    groups: list[list[PlannedExample]]
+    methods: list[Method]
+    left_out: int = 0
+
+
+class Plan(NamedTuple):
+    """All jobs of an evaluation, and notes on what was left out of them."""
+
+    jobs: list[Job]
+    notes: list[str]
+
+    def sources(self, setup: Setup) -> dict[RecordKey, str]:
+        """The keys of all records that the plan asks for, and the source that each must have."""
+        return {
+            record_key(setup, job, method, planned): planned.source
+            for job in self.jobs for group in job.groups for planned in group for method in job.methods
+        }  # fmt: skip
+
+
+def record_key(setup: Setup, job: Job, method: Method, planned: PlannedExample) -> RecordKey:
+    """The key of the record of one method's answer to one example."""
+    dtype = str(setup.model.dtype).removeprefix("torch.")
+    job_key = setup.counted, job.task.spec, job.mode
+    return RecordKey(setup.name, dtype, setup.seed, *job_key, repr(method), planned.example.id)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A digest of the weights: of their names and shapes, and of up to 64 numbers of each."""
+    digest = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        numbers = x.detach().flatten()[:: max(1, -(-x.numel() // 64))].double().cpu()
+        digest.update(f"{name} {tuple(x.shape)} {numbers.tolist()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def plan_evaluation(
+    setup: Setup,
+    tasks: Sequence[Task],
+    methods: Sequence[Method],
+    sweep: str | None = None,
+    mode: str = "blind",
+    data: Path | None = None,
+    limit: int = 20,
+) -> Plan:
+    """Plan the first `limit` examples of every task, by a sweep's methods and those that were named.
+
+    mode: one of sweeps.MODES, or "both". sweep: a name of sweeps.SWEEPS. A method of a sweep that does not fit the
+    model is left out. Raises ValueError if a method that was named does not fit, or if no example of a task does.
+    """
+    _, misfits = supported_methods(setup, methods)
+    if misfits:
+        raise ValueError(misfits[0])
+    grid, misfits = supported_methods(setup, [parse(spec) for spec in SWEEPS[sweep]] if sweep else [])
+    jobs: list[Job] = []
+    notes = [f"Left out: {misfit}" for misfit in misfits]
+    for task in tasks:
+        for task_mode in MODES if mode == "both" else (mode,):
+            job = plan_job(setup, task, task_mode, [*grid, *methods], data, limit)
+            if any((job.task.spec, job.mode) == (other.task.spec, other.mode) for other in jobs):
+                continue  # a task without questions has one mode
+            if sweep == "matched":
+                matched, missing = matched_to(setup, job)
+                job = job._replace(methods=list(dict.fromkeys([*matched, *methods])))
+                notes += [f"Left out: {note}" for note in missing]
+            if job.left_out:
+                reason = f"{job.left_out} examples are longer than the model's {setup.positions} positions"
+                notes.append(f"Left out of {task.spec}, {job.mode}: {reason}")
+            jobs.append(job)
+    return Plan(jobs, notes)
+
+
+def plan_job(
+    setup: Setup, task: Task, mode: str, methods: Sequence[Method], data: Path | None = None, limit: int = 20
+) -> Job:
+    """Plan the first `limit` examples of one task in one mode. Raises ValueError if none fits the model.
+
+    A task whose examples ask no question, and give the text to score, has one mode: "forced".
+    """
+    examples = list(islice(task.examples(data, setup.seed), limit))
     texts = [task.module.prompt(example) for example in examples]
     if not any(question for _, question in texts) and all(example.given for example in examples):
-        mode = "forced"  # there is no question to be aware of
-    heads = [context + question if mode == "aware" else context for context, question in texts]
+        mode = "forced"
+    prompts = [context + question if mode == "aware" else context for context, question in texts]
     groups, left_out = [], 0
-    for head, members in groupby(range(len(examples)), key=lambda i: heads[i]):
-        group = _group(run, head, [(examples[i], *texts[i]) for i in members])
-        fitting = [item for item in group if run.fits(item)]
+    for prompt, members in groupby(range(len(examples)), key=lambda i: prompts[i]):
+        group = _in_tokens(setup, prompt, [(examples[i], *texts[i]) for i in members])
+        fitting = [planned for planned in group if _fits(planned, setup.positions)]
         left_out += len(group) - len(fitting)
-        groups += [fitting] if fitting else []
+        if fitting:
+            groups.append(fitting)
     if not groups:
         hint = f"; its arguments are {task.sizes}" if task.sizes else ""
-        raise ValueError(f"{task.spec}: no example fits the model's {run.positions} positions{hint}")
+        raise ValueError(f"{task.spec}: no example fits the model's {setup.positions} positions{hint}")
     return Job(task, mode, groups, list(methods), left_out)
 
 
-def _group(run: Run, head: str, members: list[tuple[Example, str, str]]) -> list[Item]:
-    """The tokens of the whole are split where they part from the head's, so that both modes see the same tokens."""
+def _fits(planned: PlannedExample, positions: int | None) -> bool:
+    n = len(planned.prompt) + len(planned.question.feed) + planned.question.new_tokens
+    return bool(planned.prompt) and (positions is None or n <= positions)
+
+
+def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]]) -> list[PlannedExample]:
+    """Tokenize examples that share a prompt; members: (example, context, question).
+
+    Context, question and a given answer are tokenized as one text, and split where it parts from the prompt's own
+    tokens: both modes then feed the same tokens to the model.
+    """
 
     def tokens(text: str) -> list[int]:
-        return encode(run.tokenizer, text, chat=False)
+        return encode(setup.tokenizer, text, chat=False)
 
-    whole = [tokens(c + q + (e.answers[0] if e.given else "")) for e, c, q in members]
-    dense = tokens(head)
-    shared = min(_common(dense, ids) for ids in whole)
-    items = []
+    whole = [tokens(context + question + (e.answers[0] if e.given else "")) for e, context, question in members]
+    prompt_tokens = tokens(prompt)
+    shared = min(_common_start(prompt_tokens, ids) for ids in whole)
+    group = []
     for (example, context, question), ids in zip(members, whole, strict=True):
-        asked = _common(tokens(context + question), ids) if example.given else len(ids)
-        new = 0 if example.given else example.new or len(tokens(example.answers[0]))
-        ask = Ask(ids[shared:], len(ids) - max(asked, shared), new, example.stop, example.chars)
-        items.append(Item(example, ids[:shared], ask))
-    return items
+        if example.given:
+            unscored, new_tokens = max(_common_start(tokens(context + question), ids), shared), 0
+        else:
+            unscored, new_tokens = len(ids), example.new or len(tokens(example.answers[0]))
+        asked = Question(ids[shared:], len(ids) - unscored, new_tokens, example.stop, example.chars)
+        source = hashlib.sha256(json.dumps((setup.weights, ids[:shared], asked.feed, example.answers)).encode())
+        group.append(PlannedExample(example, ids[:shared], asked, source.hexdigest()[:16]))
+    return group
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens at the beginning are the same."""
+def _common_start(a: list[int], b: list[int]) -> int:
+    """How many tokens at the beginning of both are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @torch.inference_mode()
-def matched(run: Run, first: Job) -> tuple[list[Method], list[str]]:
-    """Every method at 1/2, 1/4, 1/8 of dense's bytes, solved on the prompt of median length; what cannot be had."""
-    prompts = sorted((group[0].prompt for group in first.groups), key=len)
-    ids = torch.tensor([prompts[len(prompts) // 2]], device=run.model.device)
-    stores = budgets.stores(prompt.fill(run.model, prompt.read(run.model, ids)[0], Dense()))
-    found, none = [parse("Dense()")], []
-    for share in SHARES:
-        for name, method in METHODS.items():
-            fitting = None if method is Dense else budgets.at(method, share, stores)
-            if fitting is None and method is not Dense:
-                none.append(f"{name} cannot read as little as 1/{round(1 / share)} of dense on {first.task.spec}")
-            elif fitting is not None and fitting not in found:
-                found.append(fitting)
-    return found, none
+def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
+    """Every method at 1/2, 1/4 and 1/8 of dense's bytes, solved on the job's prompt of median length.
+
+    Returns the methods, Dense first, and notes on those that cannot read so little.
+    """
+    prompts = sorted((group[0].prompt for group in job.groups), key=len)
+    ids = torch.tensor([prompts[len(prompts) // 2]], device=setup.model.device)
+    dense = record_prompt(setup.model, ids).cache(Dense())
+    matched, left_out = budgets.matched_methods(dense.stores)
+    methods = list(dict.fromkeys(method for method, _ in matched))
+    return methods, [f"{note} on {job.task.spec}" for note in left_out]
 
 
 @torch.inference_mode()
-def servable(run: Run, methods: Sequence[Method]) -> tuple[list[Method], list[str]]:
-    """Those that fit the shape of the model's layers, and why others do not."""
-    fitting, none, shapes = [], [], prompt.shapes(run.model)
+def supported_methods(setup: Setup, methods: Sequence[Method]) -> tuple[list[Method], list[str]]:
+    """Those methods that fit the shapes of the model's layers, and why the others do not."""
+    supported, misfits, shapes = [], [], layer_shapes(setup.model)
     for method in dict.fromkeys(methods):
         try:
             for shape, dtype in shapes:
                 method.store(shape, dtype)
-            fitting.append(method)
+            supported.append(method)
         except ValueError as error:
-            none.append(f"{method}: {error}")
-    return fitting, none
+            misfits.append(f"{method}: {error}")
+    return supported, misfits

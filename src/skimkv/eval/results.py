@@ -1,4 +1,7 @@
-"""Result files: JSON Lines, one record per line; written so that a killed run loses and repeats nothing."""
+"""Records of an evaluation, the file that holds them, and their summary.
+
+A file is JSON Lines, one record per line, written so that a killed run loses nothing and repeats nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,65 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean
 from types import TracebackType
 from typing import Any, NamedTuple
 
-START = b'{"model": '  # of every line
+from .statistics import mean_and_interval, standard_error
+
+FIRST_BYTES = b'{"model": '  # of every line
+REQUIRED = {"model", "task", "mode", "method", "id", "score"}  # keys without which a line is no record
+
+
+class RecordKey(NamedTuple):
+    """What tells one record from every other: a run that was interrupted does not compute the same key again."""
+
+    model: str
+    dtype: str
+    seed: int
+    counted: bool
+    task: str
+    mode: str
+    method: str
+    id: str
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> RecordKey:
+        """The key of a record as a file holds it; None stands for what it lacks."""
+        return cls(*(record.get(name) for name in cls._fields))  # type: ignore[arg-type]
+
+
+class Record(NamedTuple):
+    """One method's answer to one example. Nothing in it depends on time: the same run makes the same record again.
+
+    source: a digest of what the answer comes from. at: where the example stands in a figure. elements to dense_bytes:
+    sums over the decoded steps (traffic.Cost).
+    """
+
+    key: RecordKey
+    source: str
+    score: float
+    output: str
+    at: list[float]
+    prompt_tokens: int
+    fed_tokens: int
+    new_tokens: int
+    steps: int
+    elements: int
+    bytes: int
+    paper_elements: int
+    dense_elements: int
+    dense_bytes: int
+    batch: int
+    backend: str
+    versions: dict[str, str]
+
+    def json(self) -> dict[str, Any]:
+        """The record as one flat object, the key's fields first."""
+        fields = self._asdict()
+        return {**fields.pop("key")._asdict(), **fields}
 
 
 class Results:
@@ -37,20 +92,40 @@ class Results:
 
     def _read(self) -> list[dict[str, Any]]:
         *lines, torn = self.path.read_bytes().split(b"\n")
-        found = []
+        records = []
         for number, line in enumerate(lines, 1):
-            row = _record(line)
-            if row is None:
+            record = _parse(line)
+            if record is None:
                 raise ValueError(f"{self.path}, line {number}: no record of an evaluation; choose another file")
-            found.append(row)
+            records.append(record)
         if torn:
-            if not (torn.startswith(START) or START.startswith(torn)):
+            if not (torn.startswith(FIRST_BYTES) or FIRST_BYTES.startswith(torn)):
                 raise ValueError(f"{self.path}, line {len(lines) + 1}: no record of an evaluation; choose another file")
             os.ftruncate(self._file, sum(len(line) + 1 for line in lines))
+        return records
+
+    def find(self, sources: Mapping[RecordKey, str]) -> dict[RecordKey, dict[str, Any]]:
+        """The records with these keys that the file holds.
+
+        Raises ValueError if one of them does not have the source that `sources` says, and so is of another model or
+        of other data.
+        """
+        found = {}
+        for record in self.records:
+            key = RecordKey.of(record)
+            if key not in sources:
+                continue
+            if record.get("source") != sources[key]:
+                what = ", ".join(map(str, key[4:]))
+                raise ValueError(f"{self.path} has {what} of another model or other data; choose another --out")
+            found[key] = record
         return found
 
     def add(self, record: dict[str, Any]) -> None:
-        """Raises OSError where the disk is full; the next run drops what was written of the line."""
+        """Append a record to the file.
+
+        Raises OSError where the disk is full; the next run drops what was written of the line.
+        """
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         try:
             written = os.write(self._file, line)
@@ -70,27 +145,30 @@ class Results:
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a file. Raises ValueError at a line that is none."""
+    """Read the records of a file, except a torn last line. Raises ValueError at a line that is no record."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     *lines, _ = path.read_bytes().split(b"\n")
-    found = [_record(line) for line in lines]
-    for number, row in enumerate(found, 1):
-        if row is None:
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = _parse(line)
+        if record is None:
             raise ValueError(f"{path}, line {number}: no record of an evaluation")
-    return [row for row in found if row is not None]
+        records.append(record)
+    return records
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if it is none."""
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and {"model", "task", "mode", "method", "id", "score"} <= set(row) else None
+    return record if isinstance(record, dict) and set(record) >= REQUIRED else None
 
 
 def _lock(file: int, path: Path) -> None:
-    """Held until the file is closed or the process dies; no lock where the system has none of this kind."""
+    """Lock the file until it is closed or the process dies, where the system has locks of this kind."""
     try:
         import fcntl
     except ImportError:
@@ -102,8 +180,12 @@ def _lock(file: int, path: Path) -> None:
 
 
 class Row(NamedTuple):
-    """One method on one task. The difference to dense is over the examples that both answered, with the 95%
-    interval of a paired t test; None without dense. Bytes are per decode step of one sequence, all layers."""
+    """One method on one task and in one mode, over n examples.
+
+    The difference to dense is over the examples that both answered, with the 95% interval of a paired t test; it is
+    None without dense. bytes_per_token is what a decode step of one sequence moves in all layers, and share is its
+    part of what dense attention moves.
+    """
 
     task: str
     mode: str
@@ -115,17 +197,17 @@ class Row(NamedTuple):
     diff_low: float | None
     diff_high: float | None
     bytes_per_token: int | None
-    share: float | None  # of dense's bytes
+    share: float | None
 
     def json(self) -> dict[str, Any]:
-        """What is not finite is null: JSON has no word for it."""
-        found = {name: value for name, value in self._asdict().items() if name != "share"}
-        return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in found.items()}
+        """The row for --json; a number that is not finite is null there, since JSON has no word for it."""
+        fields = {name: value for name, value in self._asdict().items() if name != "share"}
+        return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
-def summary(records: Iterable[dict[str, Any]]) -> list[Row]:
-    """In the order in which tasks, modes and methods first appear."""
-    cells: dict[tuple[str, str, str], dict[Any, dict[str, Any]]] = {}
+def summary(records: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Summarise records by task, mode and method, in the order in which these first appear."""
+    cells: dict[tuple[str, str, str], dict[Any, Mapping[str, Any]]] = {}
     for record in records:
         cell = cells.setdefault((record["task"], record["mode"], record["method"]), {})
         cell[record["model"], record["dtype"], record["seed"], record["counted"], record["id"]] = record
@@ -133,42 +215,10 @@ def summary(records: Iterable[dict[str, Any]]) -> list[Row]:
     for (task, mode, method), cell in cells.items():
         scores = [record["score"] for record in cell.values()]
         dense = cells.get((task, mode, "Dense()"), {})
-        pairs = [record["score"] - dense[at]["score"] for at, record in cell.items() if at in dense]
-        steps, moved, whole = (sum(r[name] for r in cell.values()) for name in ("steps", "bytes", "dense_bytes"))
-        middle, low, high = interval(pairs)
+        differences = [record["score"] - dense[at]["score"] for at, record in cell.items() if at in dense]
+        steps, moved, dense_moved = (sum(r[name] for r in cell.values()) for name in ("steps", "bytes", "dense_bytes"))
         rows.append(Row(
-            task, mode, method, len(scores), fmean(scores), error(scores), middle, low, high,
-            round(moved / steps) if steps else None, moved / whole if whole else None,
+            task, mode, method, len(scores), fmean(scores), standard_error(scores), *mean_and_interval(differences),
+            round(moved / steps) if steps else None, moved / dense_moved if dense_moved else None,
         ))  # fmt: skip
     return rows
-
-
-def error(x: Sequence[float]) -> float | None:
-    """Standard error of the mean; None for one value, NaN if one of them is not finite."""
-    if len(x) < 2:
-        return None
-    return stdev(x) / math.sqrt(len(x)) if all(map(math.isfinite, x)) else math.nan
-
-
-def interval(x: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Mean and its 95% interval by Student's t; no interval for one value."""
-    if not x:
-        return None, None, None
-    middle, spread = fmean(x), error(x)
-    if spread is None:
-        return middle, None, None
-    t = quantile(len(x) - 1)
-    return middle, middle - t * spread, middle + t * spread
-
-
-def quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t: exact for 1 and 2, else Cornish and Fisher's (0.7% off at 3)."""
-    if freedom == 1:
-        return math.tan(0.475 * math.pi)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z, v = NormalDist().inv_cdf(0.975), freedom
-    return (
-        z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )  # fmt: skip

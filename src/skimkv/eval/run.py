@@ -1,4 +1,4 @@
-"""Tasks by methods: the dense prompt is read once, every method answers from its own copy of what it keeps.
+"""Carry out the plan of an evaluation: read each prompt once, answer with every method, and record the answers.
 
 Question-blind: the context is the prompt, and the question comes after it, token by token through the method, so
 that no method could choose for it in advance. Question-aware: the question belongs to the dense prompt.
@@ -8,134 +8,157 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .. import __version__, ops
 from ..hf.attach import Cache
 from ..methods.base import Method
-from . import shared_prompt as prompt
-from .answer import Said, answer, uneven
-from .plan import Item, Job, Run
+from .answer import Answer, answer_questions
+from .plan import Job, Plan, PlannedExample, Setup, record_key
+from .results import Record, RecordKey, Results
+from .shared_prompt import RecordedPrompt, copy_rows, record_prompt
+from .traffic import depends_on_data
 
-# What a record is found by again: a run that was interrupted does not repeat it.
-KEY = ("model", "dtype", "seed", "counted", "task", "mode", "method", "id")
-Key = tuple[Any, ...]
-TOGETHER = 6  # methods whose caches of one prompt are held at once, and which decode in one batch
-
-
-def key(run: Run, job: Job, method: Method, item: Item) -> Key:
-    dtype = str(run.model.dtype).removeprefix("torch.")
-    return run.name, dtype, run.seed, run.counted, job.task.spec, job.mode, repr(method), item.example.id
+CACHES_AT_ONCE = 6  # methods whose caches of one prompt are in memory together, and which decode in one batch
+T = TypeVar("T")
 
 
-def key_of(record: dict[str, Any]) -> Key:
-    return tuple(record.get(name) for name in KEY)
+def run_evaluation(
+    setup: Setup,
+    plan: Plan,
+    results: Results,
+    on_progress: Callable[[int, int, Record | None], None] = lambda done, total, record: None,
+) -> list[dict[str, Any]]:
+    """Make the records of the plan that the file lacks, and add them to it; return all of the plan, old and new.
 
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Of the weights: their names and shapes, and up to 64 numbers of each."""
-    made = hashlib.sha256()
-    for name, x in model.state_dict().items():
-        some = x.detach().flatten()[:: max(1, -(-x.numel() // 64))].double().cpu()
-        made.update(f"{name} {tuple(x.shape)} {some.tolist()}".encode())
-    return made.hexdigest()[:16]
-
-
-def source(run: Run, item: Item) -> str:
-    """Of what an answer comes from: the weights, the tokens, and what counts as right."""
-    parts = run.weights, item.prompt, item.ask.feed, item.example.answers
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def wanted(run: Run, jobs: Sequence[Job]) -> dict[Key, str]:
-    """The keys of all records of these jobs, and what each must have come from."""
-    return {
-        key(run, job, method, item): made
-        for job in jobs for group in job.groups for item in group for made in [source(run, item)]
-        for method in job.methods
-    }  # fmt: skip
+    on_progress is called with the number of records that are there, how many the plan has, and the newest one.
+    Raises ValueError if the file's records are of another model or of other data.
+    """
+    sources = plan.sources(setup)
+    records = results.find(sources)
+    done = set(records)
+    on_progress(len(records), len(sources), None)
+    for job in plan.jobs:
+        for record in run_job(setup, job, done):
+            results.add(record.json())
+            records[record.key] = record.json()
+            on_progress(len(records), len(sources), record)
+    return [records[key] for key in sources]
 
 
 @torch.inference_mode()
-def records(run: Run, job: Job, done: set[Key]) -> Iterator[dict[str, Any]]:
-    """The records that are not done yet. Batches do not depend on what is, so neither does a result."""
-    batch = 1 if run.counted else run.batch
+def run_job(setup: Setup, job: Job, done: set[RecordKey]) -> Iterator[Record]:
+    """Make the records of a job that are not done yet.
 
-    def missing(methods: Sequence[Method], items: Sequence[Item]) -> list[list[bool]]:
-        return [[key(run, job, method, item) not in done for item in items] for method in methods]
-
-    for groups in _batches(job.groups, batch):
-        items = [(row, item) for row, group in enumerate(groups) for item in group]
-        every = [item for _, item in items]
-        if not any(map(any, missing(job.methods, every))):
+    The batches are the same whatever is done, so that a record does not depend on where a run was interrupted.
+    """
+    for groups in _batches_of_groups(job.groups, _batch_size(setup)):
+        rows = [row for row, group in enumerate(groups) for _ in group]  # of the prompts' batch, for each example
+        examples = [planned for group in groups for planned in group]
+        if not _missing(setup, job, job.methods, examples, done):
             continue
-        ids, mask = _padded([group[0].prompt for group in groups], run.model.device)
-        held, logits = prompt.read(run.model, ids, mask)
-        for first in range(0, len(job.methods), TOGETHER):
-            some = job.methods[first : first + TOGETHER]
-            if not any(map(any, missing(some, every))):
+        ids, mask = _pad_left([group[0].prompt for group in groups], setup.model.device)
+        prompt = record_prompt(setup.model, ids, mask)
+        for methods in _chunks(job.methods, CACHES_AT_ONCE):
+            if _missing(setup, job, methods, examples, done):
+                yield from _answer_examples(setup, job, prompt, mask, methods, rows, examples, done)
+
+
+def _answer_examples(
+    setup: Setup,
+    job: Job,
+    prompt: RecordedPrompt,
+    mask: torch.Tensor | None,
+    methods: Sequence[Method],
+    rows: Sequence[int],
+    examples: Sequence[PlannedExample],
+    done: set[RecordKey],
+) -> Iterator[Record]:
+    """Answer examples whose prompts are these rows of the recorded prompt, with each method from its own cache."""
+    caches = [prompt.cache(method) for method in methods]
+    for joint in _decoded_together(caches, setup.counted):
+        joint_methods = [cache.method for cache in joint]
+        for batch in _chunks(list(zip(rows, examples, strict=True)), _batch_size(setup)):
+            index, batch_examples = [row for row, _ in batch], [planned for _, planned in batch]
+            missing = _missing(setup, job, joint_methods, batch_examples, done)
+            if not missing:
                 continue
-            for caches in _teams([prompt.fill(run.model, held, method) for method in some], run.counted):
-                methods = [cache.method for cache in caches]
-                for start in range(0, len(items), batch):
-                    rows, part = zip(*items[start : start + batch], strict=True)
-                    fresh = missing(methods, part)
-                    if not any(map(any, fresh)):
-                        continue
-                    own = None if mask is None else mask[list(rows)]
-                    said = _answer(run, [prompt.fork(cache, rows) for cache in caches], logits[list(rows)], part, own)
-                    for method, answers, new in zip(methods, said, fresh, strict=True):
-                        for item, each, wanted in zip(part, answers, new, strict=True):
-                            if wanted:
-                                yield _record(run, job, method, item, each)
-
-
-def _teams(caches: list[Cache], counted: bool) -> list[list[Cache]]:
-    """Which caches decode in one batch: all, but for those that must be alone to be counted."""
-    alone = [cache for cache in caches if counted or uneven(cache)]
-    shared = [cache for cache in caches if cache not in alone]
-    return [*([shared] if shared else []), *([cache] for cache in alone)]
-
-
-def _batches(groups: list[list[Item]], batch: int) -> Iterator[list[list[Item]]]:
-    """Groups whose items fill one batch together; one group at least."""
-    held: list[list[Item]] = []
-    for group in groups:
-        if held and sum(map(len, held)) + len(group) > batch:
-            yield held
-            held = []
-        held.append(group)
-    yield held
-
-
-def _padded(prompts: list[list[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Left padded, with a mask only where there is padding."""
-    most = max(map(len, prompts))
-    ids = torch.tensor([[0] * (most - len(p)) + p for p in prompts], device=device)
-    if all(len(p) == most for p in prompts):
-        return ids, None
-    return ids, torch.tensor([[0] * (most - len(p)) + [1] * len(p) for p in prompts], device=device)
+            copies = [copy_rows(cache, index) for cache in joint]
+            own_mask = None if mask is None else mask[index]
+            answers = _answer(setup, copies, prompt.logits[index], batch_examples, own_mask)
+            for method, method_answers in zip(joint_methods, answers, strict=True):
+                for planned, answer in zip(batch_examples, method_answers, strict=True):
+                    if record_key(setup, job, method, planned) in missing:
+                        yield _make_record(setup, job, method, planned, answer)
 
 
 def _answer(
-    run: Run, caches: list[Cache], logits: torch.Tensor, items: Sequence[Item], mask: torch.Tensor | None
-) -> list[list[Said]]:
-    """What each cache's method says to the items; caches, logits and mask have a row for each of them."""
+    setup: Setup,
+    caches: Sequence[Cache],
+    logits: torch.Tensor,
+    examples: Sequence[PlannedExample],
+    mask: torch.Tensor | None,
+) -> list[list[Answer]]:
+    """Answer the examples' questions with each cache; caches, logits and mask have a row for each example.
+
+    Where traffic is counted there are one cache and one row, since the counters are those of a whole batch.
+    """
+    questions = [planned.question for planned in examples]
     before = caches[0].elements, caches[0].bytes
-    asks, n = [item.ask for item in items], len(caches)
-    own = None if mask is None else mask.repeat(n, 1)
-    with ops.backend("ref") if run.counted else contextlib.nullcontext():
-        said = answer(run.model, run.tokenizer, prompt.beside(caches), logits.repeat(n, 1), asks * n, own)
-    if run.counted:  # the counters are of the whole batch, which is one row
-        cache = caches[0]
-        said = [said[0]._replace(elements=cache.elements - before[0], bytes=cache.bytes - before[1])]
-    return [said[i : i + len(asks)] for i in range(0, len(said), len(asks))]
+    with ops.backend("ref") if setup.counted else contextlib.nullcontext():
+        answers = answer_questions(setup.model, setup.tokenizer, caches, logits, questions, mask)
+    if setup.counted:
+        ((answer,),) = answers
+        counted = {"elements": caches[0].elements - before[0], "bytes": caches[0].bytes - before[1]}
+        answers = [[answer._replace(cost=answer.cost._replace(**counted))]]
+    return answers
+
+
+def _batch_size(setup: Setup) -> int:
+    return 1 if setup.counted else setup.batch
+
+
+def _missing(
+    setup: Setup, job: Job, methods: Sequence[Method], examples: Sequence[PlannedExample], done: set[RecordKey]
+) -> set[RecordKey]:
+    """The keys of these methods' records of these examples that are not done."""
+    return {record_key(setup, job, method, planned) for method in methods for planned in examples} - done
+
+
+def _decoded_together(caches: list[Cache], counted: bool) -> list[list[Cache]]:
+    """Which caches decode in one batch: all, but for those that must be alone to be counted."""
+    alone = [cache for cache in caches if counted or depends_on_data(cache)]
+    together = [cache for cache in caches if cache not in alone]
+    return [*([together] if together else []), *([cache] for cache in alone)]
+
+
+def _batches_of_groups(groups: list[list[PlannedExample]], batch: int) -> Iterator[list[list[PlannedExample]]]:
+    """Groups whose examples fill one batch together; at least one group."""
+    filled: list[list[PlannedExample]] = []
+    for group in groups:
+        if filled and sum(map(len, filled)) + len(group) > batch:
+            yield filled
+            filled = []
+        filled.append(group)
+    yield filled
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """The items in their order, `size` at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _pad_left(prompts: list[list[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids and mask, both (B,n); no mask where nothing is padded."""
+    n = max(map(len, prompts))
+    ids = torch.tensor([[0] * (n - len(prompt)) + prompt for prompt in prompts], device=device)
+    if all(len(prompt) == n for prompt in prompts):
+        return ids, None
+    return ids, torch.tensor([[0] * (n - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
 
 @functools.cache
@@ -143,25 +166,20 @@ def _versions() -> dict[str, str]:
     return {"skimkv": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
-def _record(run: Run, job: Job, method: Method, item: Item, said: Said) -> dict[str, Any]:
-    """Nothing in it depends on time: the same run makes the same records again."""
-    example = item.example
-    return {
-        **dict(zip(KEY, key(run, job, method, item), strict=True)),
-        "source": source(run, item),
-        "score": job.task.module.score(said.bits if example.given else said.text, example),
-        "output": said.text,
-        "at": list(example.at),
-        "prompt_tokens": len(item.prompt),
-        "fed_tokens": len(item.ask.feed),
-        "new_tokens": said.tokens,
-        "steps": said.steps,
-        "elements": said.elements,
-        "bytes": said.bytes,
-        "paper_elements": said.paper,
-        "dense_elements": said.dense_elements,
-        "dense_bytes": said.dense_bytes,
-        "batch": 1 if run.counted else run.batch,
-        "backend": "ref" if run.counted else ops.chosen(run.model.device.type)[0],
-        "versions": _versions(),
-    }
+def _make_record(setup: Setup, job: Job, method: Method, planned: PlannedExample, answer: Answer) -> Record:
+    example = planned.example
+    return Record(
+        key=record_key(setup, job, method, planned),
+        source=planned.source,
+        score=job.task.module.score(answer.bits if example.given else answer.text, example),
+        output=answer.text,
+        at=list(example.at),
+        prompt_tokens=len(planned.prompt),
+        fed_tokens=len(planned.question.feed),
+        new_tokens=answer.tokens,
+        steps=answer.steps,
+        **answer.cost._asdict(),
+        batch=_batch_size(setup),
+        backend="ref" if setup.counted else ops.select_backend(setup.model.device.type)[0],
+        versions=_versions(),
+    )

@@ -1,173 +1,207 @@
-"""One dense prompt for every method: the model reads it once, and each method takes what it keeps from it.
+"""One dense prompt for every method: the model reads it once, and each method takes from it what it keeps.
 
-Sound because prefill is dense for all methods: `Method.prefill` is causal attention, then `Method.take`.
+This is exact because the prompt's attention is dense for all methods: `Method.prefill` is causal attention, then
+`Method.take`. Caches of several methods can also decode in one batch, so that the model's weights are read once.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..hf.attach import Cache
-from ..hf.layer import Layer
+from ..hf.layer import AttentionLayer, Layer
+from ..methods import Dense
 from ..methods.base import Method
-from ..stores.base import Shape, Store
-from ..stores.full import Full
-from . import budgets
+from ..stores.base import Shape
 
 
-class Block(Store):
-    """The prompt of one layer as the model made it: q (B,H,G,n,D), k, v (B,H,n,D), left padded by pad."""
+class RecordedLayer(AttentionLayer):  # type: ignore[no-untyped-call]
+    """A layer that computes dense attention of one prompt and keeps the prompt's queries, keys and values.
+
+    q (B,H,G,n,D) · k, v (B,H,n,D), left padded by pad[b]. It takes one block: nothing can be decoded after it.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    given: dict[str, Any]
+    scale: float
+    pad: list[int] | None
+    softcap: float | None
 
+    @property
+    def shape(self) -> Shape:
+        """Batch, KV heads, query heads per KV head, head size."""
+        B, H, G, _, D = self.q.shape
+        return Shape(B, H, G, D)
 
-@dataclass(frozen=True, repr=False)
-class Reading(Method):
-    """Keeps the block of a prompt; what it cost is three tensors a layer. It cannot decode."""
+    @property
+    def cached_tokens(self) -> list[int] | None:
+        """How many tokens each row holds, padding not included; None before the prompt."""
+        return [self.seen - p for p in self.pad or [0] * self.shape.B] if self.seen else None
 
-    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Block:
-        return Block(shape, dtype, device)
-
-    def prefill(
-        self,
-        store: Store,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        pad: Sequence[int] | None = None,
-        softcap: float | None = None,
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
     ) -> Tensor:
-        assert isinstance(store, Block) and not any(store.lengths)
-        store.q, store.k, store.v, store.given = q, k, v, {"scale": scale, "pad": pad, "softcap": softcap}
-        y = ops.causal(store, q, k, v, **store.given)
-        store.lengths = [k.shape[2] - p for p in pad or [0] * store.shape.B]
-        return y
+        """Record the prompt and attend with it, densely. Raises RuntimeError at a second block."""
+        if self.seen:
+            raise RuntimeError("a recorded prompt is one block: fill a method's cache from it to go on")
+        self.q, self.k, self.v, self.scale, self.pad, self.softcap = q, k, v, scale, pad, softcap
+        self.seen = k.shape[2]
+        no_history = Dense().store(self.shape, k.dtype, k.device)
+        return ops.causal_attention(no_history, q, k, v, scale=scale, pad=pad, softcap=softcap)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded queries, keys and values."""
+        return self.q.nbytes + self.k.nbytes + self.v.nbytes if self.seen else 0
+
+    @property
+    def allocated(self) -> int:
+        """The same as nbytes: a recorded prompt does not grow."""
+        return self.nbytes
 
 
-def read(model: Any, ids: Tensor, mask: Tensor | None = None) -> tuple[Cache, Tensor]:
-    """Run the prompt: ids (B,n), mask (B,n) where rows are padded on the left -> (what was read, logits (B,V))."""
-    cache = Cache(model, Reading())
+class RecordedPrompt(NamedTuple):
+    """A batch of prompts that the model has read. logits (B,V) are those after the last token of each prompt."""
+
+    model: Any
+    layers: list[Any]  # a RecordedLayer for every layer that a method serves; the library's own layer for others
+    logits: Tensor
+
+    @property
+    def recorded(self) -> dict[int, RecordedLayer]:
+        """The layers that a method serves, by their numbers in the model."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, RecordedLayer)}
+
+    def cache(self, method: Method) -> Cache:
+        """Make the cache that `method` would have after these prompts; the model does not run.
+
+        Every token that is fed to it afterwards is decoded, in blocks of any size.
+        """
+        cache = Cache(self.model, method)
+        for i, layer in enumerate(self.layers):
+            own = cache.layers[i]
+            if isinstance(layer, RecordedLayer):
+                assert isinstance(own, Layer)
+                own.take_prompt(layer.q, layer.k, layer.v, scale=layer.scale, pad=layer.pad, softcap=layer.softcap)
+            else:
+                cache.layers[i] = copy.deepcopy(layer)
+        return cache
+
+
+def record_prompt(model: Any, ids: Tensor, mask: Tensor | None = None) -> RecordedPrompt:
+    """Run the model on prompts: ids (B,n), mask (B,n) where rows are padded on the left."""
+    cache = Cache(model, Dense())
+    cache = _with_layers(cache, [RecordedLayer() if isinstance(layer, Layer) else layer for layer in cache.layers])
     options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    logits: Tensor = forward(model, cache, ids, mask, **options)
-    return cache, logits[:, -1].float()
-
-
-def blocks(cache: Cache) -> list[tuple[int, Block]]:
-    """Return (layer number, its prompt) for every layer with full attention, from a cache that `read` filled."""
-    layers = enumerate(cache.layers)
-    return [(i, layer.store) for i, layer in layers if isinstance(layer, Layer) and isinstance(layer.store, Block)]
+    logits = forward(model, cache, ids, mask, **options)
+    return RecordedPrompt(model, cache.layers, logits[:, -1].float())
 
 
 def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """Logits (B,n,V). mask (B, positions seen and these), None where nothing is padded."""
-    if mask is not None:  # else a model counts the padding; rows that are done may be past the last position
-        most = None if cache.positions is None else cache.positions - 1
-        places = (mask.cumsum(1) - 1).clamp(0, most)[:, -ids.shape[1] :]
-        options |= {"attention_mask": mask, "position_ids": places}
+    """Run the model on the next tokens, ids (B,n); return logits (B,n,V).
+
+    mask (B, positions seen and these n) where rows are padded on the left, else None.
+    """
+    if mask is not None:  # else a model counts the padding; rows that have ended may be past the last position
+        last = None if cache.max_positions is None else cache.max_positions - 1
+        positions = (mask.cumsum(1) - 1).clamp(0, last)[:, -ids.shape[1] :]
+        options |= {"attention_mask": mask, "position_ids": positions}
     logits: Tensor = model(ids, past_key_values=cache, use_cache=True, **options).logits
     return logits
 
 
-def fill(model: Any, held: Cache, method: Method) -> Cache:
-    """The cache that `method` would have after that prompt. The model does not run; later blocks are decoded."""
-    cache = Cache(model, method)
-    for i, layer in enumerate(held.layers):
-        if not isinstance(layer, Layer):
-            cache.layers[i] = copy.deepcopy(layer)
-            continue
-        block, own = layer.store, cache.layers[i]
-        assert isinstance(block, Block) and isinstance(own, Layer)
-        own.store = method.store(block.shape, block.dtype, block.device)
-        method.take(own.store, block.q, block.k, block.v, **block.given)
-        own.seen, own.is_initialized, own.prompt = layer.seen, True, 0
-    return cache
-
-
-def fork(cache: Cache, rows: Sequence[int]) -> Cache:
-    """These rows of the batch, in this order, independent of the cache; a row may come more than once."""
-    twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
-    index = torch.tensor(rows)
-    for layer in twin.layers:
-        own: Any = layer
-        if isinstance(layer, Layer) and isinstance(layer.store, Full):
-            layer.store = layer.store.share(rows)
-            continue
+def copy_rows(cache: Cache, rows: Sequence[int]) -> Cache:
+    """Copy these rows of the batch, in this order, into a cache of their own; a row may come more than once."""
+    layers = []
+    for layer in cache.layers:
         if isinstance(layer, Layer):
-            layer.store = copy.copy(layer.store)
-        own.batch_select_indices(index)  # makes new tensors and leaves the old
+            layers.append(layer.copy_rows(rows))
+        else:
+            own: Any = copy.copy(layer)
+            own.batch_select_indices(torch.tensor(rows))  # makes new tensors and leaves the old
+            layers.append(own)
+    return _with_layers(cache, layers)
+
+
+class JointLayer(AttentionLayer):  # type: ignore[no-untyped-call]
+    """The same layer of several caches as one layer: their rows follow one another in the batch.
+
+    Every part decodes its own rows, with its own method and store.
+    """
+
+    def __init__(self, parts: Sequence[Layer]) -> None:
+        self.parts: list[Layer] = []
+        super().__init__()
+        self.parts, self.seen = list(parts), parts[0].seen
+
+    def reset(self) -> None:
+        """Forget all tokens, in every part."""
+        super().reset()
+        for part in self.parts:
+            part.reset()
+
+    @property
+    def cached_tokens(self) -> list[int] | None:
+        """How many tokens each row holds, padding not included, part after part."""
+        return [n for part in self.parts for n in part.cached_tokens or ()]
+
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+    ) -> Tensor:
+        """Let every part attend with its rows of the block. Shapes as in AttentionLayer.attend_block."""
+        y, start = [], 0
+        for part in self.parts:
+            rows = slice(start, start + len(part.cached_tokens or ()))
+            own_pad = None if pad is None else pad[rows]
+            y.append(part.attend_block(q[rows], k[rows], v[rows], scale=scale, pad=own_pad, softcap=softcap))
+            start = rows.stop
+        self.seen += k.shape[2]
+        return torch.cat(y)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cached tokens of all parts occupy."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are allocated for all parts, with room for growth."""
+        return sum(part.allocated for part in self.parts)
+
+
+def joint_cache(caches: Sequence[Cache]) -> Cache:
+    """Put caches that have read the same prompts into one batch, which holds the rows of the first, then the second's.
+
+    The caches' own stores take the new tokens, so that afterwards each cache can be looked at; feed them no more.
+    """
+    if len(caches) == 1:
+        return caches[0]
+    layers = []
+    for parts in zip(*(cache.layers for cache in caches), strict=True):
+        if isinstance(parts[0], Layer):
+            layers.append(JointLayer(parts))
+        else:
+            own: Any = copy.copy(parts[0])
+            own.batch_select_indices(torch.arange(own.keys.shape[0]).repeat(len(caches)))
+            layers.append(own)
+    return _with_layers(caches[0], layers)
+
+
+def _with_layers(cache: Cache, layers: list[Any]) -> Cache:
+    """A cache of the same model with other layers."""
+    twin = copy.copy(cache)
+    twin.layers = layers
     return twin
 
 
-class Parts(Store):
-    """Stores side by side: the first rows of the batch are those of the first, and so on."""
-
-    def __init__(self, stores: Sequence[Store]) -> None:
-        rows = sum(store.shape.B for store in stores)
-        super().__init__(stores[0].shape._replace(B=rows), stores[0].dtype, stores[0].device)
-        self.stores = list(stores)
-        self.lengths = [n for store in stores for n in store.lengths]
-
-
-@dataclass(frozen=True, repr=False)
-class Beside(Method):
-    """Several methods that decode in one batch, each its own rows: the model's weights are read once for all."""
-
-    methods: tuple[Method, ...]
-
-    def decode(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
-    ) -> Tensor:
-        assert isinstance(store, Parts)
-        parts, y = [part.shape.B for part in store.stores], []
-        for method, part, *token in zip(
-            self.methods, store.stores, q.split(parts), k.split(parts), v.split(parts), strict=True
-        ):
-            y.append(method.decode(part, *token, scale=scale, softcap=softcap))
-        store.lengths = [n + 1 for n in store.lengths]
-        return torch.cat(y)
-
-
-def beside(caches: Sequence[Cache]) -> Cache:
-    """One cache of the rows of all, in order, each decoded by its own method; all have read the same prompt."""
-    if len(caches) == 1:
-        return caches[0]
-    joint = copy.copy(caches[0])
-    joint.method, joint.layers = Beside(tuple(cache.method for cache in caches)), []
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        own: Any = copy.copy(layers[0])
-        if isinstance(own, Layer):
-            own.method, own.store = joint.method, Parts([layer.store for layer in layers])
-        else:
-            own.batch_select_indices(torch.arange(own.keys.shape[0]).repeat(len(caches)))
-        joint.layers.append(own)
-    return joint
-
-
-def owners(cache: Cache, n: int) -> list[tuple[Method, list[Store], int]]:
-    """Whose each of the n rows of the batch is: its method, the stores of its layers, and the row in them."""
-    method, stores = cache.method, budgets.stores(cache)
-    if not isinstance(method, Beside):
-        return [(method, stores, b) for b in range(n)]
-    parts = [store.stores for store in stores if isinstance(store, Parts)]
-    rows, each = n // len(method.methods), [[own[i] for own in parts] for i in range(len(method.methods))]
-    return [(own, each[i], b) for i, own in enumerate(method.methods) for b in range(rows)]
-
-
-def shapes(model: Any) -> set[tuple[Shape, torch.dtype]]:
-    """Of the layers that a method serves, found by reading one token."""
-    cache, _ = read(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
-    stores = (layer.store for layer in cache.layers if isinstance(layer, Layer))
-    return {(store.shape, store.dtype) for store in stores if store is not None}
+def layer_shapes(model: Any) -> set[tuple[Shape, torch.dtype]]:
+    """The shapes and dtypes of the layers that a method serves, found by running the model on one token."""
+    prompt = record_prompt(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+    return {(layer.shape, layer.k.dtype) for layer in prompt.recorded.values()}

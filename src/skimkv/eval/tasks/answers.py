@@ -1,4 +1,4 @@
-"""Answers to open questions: what counts as the right one."""
+"""Answers to open questions: which of them count as right."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 EDGES = re.compile(r"""^[\s"'_.,]*(the |a |an )?|[\s"'_.,]*$""")
 
 
-def normal(text: str) -> str:
-    """Lower case, without an article in front, and quotes and stops at both ends."""
+def normal_form(text: str) -> str:
+    """Put a text in lower case, without an article in front and without quotes and stops at both ends."""
     return EDGES.sub("", text.lower())
 
 
-def right(output: str, answers: tuple[str, ...]) -> float:
-    """1 if the output begins with one of the answers, both in normal form."""
-    said = normal(output)
-    return float(any(said.startswith(wanted) for wanted in map(normal, answers) if wanted))
+def score_start(output: str, answers: tuple[str, ...]) -> float:
+    """Return 1 if the output begins with one of the answers, both in normal form, else 0."""
+    start = normal_form(output)
+    return float(any(start.startswith(answer) for answer in map(normal_form, answers) if answer))

@@ -1,6 +1,7 @@
-"""Bits per character (SparQ Attention, appendix G.1.5): an article of WikiText is read, its next lines are fed.
+"""Bits per character (SparQ Attention, appendix G.1.5): the model reads an article, and its next lines are fed.
 
-6000 characters are read at once, 400 more are given one token at a time, so that a method decodes each of them.
+The articles are those of WikiText. 6000 characters are read at once, 400 more are given one token at a time, so that
+a method decodes each of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import Example, source, whole
+from . import source
+from .base import Example, check_whole
 
 LOWER, UNIT = True, "bits per character"
 TITLE = re.compile(r"^ = [^=].* = $", flags=re.MULTILINE)
@@ -19,30 +21,31 @@ TITLE = re.compile(r"^ = [^=].* = $", flags=re.MULTILINE)
 def examples(
     *, data: Path | None = None, seed: int = 0, context: int = 6000, reference: int = 400
 ) -> Iterator[Example]:
-    """One per article that is long enough, in random order; both parts end where a word does."""
-    whole("context", context, 1)
-    whole("reference", reference, 1)
-    path = source.find(data, "wikitext-test.txt")
+    """Give one example for every article that is long enough, in random order; both parts end where a word ends."""
+    check_whole("context", context, 1)
+    check_whole("reference", reference, 1)
+    path = source.find_file(data, "wikitext-test.txt")
     if path is None:
-        rows = source.hub("bpc", "wikitext-test.txt", "Salesforce/wikitext", "wikitext-103-v1", split="test")
+        rows = source.load_from_hub("bpc", "wikitext-test.txt", "Salesforce/wikitext", "wikitext-103-v1", split="test")
         text = "".join(row["text"] for row in rows)
     else:
-        text = source.text(path)
+        text = source.read_text(path)
     starts = [match.start() for match in TITLE.finditer(text)] or [0]
     articles = [(a, text[a:b]) for a, b in zip(starts, [*starts[1:], None], strict=True)]
     parts = re.compile(rf"(.{{{context},}}?)(?=\s)(.{{{reference},}}?)(?=\s)", flags=re.DOTALL)
-    found = [(start, match) for start, article in articles if (match := parts.match(article))]
-    if not found:
+    matches = [(start, match) for start, article in articles if (match := parts.match(article))]
+    if not matches:
         raise ValueError(f"bpc: no article of {path or 'the Hub'} has {context + reference} characters")
-    random.Random(seed).shuffle(found)
-    for start, match in found:
+    random.Random(seed).shuffle(matches)
+    for start, match in matches:
         yield Example(str(start), match[1], "", (match[2],), given=True)
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The article's beginning; there is no question."""
     return example.context, ""
 
 
 def score(bits: float, example: Example) -> float:
-    """The bits of the reference by its characters."""
+    """Divide the bits of the reference by its characters."""
     return bits / len(example.answers[0])

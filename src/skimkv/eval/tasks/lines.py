@@ -1,4 +1,4 @@
-"""LongEval's line retrieval, the task of the SubGen paper: a long record of lines, one of which is asked for."""
+"""LongEval's line retrieval, the task of the SubGen paper: a question asks for one line of a long record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from . import Example, source, whole
+from . import source
+from .base import Example, check_whole
 from .record import WORDS
 
 HEAD = (
@@ -23,15 +24,14 @@ FILE = re.compile(r"lines_(\d+)\.jsonl")
 
 
 def examples(*, data: Path | None = None, seed: int = 0, lines: int = 100, cue: bool = True) -> Iterator[Example]:
-    """Without data: records made from `seed`, without end. With LongEval's files: their prompts in their order, of
-    the file with that many lines, else of the next longer one, cut to a window around the line that is asked for.
+    """Make records from `seed`, without end; or take LongEval's prompts in their order, where data is given.
 
-    cue: the question ends with the beginning of the line, so that a model without instructions can answer, too;
-    without it the question is LongEval's.
+    Of LongEval's files the one with that many lines is read, else the next longer one, whose records are cut to a
+    window around the line in question. cue: the question ends with the beginning of the line, so that a model without
+    instructions can answer, too; without it the question is LongEval's.
     """
-    whole("lines", lines, 1)
-    for key, head, record, asked in _made(seed, lines) if data is None else _read(data, lines):
-        index, number = asked
+    check_whole("lines", lines, 1)
+    for key, head, record, (index, number) in _make(seed, lines) if data is None else _read(data, lines):
         question = QUESTION.format(index) + (f"\nline {index}: REGISTER_CONTENT is <" if cue else "")
         place = [i for i, _ in record].index(index)
         context = head + "".join(LINE.format(*pair) for pair in record)
@@ -39,7 +39,8 @@ def examples(*, data: Path | None = None, seed: int = 0, lines: int = 100, cue: 
         yield Example(key, context, question, (number,), new, stop, at=(lines, place / lines))
 
 
-def _made(seed: int, lines: int) -> Iterator[tuple[str, str, list[tuple[str, str]], tuple[str, str]]]:
+def _make(seed: int, lines: int) -> Iterator[tuple[str, str, list[tuple[str, str]], tuple[str, str]]]:
+    """Make (id, head, lines of the record, the line in question) without end; a line is (index, number)."""
     for i in count():
         rng = random.Random(f"{seed} {i}")
         keys: dict[str, str] = {}
@@ -51,6 +52,7 @@ def _made(seed: int, lines: int) -> Iterator[tuple[str, str, list[tuple[str, str
 
 
 def _read(data: Path, lines: int) -> Iterator[tuple[str, str, list[tuple[str, str]], tuple[str, str]]]:
+    """Read the same from LongEval's files."""
     path = data
     if data.is_dir():
         sizes = sorted(int(m[1]) for p in data.iterdir() if (m := FILE.fullmatch(p.name)))
@@ -58,27 +60,28 @@ def _read(data: Path, lines: int) -> Iterator[tuple[str, str, list[tuple[str, st
         if not fitting:
             raise ValueError(f"--data {data}: no lines_N.jsonl with N of at least {lines}; it has {sizes or 'none'}")
         path = data / f"lines_{fitting[0]}.jsonl"
-    for i, row in enumerate(source.rows(path)):
+    for i, row in enumerate(source.read_rows(path)):
         try:
-            found = re.findall(r"^line ([^\n:]+): REGISTER_CONTENT is <(\d+)>$", row["prompt"], flags=re.MULTILINE)
+            record = re.findall(r"^line ([^\n:]+): REGISTER_CONTENT is <(\d+)>$", row["prompt"], flags=re.MULTILINE)
             head = row["prompt"][: row["prompt"].index("\nline ") + 1]
             index, place = row["random_idx"]
             number = str(row["expected_number"])
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {i + 1}: not a LongEval prompt ({error})") from None
-        if not 0 <= place < len(found) or found[place] != (index, number):
+        if not 0 <= place < len(record) or record[place] != (index, number):
             raise ValueError(f"{path}, line {i + 1}: line {index} with {number} is not where random_idx says")
-        if len(found) < lines:
-            raise ValueError(f"{path}, line {i + 1}: {len(found)} lines, lines = {lines} asked for")
-        start = place * (len(found) - lines) // max(len(found) - 1, 1)
-        yield f"{path.stem}-{i}", head, found[start : start + lines], (index, number)
+        if len(record) < lines:
+            raise ValueError(f"{path}, line {i + 1}: {len(record)} lines, lines = {lines} asked for")
+        start = place * (len(record) - lines) // max(len(record) - 1, 1)
+        yield f"{path.stem}-{i}", head, record[start : start + lines], (index, number)
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The record, and the question about one of its lines."""
     return example.context, example.question
 
 
 def score(output: str, example: Example) -> float:
-    """1 if the first number in the output is the line's."""
-    found = re.search(r"\d+", output)
-    return float(found is not None and found[0] == example.answers[0])
+    """Return 1 if the first number in the output is the line's, else 0."""
+    number = re.search(r"\d+", output)
+    return float(number is not None and number[0] == example.answers[0])

@@ -1,4 +1,4 @@
-"""Passkey: a number hidden in text that says nothing (Mohtashami and Jaggi 2023). Needs no data."""
+"""Passkey (Mohtashami and Jaggi 2023): a number is hidden in text that says nothing. It needs no data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from . import Example, whole
+from .base import Example, check_whole
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -19,8 +19,8 @@ QUESTION = "What is the pass key? The pass key is"
 
 
 def examples(*, data: Path | None = None, seed: int = 0, length: int = 8000) -> Iterator[Example]:
-    """Without end: `length` characters, the number in a random place; the i-th of every ten is in the i-th tenth."""
-    whole("length", length, 500)
+    """Make texts of `length` characters without end; the number is in the i-th tenth of the i-th of every ten."""
+    check_whole("length", length, 500)
     for i in count():
         rng = random.Random(f"{seed} {i}")
         key = str(rng.randint(10000, 99999))
@@ -32,10 +32,11 @@ def examples(*, data: Path | None = None, seed: int = 0, length: int = 8000) -> 
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The text with the number, and the question for it."""
     return example.context, example.question
 
 
 def score(output: str, example: Example) -> float:
-    """1 if the number comes first."""
-    found = re.match(r"\s*(\d+)", output)
-    return float(found is not None and found[1] == example.answers[0])
+    """Return 1 if the output begins with the number, else 0."""
+    number = re.match(r"\s*(\d+)", output)
+    return float(number is not None and number[1] == example.answers[0])

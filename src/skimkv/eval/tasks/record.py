@@ -1,8 +1,8 @@
 """The record task: a long list of `key: number` lines, then some of the keys again, alone.
 
-The format on which the bundled model was trained. It needs no data: keys are pairs of words from the list
-below. To answer, a model must find one line of the record and copy its number, so it tells apart the methods
-that can still read the whole history from those that dropped the line before it was asked for.
+The bundled model was trained on this format. It needs no data: keys are pairs of words from the list below. To answer,
+a model must find one line of the record and copy its number, so it tells apart the methods that can still read the
+whole history from those that dropped the line before the question came.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from . import Example
+from .base import Example
 
 WORDS = """
 acorn actor album alley amber anchor ankle apple apron arch armor arrow attic aunt autumn badge bakery ball bamboo
@@ -41,22 +41,22 @@ MOST = len(WORDS) ** 2 // 4  # lines: of all pairs of words a part, so that new 
 
 
 class Record(NamedTuple):
-    """One context and the questions on it: (what is asked, the right answer)."""
+    """One context and the questions on it, as pairs of (question, right answer)."""
 
     context: str
     questions: list[tuple[str, str]]
 
 
 def records(number: int = 1, lines: int = 180, asked: int = 10, seed: int = 0) -> list[Record]:
-    """Records of that many lines, no key twice, and up to 191 lines no word; `asked` of them are asked for, spread over
-    the whole length.
+    """Make records of that many lines, and questions for `asked` of these, spread over the whole length.
 
-    A line is about 15 tokens of the bundled model. Raises ValueError if more is asked than written.
+    No key comes twice, and up to 191 lines no word. A line is about 15 tokens of the bundled model. Raises ValueError
+    if more lines are asked for than written.
     """
     if not 1 <= asked <= lines <= MOST:
         raise ValueError(f"asked = {asked}, lines = {lines}: need 1 <= asked <= lines <= {MOST}")
     rng = random.Random(seed)
-    found = []
+    made = []
     for _ in range(number):
         pairs: dict[str, str] = {}
         while (left := lines - len(pairs)) > 0:
@@ -66,12 +66,12 @@ def records(number: int = 1, lines: int = 180, asked: int = 10, seed: int = 0) -
         chosen = [rng.randrange(i * lines // asked, (i + 1) * lines // asked) for i in range(asked)]
         rng.shuffle(chosen)
         context = "".join(f"{key}: {number}\n" for key, number in written)
-        found.append(Record(context, [(f"{written[i][0]}: ", written[i][1]) for i in chosen]))
-    return found
+        made.append(Record(context, [(f"{written[i][0]}: ", written[i][1]) for i in chosen]))
+    return made
 
 
 def examples(*, data: Path | None = None, seed: int = 0, lines: int = 180, asked: int = 10) -> Iterator[Example]:
-    """Record after record, without end, `asked` questions on each."""
+    """Make record after record, without end, with `asked` questions on each."""
     for i in count():
         context, questions = records(1, lines, asked, seed + 1000003 * i)[0]
         for j, (question, answer) in enumerate(questions):
@@ -80,13 +80,15 @@ def examples(*, data: Path | None = None, seed: int = 0, lines: int = 180, asked
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The record, and the key whose number is the answer."""
     return example.context, example.question
 
 
 def score(output: str, example: Example) -> float:
-    """1 if the first line of the output is the answer and nothing else."""
-    return right(output, example.answers[0])
+    """Return 1 if the first line of the output is the answer and nothing else, else 0."""
+    return score_line(output, example.answers[0])
 
 
-def right(output: str, answer: str) -> float:
+def score_line(output: str, answer: str) -> float:
+    """Return 1 if the first line of the output is the answer and nothing else, else 0."""
     return float(output.split("\n", 1)[0].strip() == answer)

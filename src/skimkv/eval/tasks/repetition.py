@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import Example, source, whole
+from . import source
+from .base import Example, check_whole
 
 UNIT = "characters"
 
@@ -20,21 +21,23 @@ def examples(
     *, data: Path | None = None, seed: int = 0, context: int = 6000, prompt: int = 128, reference: int = 256,
     asked: int = 4, skip: float = 0.0,
 ) -> Iterator[Example]:  # fmt: skip
-    """Disjoint contexts in random order, `asked` passages of each, spread over it; `skip`: leave out that leading
-    share of the text, which a model may have been trained on."""
+    """Give disjoint contexts in random order, with `asked` passages of each, spread over it.
+
+    skip: leave out that leading share of the text, which a model may have been trained on.
+    """
     for name, value in (("context", context), ("prompt", prompt), ("reference", reference), ("asked", asked)):
-        whole(name, value, 1)
+        check_whole(name, value, 1)
     room = context - prompt - reference - 64  # for the ends of words
     if room < asked:
         raise ValueError(f"repetition: context = {context} has no room for {asked} times {prompt} + {reference}")
     if not 0 <= skip < 1:
         raise ValueError(f"skip = {skip} must be from 0 to below 1")
-    path = source.find(data, "tinyshakespeare.txt")
+    path = source.find_file(data, "tinyshakespeare.txt")
     if path is None:
-        parts = source.hub("repetition", "tinyshakespeare.txt", "karpathy/tiny_shakespeare", split="all")
-        whole_text = "".join(row["text"] for row in parts)
+        rows = source.load_from_hub("repetition", "tinyshakespeare.txt", "karpathy/tiny_shakespeare", split="all")
+        whole_text = "".join(row["text"] for row in rows)
     else:
-        whole_text = source.text(path)
+        whole_text = source.read_text(path)
     before = int(skip * len(whole_text))
     whole_text = whole_text[before:]
     # a piece ends where a word does
@@ -47,18 +50,19 @@ def examples(
     for piece in pieces:
         for i in range(asked):
             start = rng.randrange(i * room // asked, (i + 1) * room // asked)
-            found = passage.search(piece[0], start)
-            if found:
-                place = before + piece.start() + found.start()
-                yield Example(str(place), piece[0], found[1], (found[2],), reference, chars=reference + 8)
+            match = passage.search(piece[0], start)
+            if match:
+                place = before + piece.start() + match.start()
+                yield Example(str(place), piece[0], match[1], (match[2],), reference, chars=reference + 8)
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The context, and the passage to go on with."""
     return example.context, "\n" + example.question
 
 
 def score(output: str, example: Example) -> float:
-    """Characters before the first difference; white space in front does not count."""
-    wanted, said = example.answers[0].lstrip(), output.lstrip()
-    same = (i for i, (a, b) in enumerate(zip(wanted, said, strict=False)) if a != b)
-    return float(next(same, min(len(wanted), len(said))))
+    """Count the characters before the first difference; white space in front does not count."""
+    expected, actual = example.answers[0].lstrip(), output.lstrip()
+    differences = (i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b)
+    return float(next(differences, min(len(expected), len(actual))))

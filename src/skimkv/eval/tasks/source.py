@@ -1,4 +1,4 @@
-"""Where a task's text comes from: a folder or file the caller names, or the Hub."""
+"""Where a task's text comes from: a folder or file that the user names, or the Hub."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
-def find(data: Path | None, *names: str) -> Path | None:
-    """The first of these files in the folder `data`, or `data` itself if it is a file; None without data.
+def find_file(data: Path | None, *names: str) -> Path | None:
+    """Find the first of these names in the folder `data`; return `data` itself if it is a file, None without data.
 
-    Raises ValueError if it is not there.
+    Raises ValueError if none of them is there.
     """
     if data is None:
         return None
@@ -26,16 +26,17 @@ def find(data: Path | None, *names: str) -> Path | None:
     raise ValueError(f"--data {data}: it holds no {' or '.join(names)}")
 
 
-def text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8 text. Raises ValueError if it is not one."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file. Raises ValueError with the line that is none."""
-    for number, line in enumerate(text(path).split("\n"), 1):
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the objects of a JSON Lines file. Raises ValueError at a line that is no JSON object."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -46,8 +47,8 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def hub(task: str, files: str, *name: str, split: str) -> Any:
-    """A Hub data set through `datasets`. Raises ValueError, with what --data would need, if it cannot be had."""
+def load_from_hub(task: str, files: str, *name: str, split: str) -> Any:
+    """Load a data set of the Hub. Raises ValueError, which says what --data would need, if it cannot be had."""
     instead = f"or give --data a folder that holds {files}"
     try:
         datasets: Any = importlib.import_module("datasets")

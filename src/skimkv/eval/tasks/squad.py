@@ -1,4 +1,4 @@
-"""SQuAD 1.1, one shot (SparQ Attention, appendix G.1.1): eight paragraphs, of which one holds the answer."""
+"""SQuAD 1.1, one shot (SparQ Attention, appendix G.1.1): one of eight paragraphs holds the answer."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import Example, answers, source, whole
+from . import answers, source
+from .base import Example, check_whole
 
 
 class Question(NamedTuple):
+    """A question on a paragraph, with all answers that count as right."""
+
     id: str
     text: str
     answers: tuple[str, ...]
 
 
 def examples(*, data: Path | None = None, seed: int = 0, confusions: int = 7) -> Iterator[Example]:
-    """Every question in random order. `confusions` other paragraphs are drawn, none twice and never the right one;
-    the shot is another question on the same paragraph (on another one where there is none), with its shortest
-    answer."""
-    whole("confusions", confusions, 0)
-    path = source.find(data, "squad.json")
+    """Give every question in random order.
+
+    `confusions` other paragraphs are drawn, none twice and never the right one. The shot is another question on the
+    same paragraph (on another one where there is none), with its shortest answer.
+    """
+    check_whole("confusions", confusions, 0)
+    path = source.find_file(data, "squad.json")
     paragraphs = _load(path) if path else _hub()
     lines = sorted(paragraphs)
     if len(lines) <= confusions:
         raise ValueError(f"squad: {len(lines)} paragraphs are too few for confusions = {confusions}")
     asked = [(line, question) for line in lines for question in paragraphs[line]]
     random.Random(seed).shuffle(asked)
-    everything = sorted(question for found in paragraphs.values() for question in found)
+    everything = sorted(question for asked in paragraphs.values() for question in asked)
     for line, question in asked:
         rng = random.Random(f"{seed} {question.id}")
         shown = [line, *rng.sample([other for other in lines if other != line], confusions)]
@@ -53,33 +58,36 @@ def _line(title: str, context: str) -> str:
 
 
 def _load(path: Path) -> dict[str, list[Question]]:
-    """SQuAD's own JSON format: paragraph line -> its questions."""
-    found: dict[str, list[Question]] = {}
+    """Read SQuAD's own JSON format: the line of each paragraph, and its questions."""
+    paragraphs: dict[str, list[Question]] = {}
     try:
-        for article in json.loads(source.text(path))["data"]:
+        for article in json.loads(source.read_text(path))["data"]:
             for paragraph in article["paragraphs"]:
                 line = _line(article["title"], paragraph["context"])
                 for q in paragraph["qas"]:
                     texts = tuple(dict.fromkeys(answer["text"] for answer in q["answers"]))
-                    found.setdefault(line, []).append(Question(q["id"], q["question"], texts))
+                    paragraphs.setdefault(line, []).append(Question(q["id"], q["question"], texts))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not in SQuAD's format ({type(error).__name__}: {error})") from None
-    return found
+    return paragraphs
 
 
 def _hub() -> dict[str, list[Question]]:
-    rows: Any = source.hub("squad", "squad.json", "rajpurkar/squad", split="validation")
-    found: dict[str, list[Question]] = {}
+    """Read the same from the Hub."""
+    rows: Any = source.load_from_hub("squad", "squad.json", "rajpurkar/squad", split="validation")
+    paragraphs: dict[str, list[Question]] = {}
     for row in rows:
         texts = tuple(dict.fromkeys(row["answers"]["text"]))
         question = Question(row["id"], row["question"], texts)
-        found.setdefault(_line(row["title"], row["context"]), []).append(question)
-    return found
+        paragraphs.setdefault(_line(row["title"], row["context"]), []).append(question)
+    return paragraphs
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The paragraphs, and the shot with the question."""
     return example.context, example.question + "\nAnswer:"
 
 
 def score(output: str, example: Example) -> float:
-    return answers.right(output, example.answers)
+    """Return 1 if the output begins with one of the answers, else 0."""
+    return answers.score_start(output, example.answers)

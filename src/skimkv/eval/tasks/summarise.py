@@ -1,6 +1,6 @@
-"""Summaries: CNN/DailyMail (SparQ Attention, appendix G.1.3) and XSum (the H2O paper); stemmed ROUGE-L F, 0 to 100.
+"""Summaries of CNN/DailyMail (SparQ Attention, appendix G.1.3) and XSum (the H2O paper).
 
-The output is cut at the reference's length in tokens.
+The score is stemmed ROUGE-L F, 0 to 100. The output is cut at the reference's length in tokens.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import Example, source
+from . import source
+from .base import Example
 
 UNIT = "100 ROUGE-L F1"
 XSUM = ("###\nArticle: ", "\n\nSummarize the above article in 1 sentence.\n")  # around the articles of H2O's file
 
 
 def examples(*, data: Path | None = None, seed: int = 0, corpus: str = "cnn") -> Iterator[Example]:
-    """corpus "cnn": articles of 4000 to 8000 characters; "xsum": one-sentence summaries. In random order.
+    """Give articles in random order, of 4000 to 8000 characters where they are CNN/DailyMail's.
 
-    A file cnn.jsonl has `id`, `article` and `highlights` per line; xsum.jsonl is that of the H2O repository.
+    corpus: "cnn", or "xsum", whose summaries are one sentence. A file cnn.jsonl has `id`, `article` and `highlights`
+    per line; xsum.jsonl is that of the H2O repository.
     """
     if corpus not in ("cnn", "xsum"):
         raise ValueError(f"summarise: corpus = {corpus!r} must be 'cnn' or 'xsum'")
-    _rouge()  # its absence is told before a model runs
-    path = source.find(data, f"{corpus}.jsonl")
+    _rouge()  # if it is missing, this is said before a model runs
+    path = source.find_file(data, f"{corpus}.jsonl")
     rows: list[dict[str, Any]] | Any
     if path is not None:
-        rows = list(source.rows(path))
+        rows = list(source.read_rows(path))
     elif corpus == "cnn":
-        rows = source.hub("summarise", "cnn.jsonl", "abisee/cnn_dailymail", "3.0.0", split="validation")
+        rows = source.load_from_hub("summarise", "cnn.jsonl", "abisee/cnn_dailymail", "3.0.0", split="validation")
     else:
-        rows = source.hub("summarise", "xsum.jsonl", "EdinburghNLP/xsum", split="test")
+        rows = source.load_from_hub("summarise", "xsum.jsonl", "EdinburghNLP/xsum", split="test")
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     for i in order:
@@ -48,6 +50,7 @@ def examples(*, data: Path | None = None, seed: int = 0, corpus: str = "cnn") ->
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The article, and the word that asks for its summary."""
     return f"Article: {example.context}", "\nSummary:"
 
 
@@ -61,4 +64,5 @@ def _rouge() -> Any:
 
 
 def score(output: str, example: Example) -> float:
+    """Compute ROUGE-L F between the output and the reference."""
     return 100 * float(_rouge().score(example.answers[0], output)["rougeL"].fmeasure)

@@ -1,4 +1,4 @@
-"""TriviaQA, zero shot (SparQ Attention, appendix G.1.2): one Wikipedia document of 4000 to 8000 characters."""
+"""TriviaQA, zero shot (SparQ Attention, appendix G.1.2): the answer is in one document of Wikipedia."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import Example, answers, source
+from . import answers, source
+from .base import Example
 
 
 def examples(*, data: Path | None = None, seed: int = 0, cue: str = "Answer:") -> Iterator[Example]:
-    """In random order. cue: what stands before the answer; "Single-word answer:" for models that restate questions.
+    """Give every question in random order, with a document of 4000 to 8000 characters.
 
-    A file triviaqa.jsonl has `id`, `question`, `answers` (a list) and `context` per line.
+    cue: what stands before the answer; "Single-word answer:" suits models that restate questions. A file
+    triviaqa.jsonl has `id`, `question`, `answers` (a list) and `context` per line.
     """
-    path = source.find(data, "triviaqa.jsonl")
+    path = source.find_file(data, "triviaqa.jsonl")
     if path is None:
-        found = source.hub("triviaqa", "triviaqa.jsonl", "mandarjoshi/trivia_qa", "rc", split="validation")
-        order = list(range(len(found)))
+        hub_rows = source.load_from_hub("triviaqa", "triviaqa.jsonl", "mandarjoshi/trivia_qa", "rc", split="validation")
+        order = list(range(len(hub_rows)))
         random.Random(seed).shuffle(order)
-        rows: Iterator[dict[str, Any]] = (row for i in order for row in _row(found[i], seed))
+        rows: Iterator[dict[str, Any]] = (row for i in order for row in _convert(hub_rows[i], seed))
     else:
-        held = list(source.rows(path))
-        random.Random(seed).shuffle(held)
-        rows = iter(held)
+        lines = list(source.read_rows(path))
+        random.Random(seed).shuffle(lines)
+        rows = iter(lines)
     for row in rows:
         try:
-            wanted, key = tuple(str(a) for a in row["answers"]), str(row["id"])
-            yield Example(key, row["context"], f"\nQuestion: {row['question']}\n{cue}", wanted, 30, "\n")
+            key, right_answers = str(row["id"]), tuple(str(answer) for answer in row["answers"])
+            yield Example(key, row["context"], f"\nQuestion: {row['question']}\n{cue}", right_answers, 30, "\n")
         except KeyError as error:
             raise ValueError(f"{path}: a line has no {error}") from None
 
 
-def _row(row: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
-    """A row of the Hub's with one of its documents of the right length; nothing if it has none."""
+def _convert(row: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    """Convert a row of the Hub's, with one of its documents of the right length; nothing if it has none."""
     documents = [text for text in row["entity_pages"]["wiki_context"] if 4000 <= len(text) <= 8000]
     if documents:
         key = row["question_id"]
@@ -43,8 +45,10 @@ def _row(row: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
 
 
 def prompt(example: Example) -> tuple[str, str]:
+    """The document, and the question."""
     return example.context, example.question
 
 
 def score(output: str, example: Example) -> float:
-    return answers.right(output, example.answers)
+    """Return 1 if the output begins with one of the answers, else 0."""
+    return answers.score_start(output, example.answers)

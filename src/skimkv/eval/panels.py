@@ -1,0 +1,188 @@
+"""Which figures a results file gives, and what stands in their panels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..methods import SparQ, parse
+from ..plotting import ScorePoint
+from . import figures
+from .figures import Ablation, Cells, LengthPoint
+from .results import Row, summary
+from .tasks import parse as parse_task
+
+BUDGET_FIELDS = {"r", "k", "recent", "delta", "t", "s", "oracle"}  # another field makes another method
+NEAR = 1.3  # a share counts as 1/4 if it is within this factor of it
+SHARE_NAMES = ((2, "1/2"), (4, "1/4"), (8, "1/8"))
+MOST_LINES = 12  # of a panel; more settings than that are compared at one share of the bytes instead
+
+Records = Sequence[Mapping[str, Any]]
+LengthPanel = tuple[str, str, dict[str, list[LengthPoint]]]  # (title, name of the score, lines)
+
+
+def draw_results(records: Records, out: Path) -> list[Path]:
+    """Draw every figure that the records give, and return their files.
+
+    The first, at `out`, shows scores by bytes. Beside it stand NAME-needle-MODE, NAME-length and NAME-ablation where
+    the records have needles, several sizes of a task, or changes of SparQ. Raises ValueError if the records are of
+    several models.
+    """
+    if len({(record["model"], record["dtype"]) for record in records}) > 1:
+        raise ValueError("the records are of several models; one figure is of one model")
+    rows = summary(records)
+    paths = [out]
+    ablations = ablation_rows(rows)
+    figures.scores(score_panels(rows, changes=not ablations), out)
+    for mode, panels in needle_panels(records).items():
+        paths.append(out.with_name(f"{out.stem}-needle-{mode}{out.suffix}"))
+        figures.needles(panels, paths[-1])
+    if panels_by_length := length_panels(records):
+        paths.append(out.with_name(f"{out.stem}-length{out.suffix}"))
+        figures.lengths(panels_by_length, paths[-1])
+    if ablations:
+        paths.append(out.with_name(f"{out.stem}-ablation{out.suffix}"))
+        figures.ablation(ablations, paths[-1])
+    return paths
+
+
+def label(spec: str) -> str:
+    """The name of a line: the method, and what it was given besides its budget, as in "SparQ, channels='int8'"."""
+    method = parse(spec)
+    changed = [
+        f"{field.name}={getattr(method, field.name)!r}"
+        for field in dataclasses.fields(method)
+        if field.name not in BUDGET_FIELDS and getattr(method, field.name) != field.default
+    ]
+    name = "oracle top-k" if getattr(method, "oracle", False) else type(method).__name__
+    return ", ".join([name, *changed])
+
+
+def line_names(rows: Sequence[Row]) -> dict[str, str]:
+    """The name of the line on which each method stands: with its k, where both r and k were swept."""
+    swept: dict[str, set[tuple[Any, Any]]] = {}
+    for row in rows:
+        method = parse(row.method)
+        swept.setdefault(label(row.method), set()).add((getattr(method, "r", None), getattr(method, "k", None)))
+    names = {}
+    for row in rows:
+        name, k = label(row.method), getattr(parse(row.method), "k", None)
+        both_swept = all(len({pair[i] for pair in swept[name]}) > 1 for i in (0, 1))
+        names[row.method] = f"{name}, k={k}" if both_swept else name
+    return names
+
+
+def score_panels(rows: Sequence[Row], changes: bool = True) -> list[tuple[str, list[ScorePoint]]]:
+    """Scores by the share of dense's bytes: a panel for each task and mode.
+
+    changes: whether methods with another field than those of a budget are shown.
+    """
+    names = line_names(rows)
+    panels: dict[str, list[ScorePoint]] = {}
+    for row in rows:
+        if changes or ", " not in label(row.method):
+            task = parse_task(row.task)
+            better = ", lower is better" if task.lower else ""
+            panel = panels.setdefault(f"{row.task}, {row.mode}\n{task.unit}{better}", [])
+            panel.append((names[row.method], row.share or 1.0, row.mean, row.stderr))
+    return list(panels.items())
+
+
+def needle_panels(records: Records) -> dict[str, list[tuple[str, Cells]]]:
+    """For each mode, the share of needles that each method found, by the prompt's tokens and the needle's depth."""
+    panels = {}
+    needles = [record for record in records if record["task"].startswith("needle")]
+    for mode in dict.fromkeys(record["mode"] for record in needles):
+        own = [record for record in needles if record["mode"] == mode]
+        sizes = {record["at"][0] for record in own}  # in characters
+        tokens = {size: fmean(r["prompt_tokens"] for r in own if r["at"][0] == size) for size in sizes}
+        scores: dict[str, dict[tuple[float, float], list[float]]] = {}
+        for record in own:
+            size, depth = record["at"][:2]
+            cell = round(tokens[size]), depth
+            scores.setdefault(record["method"], {}).setdefault(cell, []).append(record["score"])
+        panels[mode] = [(method, {at: fmean(x) for at, x in cells.items()}) for method, cells in scores.items()]
+    return panels
+
+
+def length_panels(records: Records) -> list[LengthPanel]:
+    """Scores by the prompt's length, for every task that was run at several sizes.
+
+    Its panels show the methods at 1/2, 1/4 and 1/8 of dense's bytes, and the settings that stay the same.
+    """
+    tasks: dict[tuple[str, str], dict[tuple[Any, ...], list[Mapping[str, Any]]]] = {}
+    for record in records:
+        sizes = tasks.setdefault((record["task"].split("(")[0], record["mode"]), {})
+        sizes.setdefault((record["task"], *record.get("at", [])[:1]), []).append(record)
+    panels = []
+    for (task, mode), sizes in tasks.items():
+        if len(sizes) < 2:
+            continue
+        dense: list[LengthPoint] = []
+        kinds: dict[str, dict[str, list[LengthPoint]]] = {}  # of panels; each with its lines
+        for own in sizes.values():
+            tokens = fmean({(r["id"], r["prompt_tokens"]): r["prompt_tokens"] for r in own}.values())
+            for kind, name, row in _compared(summary(own)):
+                point = tokens, row.mean, row.stderr
+                if kind == "dense":
+                    dense.append(point)
+                else:
+                    kinds.setdefault(kind, {}).setdefault(name, []).append(point)
+        lower = parse_task(next(iter(sizes))[0]).lower
+        for kind, lines in kinds.items():
+            long = {name: line for name, line in lines.items() if len(line) > 1}
+            if 0 < len(long) <= MOST_LINES:
+                lines = {**({"Dense": dense} if dense else {}), **long}
+                panels.append((f"{task}, {mode}, {kind}", "score (lower is better)" if lower else "score", lines))
+    return panels
+
+
+def _compared(rows: Sequence[Row]) -> list[tuple[str, str, Row]]:
+    """Which rows of one size are compared with those of other sizes: (kind of panel, line, row)."""
+    compared = [("dense", "Dense", row) for row in rows if row.method == "Dense()"]
+    compared += [("settings kept", row.method, row) for row in rows if row.method != "Dense()"]
+    for part, name in SHARE_NAMES:
+        near = [row for row in rows if row.share and 1 / NEAR <= row.share * part <= NEAR]
+        for line in dict.fromkeys(label(row.method) for row in near):
+            nearest = min((r for r in near if label(r.method) == line), key=lambda r: abs((r.share or 1) * part - 1))
+            compared.append((f"{name} of the bytes", line, nearest))
+    return compared
+
+
+def ablation_rows(rows: Sequence[Row]) -> list[Ablation]:
+    """A row of SparQ fig. 7 for each task and mode in which SparQ was changed at one r and k."""
+    names = line_names(rows)
+    ablations = []
+    for task, mode in dict.fromkeys((row.task, row.mode) for row in rows):
+        own = [row for row in rows if (row.task, row.mode) == (task, mode)]
+        changes = _changes(own)
+        if not changes:
+            continue
+        finding, counts = [], []
+        for row in own:
+            name, point = label(row.method), (row.share or 1.0, row.mean, row.stderr)
+            published = getattr(parse(row.method), "k", None) == 128
+            if name in ("Dense", "oracle top-k") or (name in ("SparQ", "LowRank") and published):
+                finding.append((name, *point))
+            if name in ("Dense", "SparQ"):
+                counts.append((names[row.method], *point))
+        ablations.append(Ablation(f"{task}, {mode}", finding, changes, counts))
+    return ablations
+
+
+def _changes(rows: Sequence[Row]) -> list[tuple[str, str, float, float | None]]:
+    """SparQ as published and changed at the same r and k: (r and k, what is changed, mean, standard error)."""
+    same_budget: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        method = parse(row.method)
+        if isinstance(method, SparQ):
+            same_budget.setdefault((method.r, method.k), []).append(row)
+    changes = []
+    for (r, k), budget_rows in same_budget.items():
+        for row in budget_rows if len(budget_rows) > 1 else ():
+            change = label(row.method).removeprefix("SparQ").lstrip(", ").replace(", ", "\n")
+            changes.append((f"r = {r}, k = {k}", change or "as published", row.mean, row.stderr))
+    return changes

@@ -1,0 +1,35 @@
+"""The grids of methods that `skimkv eval --sweep` runs, as specs, and the modes in which a question is asked."""
+
+from __future__ import annotations
+
+MODES = ("blind", "aware")  # blind: the prompt is the context; aware: the question belongs to the prompt
+SHARES = (1 / 2, 1 / 4, 1 / 8)  # of dense attention's bytes: where the sweep "matched" compares the methods
+
+# SparQ Attention, table G1; at the same budgets what it did not measure.
+PAPER = (
+    "Dense()",
+    *(f"SparQ(r={r}, k=128)" for r in (8, 16, 32, 64)),
+    *(f"{name}(k={k})" for name in ("H2O", "LMInfinite", "Strided", "Fixed") for k in (192, 256, 384, 512, 768)),
+    *(f"SubGen(k={k - 64}, recent=64)" for k in (192, 256, 384, 512, 768)),
+    *(f"TopK(k={k})" for k in (2, 8, 32, 128, 256)),
+    *(f"LowRank(r={r}, k=128)" for r in (8, 16, 32, 64)),
+)
+_CHANGES = (
+    "mean_value=False",
+    "mean_value=True",
+    "mean_value=True, temperature='sqrt_d'",
+    "mean_value=True, temperature='sqrt_r'",
+    "local=0",
+    "channels='int8'",
+    "channels='int4'",
+)
+# SparQ Attention, fig. 7a, 7b and 7c; and its channels in 8 and 4 bits.
+ABLATION = (
+    "Dense()",
+    *(f"TopK(k={k}, oracle=True)" for k in (16, 32, 64, 128, 256)),
+    *(f"LowRank(r={r}, k=128)" for r in (8, 16, 32, 64)),
+    *(f"SparQ(r={r}, k={k})" for k in (32, 64, 128, 256) for r in (8, 16, 32, 64)),
+    *(f"SparQ(r={r}, k={k}, {change})" for r, k in ((8, 32), (16, 128)) for change in _CHANGES),
+)
+# The sweep "matched" has no grid: its parameters are solved for each task (budgets.py).
+SWEEPS: dict[str, tuple[str, ...]] = {"paper": PAPER, "matched": (), "ablation": ABLATION}

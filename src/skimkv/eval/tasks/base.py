@@ -1,0 +1,30 @@
+"""What every task gives: its examples, in raw form."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Example(NamedTuple):
+    """One question on one context, in raw form: the task's prompt() makes the texts.
+
+    The output is cut at `stop` (after some text), at `chars` characters and at `new` tokens, whichever is first;
+    new = 0 is as many tokens as the first answer has. given: the first answer is not generated but fed, and the
+    task's score() gets its bits instead of an output. at: where the example stands in a figure.
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    new: int = 32
+    stop: str = ""
+    chars: int = 0
+    given: bool = False
+    at: tuple[float, ...] = ()
+
+
+def check_whole(name: str, value: Any, low: int) -> None:
+    """Raises ValueError unless value is a whole number of at least low."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} = {value!r} must be a whole number of at least {low}")

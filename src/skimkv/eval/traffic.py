@@ -1,0 +1,85 @@
+"""What decode steps of a whole model read and write, in closed form: `Method.traffic` summed over layers and steps."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..hf.attach import Cache
+from ..methods import Dense
+from ..methods.base import Method, Traffic
+from ..stores.base import Shape, Store
+from ..stores.clusters import Clusters
+
+
+def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) -> Traffic:
+    """The traffic of one decode step of the whole batch over these layers' stores.
+
+    steps_ago: 0 for the next step, 1 for the last one that was taken.
+    """
+    layers = []
+    for store in stores:
+        n, data = max(store.lengths) - steps_ago, {}
+        if isinstance(store, Clusters):  # how many clusters the keys form is no function of n
+            data["clusters"] = int(store.m.sum())
+        layers.append(method.traffic(n, store.shape, store.dtype, **data))
+    return Traffic(*(sum(getattr(x, name) for x in layers) for name in ("elements", "bytes", "paper")))
+
+
+class Cost(NamedTuple):
+    """What decode steps of one sequence read and write, in all layers.
+
+    elements and bytes are the method's, paper_elements those of its paper's own formula; dense_elements and
+    dense_bytes are what dense attention would have read and written in the same steps.
+    """
+
+    elements: int = 0
+    bytes: int = 0
+    paper_elements: int = 0
+    dense_elements: int = 0
+    dense_bytes: int = 0
+
+    def plus(self, other: Cost, times: int = 1) -> Cost:
+        """The sum of both; the other counts `times` times."""
+        return Cost(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def depends_on_data(cache: Cache) -> bool:
+    """Whether the traffic of a step depends on what the cached tokens are, and not only on how many there are."""
+    return any(isinstance(store, Clusters) for store in cache.stores)
+
+
+class RowCosts:
+    """The costs of single decode steps of single rows of a cache's batch."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._method, self._stores = cache.method, cache.stores
+        self._depends_on_data = depends_on_data(cache)
+        self._known: dict[int, Cost] = {}  # by the number of cached tokens, where nothing else matters
+
+    def step(self, row: int, steps_later: int = 0) -> Cost:
+        """The cost of the last step that was taken in this row, or of the one before which `steps_later` were taken."""
+        n = self._stores[0].lengths[row] - 1 - steps_later if self._stores else 0
+        if n in self._known:
+            return self._known[n]
+        layers: Counter[tuple[Shape, torch.dtype, int | None]] = Counter()  # most layers are alike
+        for store in self._stores:
+            clusters = int(store.m[row].sum()) if isinstance(store, Clusters) else None
+            layers[store.shape._replace(B=1), store.dtype, clusters] += 1
+        cost = Cost()
+        for layer, times in layers.items():
+            cost = cost.plus(_layer_cost(self._method, n, *layer), times)
+        if not self._depends_on_data:
+            self._known[n] = cost
+        return cost
+
+
+@functools.lru_cache(4096)
+def _layer_cost(method: Method, n: int, shape: Shape, dtype: torch.dtype, clusters: int | None) -> Cost:
+    data = {} if clusters is None else {"clusters": clusters}
+    own, dense = method.traffic(n, shape, dtype, **data), Dense().traffic(n, shape, dtype)
+    return Cost(own.elements, own.bytes, own.paper, dense.elements, dense.bytes)

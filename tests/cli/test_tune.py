@@ -1,0 +1,70 @@
+"""skimkv tune: the choice is the cheapest within the target, a run goes on where it was, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from skimkv.cli.app import main
+from skimkv.eval import tune
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    rng, path = random.Random(0), tmp_path / "text.txt"
+    words = ["river", "mill", "stone", "the", "of", "a", "went", "to", "sea", "old", "and", "king"]
+    path.write_text(" ".join(rng.choice(words) for _ in range(3000)))
+    return path
+
+
+def test_the_command(tmp_path, text, capsys):
+    out, figure = tmp_path / "t.jsonl", tmp_path / "t.png"
+    sizes = ["--prompt", "64", "--scored", "8", "--pieces", "3", "--target-loss", "2%"]
+    argv = ["tune", "--text", str(text), *sizes, "--out", str(out)]
+    assert main([*argv, "--plot", str(figure), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    chosen, tried = found["chosen"], found["searched"]
+    assert chosen in tried and chosen["increase"] <= 0.02 == found["target"]
+    assert chosen["bytes"] == min(t["bytes"] for t in tried if t["increase"] <= 0.02)
+    assert chosen["share"] == pytest.approx(chosen["bytes"] / found["dense_bytes"])
+    assert found["checked"]["method"] == chosen["method"] and found["checked"]["increase"] != chosen["increase"]
+    whole = out.read_bytes()
+    assert whole.count(b"\n") == 3 * (len(tried) + 1 + 2)
+    out.write_bytes(whole[: len(whole) // 2])  # killed there
+    assert main([*argv, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {**again, "figure": None} == {**found, "figure": None}
+    assert out.read_bytes() == whole
+    assert main(argv) == 0 and out.read_bytes() == whole
+    assert "other pieces" in capsys.readouterr().out
+
+
+def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "grid", lambda D, n: ([1], [8]))
+    argv = ["tune", "--text", str(text), "--prompt", "256", "--scored", "16", "--pieces", "2", "--target-loss", "0"]
+    assert main([*argv, "--out", str(tmp_path / "t.jsonl")]) == 2
+    err = capsys.readouterr().err
+    assert "none of 3 SparQ stays within 0.000%" in err and "the nearest is SparQ(r=1, k=8" in err
+    assert err.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--target-loss", "many"], "--target-loss 'many' must be a share"),
+    (["--target-loss", "150%"], "--target-loss '150%'"),
+    (["--channels", "int2"], "--channels 'int2' is unknown"),
+    (["--prompt", "8"], "--prompt 8 must be at least 32"),
+    (["--pieces", "1"], "--pieces 1 must be at least 2"),
+    (["--prompt", "5000"], "4096 positions"),
+    (["--pieces", "400"], "tokens are too few for --pieces 400"),
+    (["--text", "nowhere.txt"], "nowhere.txt: there is no such file"),
+    (["--out", "no/such/t.jsonl"], "there is no folder no/such"),
+])  # fmt: skip
+def test_mistakes_are_one_line(argv, words, text, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "--text", str(text), *argv]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

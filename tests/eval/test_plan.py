@@ -1,0 +1,64 @@
+"""Plans: both modes feed the same tokens, sweeps fit the model, and matched methods read what they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import skimkv
+from skimkv.eval import budgets, sweeps, tasks
+from skimkv.eval.plan import fingerprint, matched_to, plan_evaluation, supported_methods
+from skimkv.eval.shared_prompt import layer_shapes
+from support.evaluation import TASK, builtin, small_job
+
+
+def test_modes_read_the_same_tokens():
+    """Blind: only the record is dense, shared by its questions; aware: all of it is."""
+    _, blind = small_job()
+    _, aware = small_job(mode="aware")
+    assert [len(group) for group in blind.groups] == [3, 3] and [len(group) for group in aware.groups] == [1] * 6
+    pairs = zip(*([planned for group in job.groups for planned in group] for job in (blind, aware)), strict=True)
+    for after, before in pairs:
+        assert after.question.feed and not before.question.feed
+        assert after.prompt + after.question.feed == before.prompt
+        text = builtin()[1].decode(before.prompt, skip_special_tokens=True)
+        assert text == after.example.context + after.example.question
+
+
+def test_a_plan_has_every_task_in_every_mode_once():
+    setup, job = small_job()
+    task = tasks.parse(TASK)
+    plan = plan_evaluation(setup, [task, task], [skimkv.parse("Dense()")], mode="both", limit=6)
+    assert [(job.task.spec, job.mode) for job in plan.jobs] == [(TASK, mode) for mode in sweeps.MODES]
+    sources = plan.sources(setup)
+    assert len(sources) == 12 and {key.method for key in sources} == {"Dense()"}
+    assert {key.id for key in sources} == {planned.example.id for group in job.groups for planned in group}
+    with pytest.raises(ValueError, match="65"):
+        plan_evaluation(setup, [task], [skimkv.parse("SparQ(r=65, k=8)")])
+
+
+def test_matched_methods_read_the_share_they_should():
+    setup, job = small_job("record(lines=60, asked=1)", specs=(), limit=1)
+    supported, misfits = supported_methods(setup, [skimkv.parse(spec) for spec in sweeps.PAPER])
+    assert len(supported) == 39 and misfits == []
+    matched, notes = matched_to(setup, job)
+    n = len(job.groups[0][0].prompt)
+    ((shape, dtype),) = layer_shapes(setup.model)
+    dense = matched[0].traffic(n, shape, dtype).bytes
+    shares: dict[str, list[float]] = {}
+    for method in matched[1:]:
+        if type(method).__name__ != "SubGenStream":  # its traffic depends on the keys
+            shares.setdefault(type(method).__name__, []).append(method.traffic(n, shape, dtype).bytes / dense)
+    assert len(shares["LMInfinite"]) == 3 and max(shares["LMInfinite"]) <= 1 / 2 * budgets.SLACK
+    for own in shares.values():
+        assert all(min(share / part for part in sweeps.SHARES) <= budgets.SLACK for share in own)
+    assert all("1/" in note and job.task.spec in note for note in notes)
+
+
+def test_a_fingerprint_is_of_the_weights():
+    model = torch.nn.Linear(30, 40)
+    first = fingerprint(model)
+    assert fingerprint(model) == first
+    with torch.no_grad():
+        model.weight += 1e-3
+    assert fingerprint(model) != first

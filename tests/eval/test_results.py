@@ -1,0 +1,67 @@
+"""Results files and their summary: statistics by hand, and files that are left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from skimkv.eval.results import Results, load, summary
+from skimkv.eval.statistics import mean_and_interval, standard_error, student_quantile
+
+
+def record(method, id_, score, **more):
+    base = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "task": "lines", "mode": "blind"}
+    return {**base, "method": method, "id": id_, "score": score, "steps": 2, "bytes": 10, "dense_bytes": 40, **more}
+
+
+def test_summary():
+    """By hand: differences 0, -1, -1 have mean -2/3, standard error 1/3, and t(2) = 4.303."""
+    dense = [record("Dense()", str(i), 1.0) for i in range(4)]
+    other = [record("TopK(k=2)", str(i), s) for i, s in enumerate([1.0, 0.0, 0.0])]
+    first, second = summary([*dense, *other])
+    assert (first.n, first.mean, first.stderr, first.diff_to_dense) == (4, 1.0, 0.0, 0.0)
+    assert (second.n, second.mean, second.bytes_per_token, second.share) == (3, 1 / 3, 5, 0.25)
+    assert second.stderr == pytest.approx(1 / 3) and second.diff_to_dense == pytest.approx(-2 / 3)
+    assert second.diff_low == pytest.approx(-2 / 3 - 4.3027 / 3, abs=1e-4)
+    assert second.diff_high == pytest.approx(-2 / 3 + 4.3027 / 3, abs=1e-4)
+    assert summary(other)[0].diff_to_dense is None
+    assert summary(other[:1])[0].stderr is None
+    other[0]["score"] = math.nan  # a model that overflows
+    (third,) = summary(other)
+    assert math.isnan(third.stderr) and json.dumps(third.json(), allow_nan=False)
+
+
+def test_intervals():
+    assert mean_and_interval([]) == (None, None, None) and mean_and_interval([2.0]) == (2.0, None, None)
+    assert standard_error([1.0]) is None and standard_error([1.0, 3.0]) == pytest.approx(1.0)
+    assert [student_quantile(n) for n in (1, 2)] == pytest.approx([12.7062, 4.3027], abs=1e-4)
+    assert student_quantile(30) == pytest.approx(2.0423, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["hello", "hello\n", '{"a": 1}\n', '{"model": 1}\n{"mo'])
+def test_other_files_are_left_alone(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="line 1: no record"):
+        Results(path)
+    assert path.read_text() == text
+
+
+def test_a_torn_line_is_dropped(tmp_path):
+    path, lines = tmp_path / "r.jsonl", [json.dumps(record("Dense()", str(i), 1.0)) + "\n" for i in range(2)]
+    path.write_text(lines[0] + lines[1][:30])
+    assert len(load(path)) == 1
+    with Results(path) as results:
+        assert [row["id"] for row in results.records] == ["0"] and path.read_text() == lines[0]
+        results.add(json.loads(lines[1]))
+    assert path.read_text() == "".join(lines)
+
+
+def test_one_writer_at_a_time(tmp_path):
+    pytest.importorskip("fcntl")
+    with Results(tmp_path / "r.jsonl"), pytest.raises(ValueError, match="another run"):
+        Results(tmp_path / "r.jsonl")
+    with Results(tmp_path / "r.jsonl") as again:
+        assert again.records == []
