@@ -129,8 +129,8 @@ def _write_groups(groups: dict[str, list[tuple[str, str]]], formatter: Any) -> N
         column = min(max(len(name) for name, _ in records), LONGEST_NAME) + 4
         with formatter.section(heading):
             for name, text in records:
-                # a note in brackets stays on one line; words with a hyphen, such as file names and flags, stay whole
-                text = re.sub(r"\[[^]]*\]$", lambda note: note[0].replace(" ", NO_BREAK), text)
+                # what stays on one line: a note in brackets, a spec, and words with a hyphen (file names and flags)
+                text = re.sub(r"\[[^]]*\]$|'\w+\([^']*\)'", lambda note: note[0].replace(" ", NO_BREAK), text)
                 lines = textwrap.wrap(text, formatter.width - column, break_on_hyphens=False, break_long_words=False)
                 lead = f"  {name}".ljust(column)
                 if len(name) + 4 > column:
