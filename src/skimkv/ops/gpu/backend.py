@@ -1,247 +1,340 @@
-"""The Triton backend: signatures of ref.py. Everything is checked here, before a kernel is launched."""
+"""The Triton backend: the kernels of methods' steps on a GPU. All is checked here, before a kernel is launched."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...stores.base import Store
 from ...stores.clusters import Clusters
-from ...stores.codes import GROUP
 from ...stores.full import Full
 from ...stores.slots import Slots
+from ..protocol import Token
 from . import device, launch
-from .launch import LAUNCH, block, dot, pad, splits, types, units
+from .launch import (
+    LAYOUTS,
+    LEAST_RUN,
+    SETTINGS,
+    TEMPERATURES,
+    TENSOR_CORE,
+    CachedClusters,
+    CachedPages,
+    CachedSlots,
+    Candidates,
+    Query,
+    Scores,
+    Splits,
+    TokenRows,
+    count_splits,
+    dot_type,
+    fit_block,
+    multiprocessors,
+    pad,
+    types,
+    validate,
+)
+from .tables import INT4_BLOCK, PAGE_TOKENS, ClusterView, PageView, scratch
 
 try:
     from .kernels.append import append_kernel
+    from .kernels.choose import choose_kernel
+    from .kernels.clusters import clusters_append_kernel, clusters_kernel
     from .kernels.dense import dense_kernel
-    from .kernels.select import choose_kernel
     from .kernels.slots import slots_kernel
     from .kernels.sparq import scores_kernel
-    from .kernels.stream import stream_append_kernel, stream_kernel
 except ImportError:  # launch.missing says why
     pass
 
-Token = tuple[Tensor, Tensor]  # the current k and v, (B,H,D)
-TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
-LAYOUTS = {"none": 0, "copy": 16, "int8": 8, "int4": 4}
+
+class Selection(NamedTuple):
+    """Which positions a step attends to, besides the current one, and how they are scored."""
+
+    k: int
+    local: int = 0  # of the k positions, the last ones that are always among them
+    r: int = 0  # channels that score; 0: all of them, as they are
+    layout: int = LAYOUTS["none"]
+    temperature: int = TEMPERATURES["coverage"]
+    projected: Tensor | None = None  # (B,H,G,R): what scores in the place of q
+    renormalise: bool = True  # the softmax is taken anew over the chosen positions
+    mean: bool = False  # v_mean takes the weight of the others
 
 
 def unavailable() -> str | None:
-    """Why this backend cannot run, or None."""
+    """Why this backend cannot run here, or None if it can."""
     if launch.missing is None and not torch.cuda.is_available() and not launch.interpreted():
         return "PyTorch sees no CUDA device; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly"
     return launch.missing
 
 
-def _check(store: Store, q: Tensor, softcap: float | None = None) -> None:
-    launch.check(store, q=(q, tuple(store.shape)))
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
+class GpuKernels:
+    """The methods' steps as Triton kernels.
 
+    Every step takes q (B,H,G,D) and the current token, k and v (B,H,D) each, which it puts into the store first; None:
+    the store has it already. It returns y (B,H,G,D) in q's type, and raises ValueError where there is no kernel for the
+    store, or arguments do not fit it.
+    """
 
-def _token(store: Store, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The current token's k and v (B,H,D), each row contiguous."""
-    B, H, _, D = store.shape
-    launch.check(store, k=(k, (B, H, D)), v=(v, (B, H, D)))
-    return (k if k.stride(-1) == 1 else k.contiguous()), (v if v.stride(-1) == 1 else v.contiguous())
+    name = "gpu"
 
+    def append(self, store: Store, k: Tensor, v: Tensor) -> None:
+        """Put one token per row into the store: k, v (B,H,D)."""
+        B, H, _, D = store.shape
+        validate(store, k=(k, (B, H, D)), v=(v, (B, H, D)))
+        if isinstance(store, Full):
+            self._append_to_pages(store, k, v)
+        elif isinstance(store, Clusters):
+            self._append_to_clusters(store, k, v)
+        else:
+            store.append_token(k, v)
 
-def append(store: Store, k: Tensor, v: Tensor) -> None:
-    """See ref.append."""
-    k, v = _token(store, k, v)
-    if isinstance(store, Clusters):
-        _into_clusters(store, k, v)
-        return
-    if isinstance(store, Slots):
-        store.append(k[:, :, None], v[:, :, None])
-        return
-    assert isinstance(store, Full)
-    B, H, _, D = store.shape
-    store._reserve(max(store.lengths) + 1)
-    view, x = device.pages(store), k
-    if store.projection is not None:
-        x = (k.to(store.projection.dtype)[:, :, None] @ store.projection)[:, :, 0].to(k.dtype)
-    tail, mean = (view.lengths if t is None else t for t in (store.tail, store.v_mean))
-    append_kernel[B * H,](
-        k, v, x, view.table, view.lengths, tail, mean, *k.stride()[:2], *v.stride()[:2], *x.stride()[:2], H, store.R,
-        D=D, DP=pad(D), RB=16, TYPE=types()[store.dtype], LAYOUT=LAYOUTS[store.channels],
-        MEAN=store.v_mean is not None, num_warps=4,
-    )  # fmt: skip
-    device.advance(store)
-
-
-def _into_clusters(store: Clusters, k: Tensor, v: Tensor) -> None:
-    (B, H, _, D), view = store.shape, device.units(store, more=True)
-    stream_append_kernel[B * H,](
-        k, v, view.table, view.lengths, store.m, store.mu, store.k, store.v, view.seed, store.delta,
-        *k.stride()[:2], *v.stride()[:2], H, store.t, store.s,
-        D=D, DP=pad(D), TP=pad(store.t, 1), SB=16, BC=32, TYPE=types()[store.dtype], num_warps=4,
-    )  # fmt: skip
-    device.advance(store)
-
-
-def _first(store: Full | Clusters, token: Token | None) -> None:
-    if token is not None:
-        append(store, *token)
-
-
-def dense(store: Full, q: Tensor, scale: float, softcap: float | None, token: Token | None = None) -> Tensor:
-    """See ref.dense."""
-    _check(store, q, softcap)
-    _first(store, token)
-    (B, H, G, D), view, options = store.shape, device.pages(store), dict(LAUNCH["dense"])
-    S = splits(store, view.room // GROUP, options.pop("fill"))
-    options["BN"] = block(options["BN"], pad(D) * store.dtype.itemsize)
-    part = device.scratch(store.device, "part", B * H * S * G * (D + 2))
-    counter = device.scratch(store.device, "counter", B * H, torch.int32)
-    y = torch.empty(B, H, G, D, dtype=q.dtype, device=q.device)
-    dense_kernel[B * H, S](
-        q.contiguous(), y, view.table, view.lengths, part, counter, scale, softcap or 0.0, G, S,
-        D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), TYPE=types()[store.dtype], DOT=dot(store, q),
-        CAPPED=softcap is not None, **options,
-    )  # fmt: skip
-    return y
-
-
-def _choose(
-    store: Full, q: Tensor, scale: float, softcap: float | None, r: int, k: int, local: int, *, kind: int = 0,
-    layout: int, token: Token | None, mean: bool = False, flex: bool = False, rough: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Steps 1 to 3; r = 0: every channel scores. `rough` (B,H,G,R): what scores instead of q."""
-    _check(store, q, softcap)
-    _first(store, token)
-    (B, H, G, D), view = store.shape, device.pages(store)
-    q = q.contiguous()
-    step1, R, place = (q if rough is None else rough.contiguous()), store.R, store.device
-    width, K = view.room, min(k - local, view.room)
-    fused = rough is None and LAUNCH["fused"]["heads"] * units(place) <= B * H
-    options = dict(LAUNCH["fused" if fused else "choose"])
-    first = dict(LAUNCH["coded" if store.bits else "scores"])
-    tiles = -(-width // options["TILE"])
-    S, T = splits(store, width // GROUP, first.pop("fill")), splits(store, tiles, options.pop("fill", 1))
-    if fused:
-        S = T = 1
-        options.pop("heads")
-    room = tiles * min(K, options["TILE"])
-    logits = device.scratch(place, "logits", B * H * G * width + options["TILE"])
-    stats = device.scratch(place, "stats", B * H * S * G * 2)
-    bits, at = (device.scratch(place, name, B * H * room, torch.int32) for name in ("bits", "at"))
-    chosen = device.scratch(place, "chosen", B * H * K, torch.int32)
-    counter = device.scratch(place, "counter", B * H, torch.int32)
-    y = torch.empty(B, H, G, D, dtype=q.dtype, device=place)
-    tail = logits if store.tail is None else store.tail.contiguous()
-    D1, RP, size = step1.shape[-1], pad(r or R), store.dtype.itemsize
-    BN = (options if fused else first)["BN"]
-    BN = block(BN, 4 * RP * size, 128 if layout == 4 else 32) if layout else block(BN, 4 * pad(D) * size)
-    one = {"LAYOUT": layout, "KIND": kind, "RP": RP, "GP": pad(G), "TYPE": types()[store.dtype]}
-    one["CAPPED"] = softcap is not None
-    if not fused:
-        first["BN"] = BN
-        scores_kernel[B * H, S](
-            step1, view.table, view.lengths, tail, logits, stats, scale, softcap or 0.0, S, r, R, G, width,
-            D=D1, DP=pad(D1), DOT=dot(store, step1), **one, **first,
+    def _append_to_pages(self, store: Full, k: Tensor, v: Tensor) -> None:
+        (B, H, _, D), token = store.shape, _token_rows(k, v)
+        store.reserve()
+        view = device.page_view(store)
+        x = token.k
+        if store.projection is not None:
+            x = (x.to(store.projection.dtype)[:, :, None] @ store.projection)[:, :, 0].to(x.dtype)
+        append_kernel[B * H,](
+            token, x, *x.stride()[:2], _cached_pages(store, view), H,
+            D=D, DP=pad(D), TYPE=types()[store.dtype], LAYOUT=LAYOUTS[store.channels], MEAN=store.v_mean is not None,
+            num_warps=4,
         )  # fmt: skip
-    options |= {"BN": BN if fused else 16, "BK": block(options["BK"], pad(D) * size)}
-    options.setdefault("STAGES", 1)
-    choose_kernel[B * H, T](
-        q, y, view.table, view.lengths, tail, logits, stats, bits, at, chosen,
-        stats if store.v_mean is None else store.v_mean, counter, scale, softcap or 0.0, S, T, r, R, G, width, K, local,
-        room, D=D, DP=pad(D), SP=pad(S, 2), DOT=dot(store, q), FLEX=flex, MEAN=mean, FUSED=fused, **one, **options,
+        device.advance(store)
+
+    def _append_to_clusters(self, store: Clusters, k: Tensor, v: Tensor) -> None:
+        (B, H, _, D), view = store.shape, device.cluster_view(store, more=True)
+        clusters_append_kernel[B * H,](
+            _token_rows(k, v), _cached_clusters(store, view), view.seed, store.delta, H,
+            D=D, DP=pad(D), TP=pad(store.t, 1), TYPE=types()[store.dtype], num_warps=4,
+        )  # fmt: skip
+        device.advance(store)
+
+    def dense(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Softmax attention to all positions: equation 2 of SparQ. Reads 2ND elements per KV head."""
+        self._start(store, q, token, softcap)
+        (B, H, _, _), view, settings = store.shape, device.page_view(store), SETTINGS.dense
+        query, count = _query(q, scale, softcap), count_splits(store, view.room // PAGE_TOKENS, settings.programs)
+        dense_kernel[B * H, count](
+            query, _cached_pages(store, view), _splits(store, count),
+            **_sizes(store, q), SP=pad(count, 2), TYPE=types()[store.dtype], CAPPED=query.softcap > 0,
+            BLOCK=fit_block(settings.block, _row_bytes(store)), STAGES=settings.stages,
+            num_warps=settings.warps,
+        )  # fmt: skip
+        return query.y
+
+    def sparq(
+        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, r: int, k: int,
+        local: int, temperature: str, mean_value: bool,
+    ) -> Tensor:  # fmt: skip
+        """Algorithm 1 of SparQ, grouped as in section 4. Reads Nr + 2kD elements per KV head, and v_mean.
+
+        r channels score, and k positions besides the current one are attended to, of which `local` are the last ones.
+        temperature: how scores are scaled ("coverage" is equation 9). mean_value: v_mean takes the rest of the weight.
+        """
+        if temperature not in TEMPERATURES:
+            raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(TEMPERATURES)}")
+        if not 1 <= r <= store.R or not 0 <= local <= k:
+            raise ValueError(f"r = {r} must be from 1 to {store.R}, and local = {local} from 0 to k = {k}")
+        self._start(store, q, token, softcap)
+        selection = Selection(k, local, r, LAYOUTS[store.channels], TEMPERATURES[temperature], mean=mean_value)
+        return _attend_selected(store, _query(q, scale, softcap), selection)
+
+    def top_k(
+        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int, oracle: bool
+    ) -> Tensor:
+        """Exact scores of all positions, then the k best values and the current one, not renormalised: FlexGen's.
+
+        oracle: the softmax is taken anew over the chosen positions (figure 7a of SparQ).
+        """
+        self._start(store, q, token, softcap)
+        return _attend_selected(store, _query(q, scale, softcap), Selection(k, renormalise=oracle))
+
+    def low_rank(
+        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
+    ) -> Tensor:
+        """Scores from a fixed random projection of K (figure 7a of SparQ), then the k best rows and the current one."""
+        if store.projection is None:
+            raise ValueError("the store has no projection of K; LowRank makes one that has")
+        self._start(store, q, token, softcap)
+        selection = Selection(k, layout=LAYOUTS["copy"], projected=q.float() @ store.projection)
+        return _attend_selected(store, _query(q, scale, softcap), selection)
+
+    def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
+        """Attend to the slots in use and to the current token, then put it into its slot. Reads 2CD per KV head.
+
+        For stores without scores: rings, and stores with an order.
+        """
+        if store.score is not None:
+            raise ValueError("the store has scores; a ring has none")
+        return self._slots(store, q, token, scale, softcap, [0] * store.shape.B)
+
+    def scored_slots(
+        self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None, recent: Sequence[int]
+    ) -> Tensor:
+        """Algorithm 1 of H2O: attend as in ring_slots, add the weights to the scores, and replace the lowest score.
+
+        The weights are averaged over the group. The recent[b] latest positions of row b are not replaced.
+        """
+        if store.score is None:
+            raise ValueError("the store has no scores")
+        if len(recent) != store.shape.B:
+            raise ValueError(f"recent = {recent} must be {store.shape.B} numbers where slots are scored")
+        return self._slots(store, q, token, scale, softcap, recent)
+
+    def _slots(
+        self, store: Slots, q: Tensor, token: Token, scale: float, softcap: float | None, recent: Sequence[int]
+    ) -> Tensor:
+        (B, H, G, D), (k, v), settings = store.shape, token, SETTINGS.slots
+        self._start(store, q, None, softcap)
+        validate(store, k=(k, (B, H, D)), v=(v, (B, H, D)))
+        store.reserve()
+        view = device.slot_view(store, recent)
+        C, block = store.capacity, fit_block(settings.block, _row_bytes(store))
+        query, count = _query(q, scale, softcap), count_splits(store, -(-C // settings.block), settings.programs)
+        width = -(-C // block) * block
+        unused = view.lengths
+        slots = CachedSlots(
+            k=store.k, v=store.v, score=unused if store.score is None else store.score,
+            pos=unused if store.pos is None else store.pos, lengths=view.lengths, filled=view.filled,
+            limits=view.limits, order=unused if store.order is None else view.order,
+            logits=scratch(store, "logits", 1 if store.score is None else B * H * G * width),
+            width=width, B=B, H=H, C=C, fixed=store.fixed,
+        )  # fmt: skip
+        slots_kernel[B * H, count](
+            query, slots, _token_rows(k, v), _splits(store, count),
+            **_sizes(store, q), SP=pad(count, 2), SCORED=store.score is not None, ORDERED=store.order is not None,
+            CAPPED=query.softcap > 0, BLOCK=block, TILE=settings.tile, STAGES=settings.stages,
+            num_warps=settings.warps,
+        )  # fmt: skip
+        device.advance(store)
+        return query.y
+
+    def clusters(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float) -> Tensor:
+        """QueryStreamAttn of SubGen's algorithm 1: y = z / tau. Reads O(D (mt + s)) elements per KV head.
+
+        Where no sample stands for the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504).
+        """
+        self._start(store, q, token)
+        (B, H, _, _), view, settings = store.shape, device.cluster_view(store), SETTINGS.clusters
+        block = fit_block(settings.block, _row_bytes(store))
+        count = count_splits(store, -(-(view.room * store.t + store.s) // block), settings.programs)
+        query = _query(q, scale, None)
+        clusters_kernel[B * H, count](
+            query, _cached_clusters(store, view), _splits(store, count),
+            **_sizes(store, q), SP=pad(count, 2), TYPE=types()[store.dtype], BLOCK=block,
+            TINY=torch.finfo(torch.float32).tiny, LIMIT=min(2.0**63, torch.finfo(q.dtype).max),
+            num_warps=settings.warps,
+        )  # fmt: skip
+        return query.y
+
+    def _start(self, store: Store, q: Tensor, token: Token | None, softcap: float | None = None) -> None:
+        """Check what all steps are given, and put the token into the store."""
+        validate(store, q=(q, tuple(store.shape)))
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap = {softcap} must be positive")
+        if token is not None:
+            self.append(store, *token)
+
+
+def _query(q: Tensor, scale: float, softcap: float | None) -> Query:
+    return Query(q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format), q.shape[2], scale,
+                 softcap or 0.0)  # fmt: skip
+
+
+def _token_rows(k: Tensor, v: Tensor) -> TokenRows:
+    k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+    return TokenRows(k, v, *k.stride()[:2], *v.stride()[:2])
+
+
+def _cached_pages(store: Full, view: PageView) -> CachedPages:
+    tail, v_mean = (view.lengths if t is None else t for t in (store.tail, store.v_mean))
+    return CachedPages(view.table, view.lengths, tail, v_mean, store.R)
+
+
+def _cached_clusters(store: Clusters, view: ClusterView) -> CachedClusters:
+    return CachedClusters(view.table, view.lengths, store.m, store.mu, store.k, store.v, store.t, store.s)
+
+
+def _splits(store: Store, count: int) -> Splits:
+    """Scratch memory for so many splits."""
+    B, H, G, D = store.shape
+    parts = scratch(store, "parts", B * H * count * G * (D + 2))
+    return Splits(parts, scratch(store, "counter", B * H, torch.int32), count)
+
+
+def _sizes(store: Store, q: Tensor) -> dict[str, Any]:
+    """What is constant in all kernels of attention: the sizes, padded, and the type of products."""
+    D = q.shape[-1]
+    return {"D": D, "GP": pad(q.shape[2]), "DP": pad(D), "DOT": dot_type(store, q)}
+
+
+def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
+    """Steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
+    (B, H, _, _), view = store.shape, device.page_view(store)
+    fused = selection.projected is None and _heads_fill_device(store)
+    step_1 = SETTINGS.quantised_scores if store.bits else SETTINGS.scores
+    settings = SETTINGS.fused if fused else SETTINGS.choose
+    tiles = -(-view.room // settings.tile)
+    programs = 1 if fused else count_splits(store, tiles, SETTINGS.choose.programs)
+    splits = 1 if fused else count_splits(store, view.room // PAGE_TOKENS, step_1.programs)
+    pages, scores = _cached_pages(store, view), _scores(store, view.room, splits, selection.r, settings.tile)
+    candidates = _candidates(store, selection, view.room, settings.tile, programs)
+    constants = {
+        "RP": pad(selection.r or store.R), "TYPE": types()[store.dtype], "LAYOUT": selection.layout,
+        "TEMPERATURE": selection.temperature, "CAPPED": query.softcap > 0,
+    }  # fmt: skip
+    if not fused:
+        scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
+        scores_kernel[B * H, splits](
+            scoring, pages, scores, **_sizes(store, scoring.q), **constants,
+            BLOCK=_score_block(store, selection, step_1.block), STAGES=step_1.stages, num_warps=step_1.warps,
+        )  # fmt: skip
+    choose_kernel[B * H, programs](
+        query, pages, scores, candidates, **_sizes(store, query.q), **constants, SP=pad(splits, 2), FUSED=fused,
+        RENORMALISE=selection.renormalise, MEAN=selection.mean, TILE=settings.tile,
+        CHOSEN_BLOCK=fit_block(settings.block, _row_bytes(store)),
+        SCORE_BLOCK=_score_block(store, selection, SETTINGS.fused.score_block) if fused else TENSOR_CORE,
+        STAGES=SETTINGS.fused.stages if fused else 1, num_warps=settings.warps,
     )  # fmt: skip
-    return y
+    return query.y
 
 
-def sparq(
-    store: Full,
-    q: Tensor,
-    scale: float,
-    softcap: float | None,
-    r: int,
-    k: int,
-    local: int,
-    temperature: str,
-    mean: bool,
-    token: Token | None = None,
-) -> Tensor:
-    """See ref.sparq."""
-    kind = TEMPERATURES.get(temperature)
-    if kind is None:
-        raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(TEMPERATURES)}")
-    if not 1 <= r <= store.R or not 0 <= local <= k:
-        raise ValueError(f"r = {r} must be from 1 to {store.R}, and local = {local} from 0 to k = {k}")
-    layout = LAYOUTS[store.channels]
-    return _choose(store, q, scale, softcap, r, k, local, kind=kind, layout=layout, token=token, mean=mean)
+def _heads_fill_device(store: Full) -> bool:
+    """Whether one program for each row and KV head is enough, so that step 1 needs no launch of its own."""
+    return SETTINGS.fused.heads * multiprocessors(store.device) <= store.shape.B * store.shape.H
 
 
-def topk(
-    store: Full, q: Tensor, scale: float, softcap: float | None, k: int, oracle: bool, token: Token | None = None
-) -> Tensor:
-    """See ref.topk."""
-    return _choose(store, q, scale, softcap, 0, k, 0, layout=0, token=token, flex=not oracle)
+def _scores(store: Full, width: int, splits: int, r: int, tile: int) -> Scores:
+    """Scratch memory for the scores of `width` positions; a tile may be read past their end."""
+    B, H, G, _ = store.shape
+    logits = scratch(store, "logits", B * H * G * width + tile)
+    return Scores(logits, scratch(store, "stats", B * H * splits * G * 2), width, splits, r)
 
 
-def lowrank(store: Full, q: Tensor, scale: float, softcap: float | None, k: int, token: Token | None = None) -> Tensor:
-    """See ref.lowrank."""
-    assert store.projection is not None
-    rough = q.float() @ store.projection
-    return _choose(store, q, scale, softcap, 0, k, 0, layout=16, token=token, rough=rough)
-
-
-def slots(
-    store: Slots,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    softcap: float | None,
-    recent: Sequence[int] | None = None,
-) -> Tensor:
-    """See ref.slots."""
-    _check(store, q, softcap)
-    k, v = _token(store, k, v)
-    if store.score is not None and (recent is None or len(recent) != store.shape.B):
-        raise ValueError(f"recent = {recent} must be {store.shape.B} numbers where slots are scored")
-    store.reserve(store.capacity)
-    (B, H, G, D), C, options = store.shape, store.capacity, dict(LAUNCH["slots"])
-    view, place = device.held(store, [*(recent or [0] * B)]), store.device
-    S = splits(store, -(-C // options["BN"]), options.pop("fill"))
-    options["BN"] = block(options["BN"], pad(D) * store.dtype.itemsize)
-    width = -(-C // options["BN"]) * options["BN"]
-    scored = store.score is not None
-    logits = device.scratch(place, "logits", B * H * G * width if scored else 1)
-    part = device.scratch(place, "part", B * H * S * G * (D + 2))
-    counter = device.scratch(place, "counter", B * H, torch.int32)
-    score, pos = (view.lengths if t is None else t for t in (store.score, store.pos))
-    order = view.lengths if store.order is None else view.order
-    y = torch.empty(B, H, G, D, dtype=q.dtype, device=place)
-    slots_kernel[B * H, S](
-        q.contiguous(), y, store.k, store.v, score, pos, k, v, view.lengths, view.filled, view.limits, order, logits,
-        part, counter, scale, softcap or 0.0, *k.stride()[:2], *v.stride()[:2], B, H, G, S, C, width, store.fixed,
-        D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), DOT=dot(store, q), SCORED=scored, ORDERED=store.order is not None,
-        CAPPED=softcap is not None, **options,
+def _candidates(store: Full, selection: Selection, width: int, tile: int, programs: int) -> Candidates:
+    """Scratch memory for the best positions of every tile."""
+    heads, k = store.shape.B * store.shape.H, min(selection.k - selection.local, width)
+    room = -(-width // tile) * min(k, tile)
+    return Candidates(
+        weights=scratch(store, "weights", heads * room, torch.int32),
+        positions=scratch(store, "positions", heads * room, torch.int32),
+        chosen=scratch(store, "chosen", heads * k, torch.int32),
+        counter=scratch(store, "counter", heads, torch.int32),
+        room=room, programs=programs, k=k, local=selection.local,
     )  # fmt: skip
-    device.advance(store)
-    return y
 
 
-def stream(store: Clusters, q: Tensor, scale: float, token: Token | None = None) -> Tensor:
-    """See ref.stream."""
-    _check(store, q)
-    _first(store, token)
-    (B, H, G, D), view, options = store.shape, device.units(store), dict(LAUNCH["stream"])
-    room = view.table.numel() // device.COLUMNS * 8 * store.t + store.s
-    options["BN"] = block(options["BN"], pad(D) * store.dtype.itemsize)
-    S = splits(store, -(-room // options["BN"]), options.pop("fill"))
-    part = device.scratch(store.device, "part", B * H * S * G * (D + 2))
-    counter = device.scratch(store.device, "counter", B * H, torch.int32)
-    y = torch.empty(B, H, G, D, dtype=q.dtype, device=q.device)
-    stream_kernel[B * H, S](
-        q.contiguous(), y, view.table, store.m, store.mu, store.k, store.v, part, counter, scale, G, store.t, store.s,
-        S, D=D, GP=pad(G), DP=pad(D), SP=pad(S, 2), TYPE=types()[store.dtype], DOT=dot(store, q),
-        TINY=torch.finfo(torch.float32).tiny, LIMIT=min(2.0**63, torch.finfo(q.dtype).max), **options,
-    )  # fmt: skip
-    return y
+def _score_block(store: Full, selection: Selection, block: int) -> int:
+    """Positions that step 1 takes at a time; the settings are meant for a quarter of the channels."""
+    if selection.layout == LAYOUTS["none"]:
+        return fit_block(block, 4 * _row_bytes(store))
+    least = INT4_BLOCK if selection.layout == LAYOUTS["int4"] else LEAST_RUN
+    return fit_block(block, 4 * pad(selection.r or store.R) * store.dtype.itemsize, least)
+
+
+def _row_bytes(store: Store) -> int:
+    """The size of a row of K, padded as the kernels do."""
+    return pad(store.shape.D) * store.dtype.itemsize

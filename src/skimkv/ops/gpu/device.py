@@ -1,104 +1,103 @@
 """What the host does for a step on the GPU, apart from launching it: `prepare` before, `advance` after.
 
-Between the two only kernels run, with addresses and sizes that stay the same until `footing` changes. So a CUDA graph
-can hold a step, and be replayed with `prepare` and `advance` around it.
+Between the two only kernels run, with addresses and sizes that stay the same while `footing` does. So a CUDA graph can
+hold a step, and be replayed with `prepare` and `advance` around it.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from ...stores.base import Store
 from ...stores.clusters import Clusters
 from ...stores.full import Full
 from ...stores.slots import Slots
-from .tables import COLUMNS, Held, Pages, Units, View, epoch, scratch
+from .tables import ClusterView, PageView, SlotView, View
 
-_views: weakref.WeakKeyDictionary[Store, View] = weakref.WeakKeyDictionary()
+# Tensors of a store whose addresses a kernel is given; chunks and blocks are found through the view's table.
+STORE_TENSORS = ("tail", "v_mean", "projection", "k", "v", "score", "pos", "m", "mu")
 
 
-def pages(store: Full) -> Pages:
+def page_view(store: Full) -> PageView:
     """The view of a Full store, up to date."""
-    found = _views.get(store)
-    if not isinstance(found, Pages) or not found.fits(store):
-        found = _views[store] = Pages(store)
-    found.update(store)
-    return found
+    view = store.view
+    if not isinstance(view, PageView) or not view.fits(store):
+        view = store.view = PageView(store)
+    view.update(store)
+    return view
 
 
-def held(store: Slots, recent: list[int] | None) -> Held:
-    """The view of a Slots store, up to date; recent None: as it was."""
-    found = _views.get(store)
-    if not isinstance(found, Held) or not found.fits(store):
-        found = _views[store] = Held(store)
-    found.update(store, recent)
-    return found
+def slot_view(store: Slots, recent: Sequence[int] | None) -> SlotView:
+    """The view of a Slots store, up to date. recent: the recent window of every row; None: as it was."""
+    view = store.view
+    if not isinstance(view, SlotView) or not view.fits(store):
+        view = store.view = SlotView(store)
+    view.update(store, None if recent is None else [*recent])
+    return view
 
 
-def units(store: Clusters, more: bool = False) -> Units:
-    """The view of a Clusters store, up to date; `more`: with room for what one token may found."""
-    found = _views.get(store)
-    if not isinstance(found, Units) or not found.fits(store):
-        found = _views[store] = Units(store)
-    if store.lengths != found.known or not store.blocks:
-        found.counted = found.at = max(store.lengths)
-        store._reserve(1)
-    if more:
-        found.make_room(store)
-    found.update(store)
-    return found
+def cluster_view(store: Clusters, more: bool = False) -> ClusterView:
+    """The view of a Clusters store, up to date. more: with room for a cluster that the next token may make."""
+    view = store.view
+    if not isinstance(view, ClusterView) or not view.fits(store):
+        view = store.view = ClusterView(store)
+    view.update(store, more)
+    return view
 
 
 def prepare(store: Store) -> None:
-    """Room for one more token, and the device told of all that it does not know; a second call does nothing."""
+    """Make room for one more token, and tell the device all that it does not know. A second call does nothing."""
     if isinstance(store, Full):
-        store._reserve(max(store.lengths) + 1)
-        pages(store)
+        store.reserve()
+        page_view(store)
     elif isinstance(store, Slots):
-        store.reserve(store.capacity)
-        held(store, None)
+        store.reserve()
+        slot_view(store, None)
     else:
         assert isinstance(store, Clusters)
-        units(store, more=True)
+        cluster_view(store, more=True)
 
 
 def advance(store: Store) -> None:
-    """The host's numbers, after a token that the device has put into the store and counted."""
-    view = _views[store]
-    if isinstance(store, Slots):
-        assert isinstance(view, Held)
-        store.filled = [min(c + 1, budget) for c, budget in zip(store.filled, store.budget, strict=True)]
-        view.known_filled = [*store.filled]
-    store.lengths = [n + 1 for n in store.lengths]
-    view.known = [*store.lengths]
+    """Advance the host's numbers, after a token that kernels have put into the store and counted on the device."""
+    store.advance()
+    view: View = store.view
+    view.advance(store)
 
 
 def rewind(store: Store) -> Callable[[], None]:
-    """A function that takes the store's numbers back to what they are now, so that a step can be taken again."""
+    """A function that takes the store's numbers back to what they are now, so that a step can be taken again.
+
+    The view must be the same then: prepare() comes first, here.
+    """
     prepare(store)
-    view, filled = _views[store], [*getattr(store, "filled", [])]
-    known = {name: [*getattr(view, name)] for name in ("known", "known_filled") if hasattr(view, name)}
-    counts = [view.lengths, *(getattr(owner, name, None) for owner, name in ((view, "filled"), (store, "m")))]
-    kept = [(t, t.clone()) for t in counts if t is not None]
+    view: View = store.view
+    mark = store.mark()
+    known = {name: [*numbers] for name, numbers in view.known().items()}
+    counts = [(tensor, tensor.clone()) for tensor in view.counts(store)]
 
     def back() -> None:
-        store.lengths = [*known["known"]]
-        if isinstance(store, Slots):
-            store.filled = [*filled]
-        for name, value in known.items():
-            setattr(view, name, [*value])
-        for t, was in kept:
-            t.copy_(was)
+        store.rewind(mark)
+        for name, numbers in known.items():
+            setattr(view, name, [*numbers])
+        for tensor, before in counts:
+            tensor.copy_(before)
 
     return back
 
 
-def footing(store: Store) -> tuple[int, ...]:
-    """Addresses that a step of this store has in its kernels: a captured step is valid while they stay."""
-    names = ("tail", "v_mean", "projection", "k", "v", "score", "pos", "m", "mu")
-    found = (getattr(store, name, None) for name in names)
-    return (epoch(), store.shape.B, *(0 if t is None else t.data_ptr() for t in found))
-
-
-__all__ = ["COLUMNS", "advance", "epoch", "footing", "held", "pages", "prepare", "rewind", "scratch", "units"]
+def footing(stores: Sequence[Store]) -> tuple[int, ...]:
+    """What a step of these stores gives its kernels: addresses and sizes. A captured step is valid while they stay."""
+    batch = [store.shape.B for store in stores]
+    tensors: list[Tensor | None] = []
+    workspaces = {}
+    for store in stores:
+        tensors += [getattr(store, name, None) for name in STORE_TENSORS]
+        if store.view is not None:
+            tensors += store.view.device_tensors()
+        workspaces[id(store.workspace)] = store.workspace
+    for workspace in workspaces.values():
+        tensors += workspace.buffers.values()
+    return (*batch, *(number for t in tensors if t is not None for number in (t.data_ptr(), t.numel())))

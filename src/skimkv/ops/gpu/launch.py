@@ -1,10 +1,11 @@
-"""How the GPU kernels are launched, and what is checked before."""
+"""How the GPU kernels are launched: settings that can be tuned, arguments that belong together, and checks before."""
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,53 +20,224 @@ except ImportError as error:  # an extra: without it unavailable() says so, and 
 else:
     missing = None
 
-# BN, BK: positions at a time; TILE: numbers a threshold is sought in; STAGES: loads under way; fill: programs wanted on
-# each multiprocessor; heads: KV heads of the batch per multiprocessor from which on step 1 of SparQ is not split.
-LAUNCH: dict[str, dict[str, int]] = {
-    "dense": {"BN": 64, "STAGES": 3, "num_warps": 4, "fill": 4},
-    "scores": {"BN": 256, "STAGES": 3, "num_warps": 4, "fill": 4},
-    "coded": {"BN": 128, "STAGES": 3, "num_warps": 4, "fill": 4},
-    "choose": {"TILE": 4096, "BK": 64, "num_warps": 8, "fill": 4},
-    "fused": {"BN": 128, "STAGES": 4, "TILE": 2048, "BK": 32, "num_warps": 4, "heads": 2},
-    "stream": {"BN": 64, "num_warps": 4, "fill": 2},
-    "slots": {"BN": 64, "STAGES": 3, "TILE": 1024, "num_warps": 4, "fill": 2},
-}
+LARGEST_HEAD = 256  # the largest head size D that has kernels
+TENSOR_CORE = 16  # the least rows and columns of a product on tensor cores; D is a multiple of it
+ROW_BYTES = 256  # the size of a row of K or V that the settings' blocks are meant for
+MOST_SPLITS = 64  # programs that share a row of the batch and a KV head, at most
+LEAST_RUN = 32  # positions of a channel that step 1 loads at a time, at least
+
+# Where channels of K are read, by a store's `channels`; the quantised layouts are numbered by the bits of a code.
+LAYOUTS = {"none": 0, "int4": 4, "int8": 8, "copy": 16}
+TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}  # of SparQ's scores
+
+
+@dataclass(frozen=True)
+class SplitLaunch:
+    """A kernel whose programs share the positions (or slots, or clusters) of each row and KV head.
+
+    block: positions that a program takes at a time; fewer where a row of K is larger than ROW_BYTES.
+    warps: of 32 threads each, in a program.
+    programs: wanted on each multiprocessor; positions are split until there are so many.
+    """
+
+    block: int
+    warps: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class PipelinedLaunch(SplitLaunch):
+    """A split kernel that loads blocks ahead. stages: blocks that are loaded or used at the same time."""
+
+    stages: int
+
+
+@dataclass(frozen=True)
+class SlotsLaunch(PipelinedLaunch):
+    """The step over slots. tile: scores that the last program updates and searches at a time."""
+
+    tile: int
+
+
+@dataclass(frozen=True)
+class ChooseLaunch:
+    """The choice of positions, after step 1 in a launch of its own.
+
+    tile: positions in which one threshold is sought. block: chosen positions that are attended to at a time.
+    warps, programs: as in SplitLaunch.
+    """
+
+    tile: int
+    block: int
+    warps: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class FusedLaunch:
+    """Step 1 and the choice of positions in one launch, by one program for each row and KV head.
+
+    score_block, stages: as `block` and `stages` of step 1. tile, block, warps: as in ChooseLaunch.
+    heads: KV heads of the whole batch for each multiprocessor from which on this launch is taken.
+    """
+
+    score_block: int
+    stages: int
+    tile: int
+    block: int
+    warps: int
+    heads: int
+
+
+@dataclass
+class LaunchSettings:
+    """The settings of every kernel. To try other ones, put another value in the place of a field."""
+
+    dense: PipelinedLaunch = field(default=PipelinedLaunch(block=64, warps=4, programs=4, stages=3))
+    scores: PipelinedLaunch = field(default=PipelinedLaunch(block=256, warps=4, programs=4, stages=3))
+    quantised_scores: PipelinedLaunch = field(default=PipelinedLaunch(block=128, warps=4, programs=4, stages=3))
+    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=64, warps=8, programs=4))
+    fused: FusedLaunch = field(default=FusedLaunch(score_block=128, stages=4, tile=2048, block=32, warps=4, heads=2))
+    clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4, programs=2))
+    slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4, programs=2, stages=3, tile=1024))
+
+
+SETTINGS = LaunchSettings()
+
+
+class Query(NamedTuple):
+    """What a kernel of attention is asked, and where its answer goes."""
+
+    q: Tensor  # (B,H,G,D), contiguous
+    y: Tensor  # (B,H,G,D), contiguous
+    G: int
+    scale: float
+    softcap: float  # 0.0 where logits are not capped
+
+
+class TokenRows(NamedTuple):
+    """The current token of every row, and the strides of its tensors in elements; rows of D are contiguous."""
+
+    k: Tensor  # (B,H,D)
+    v: Tensor  # (B,H,D)
+    k_batch: int
+    k_head: int
+    v_batch: int
+    v_head: int
+
+
+class CachedPages(NamedTuple):
+    """A Full store. Where there is no tail or v_mean, another tensor stands in their place and is not read."""
+
+    table: Tensor  # (pages, TABLE_COLUMNS) int64: see tables.py
+    lengths: Tensor  # (B*H,) int32
+    tail: Tensor  # (B,H,R,PAGE_TOKENS): the open group of a quantised index
+    v_mean: Tensor  # (B,H,D) float32
+    R: int
+
+
+class CachedSlots(NamedTuple):
+    """A Slots store. Where there are no scores or order, another tensor stands in their place and is not read."""
+
+    k: Tensor  # (B,H,C,D)
+    v: Tensor  # (B,H,C,D)
+    score: Tensor  # (B,H,C) float32
+    pos: Tensor  # (B,H,C) int32
+    lengths: Tensor  # (B*H,) int32
+    filled: Tensor  # (B*H,) int32
+    limits: Tensor  # (2,B) int32: the budget and the recent window of every row
+    order: Tensor  # int32: the slot of token 0, 1, ...
+    logits: Tensor  # scratch (B*H,G,width) float32
+    width: int
+    B: int
+    H: int
+    C: int
+    fixed: int
+
+
+class CachedClusters(NamedTuple):
+    """A Clusters store: the clusters, and the reservoir M of algorithm 1."""
+
+    table: Tensor  # (pages, TABLE_COLUMNS) int64: see tables.py
+    lengths: Tensor  # (B*H,) int32
+    m: Tensor  # (B,H) int64: clusters in use
+    mu: Tensor  # (B,H) float64: the sum of squared norms of all values
+    k: Tensor  # (B,H,s,D): M
+    v: Tensor  # (B,H,s,D): M
+    t: int
+    s: int
+
+
+class Splits(NamedTuple):
+    """Where programs that share a row and KV head leave their parts for the last of them."""
+
+    parts: Tensor  # (B*H, programs, G, D+2) float32: weighted values, maximum and sum
+    counter: Tensor  # (B*H,) int32, zero between launches
+    programs: int
+
+
+class Scores(NamedTuple):
+    """What step 1 leaves for step 2."""
+
+    logits: Tensor  # (B*H, G, width) float32
+    stats: Tensor  # (B*H, splits, G, 2) float32: maximum and sum of the exponentials
+    width: int
+    splits: int
+    r: int  # channels that score; 0: all of them, and the temperature is not changed
+
+
+class Candidates(NamedTuple):
+    """The choice of positions: the best of every tile, then the best of all."""
+
+    weights: Tensor  # (B*H, room) int32: the bits of float32 weights
+    positions: Tensor  # (B*H, room) int32
+    chosen: Tensor  # (B*H, k) int32
+    counter: Tensor  # (B*H,) int32, zero between launches
+    room: int
+    programs: int  # that share the tiles of a row and KV head
+    k: int  # positions to choose, besides the last ones
+    local: int  # positions before the current one that are always attended to
 
 
 def interpreted() -> bool:
-    """True where Triton's interpreter runs the kernels, on tensors of any device."""
+    """Whether Triton's interpreter runs the kernels, which takes tensors of any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs(store: Store) -> bool:
+    """Whether the kernels can run on this store's device."""
     return store.device.type == "cuda" or interpreted()
 
 
 def types() -> dict[torch.dtype, Any]:
+    """The types of caches and queries that have kernels, and Triton's names for them."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def check(store: Store, **given: tuple[Tensor, tuple[int, ...]]) -> None:
-    """ValueError unless there is a kernel for this store, and these tensors have these shapes."""
+def validate(store: Store, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Check that there is a kernel for this store, and that each tensor has the shape that stands beside it.
+
+    Raises ValueError with what is wrong.
+    """
     D, known = store.shape.D, "float32, bfloat16 and float16"
-    if D % 16 or D > 256:
-        raise ValueError(f"no GPU kernel for D = {D}; it must be a multiple of 16 up to 256")
+    if D % TENSOR_CORE or D > LARGEST_HEAD:
+        raise ValueError(f"no GPU kernel for D = {D}; it must be a multiple of {TENSOR_CORE} up to {LARGEST_HEAD}")
     if store.dtype not in types():
         raise ValueError(f"no GPU kernel for a cache of {store.dtype}; there are some for {known}")
-    if store.form.bits:
-        raise ValueError(f"no GPU kernel for K and V in {store.form.bits} bits; SKIMKV_BACKEND=ref decodes it")
+    if store.row_format.bits:
+        raise ValueError(f"no GPU kernel for K and V in {store.row_format.bits} bits; SKIMKV_BACKEND=ref decodes it")
     if not runs(store):
         raise ValueError(f"the GPU kernels cannot run on {store.device}; TRITON_INTERPRET=1 interprets them there")
-    for name, (t, shape) in given.items():
-        if t.shape != shape or t.device != store.device:
-            raise ValueError(f"{name} is {tuple(t.shape)} on {t.device}; must be {shape} on {store.device}")
-        if name == "q" and t.dtype not in types():
-            raise ValueError(f"no GPU kernel for a query of {t.dtype}; there are some for {known}")
-        if name != "q" and t.dtype != store.dtype:
-            raise ValueError(f"{name} is {t.dtype}; the store holds {store.dtype}")
+    for name, (tensor, shape) in tensors.items():
+        if tensor.shape != shape or tensor.device != store.device:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; must be {shape} on {store.device}")
+        if name == "q" and tensor.dtype not in types():
+            raise ValueError(f"no GPU kernel for a query of {tensor.dtype}; there are some for {known}")
+        if name != "q" and tensor.dtype != store.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; the store holds {store.dtype}")
 
 
-def dot(store: Store, q: Tensor) -> Any:
+def dot_type(store: Store, q: Tensor) -> Any:
     """The type that tensor cores multiply in: the cache's if the query has it too, else float32.
 
     The interpreter has no product of bfloat16.
@@ -75,22 +247,25 @@ def dot(store: Store, q: Tensor) -> Any:
 
 
 @functools.cache
-def units(place: torch.device) -> int:
-    """Multiprocessors; a few where the kernels are interpreted."""
-    return 3 if place.type == "cpu" else torch.cuda.get_device_properties(place).multi_processor_count
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has; a few where the kernels are interpreted."""
+    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def splits(store: Store, most: int, fill: int) -> int:
-    """Programs per row and KV head that fill the card, at most `most`: no length enters, so a graph can hold them."""
+def count_splits(store: Store, most: int, programs: int) -> int:
+    """How many programs, at most `most`, share each row and KV head so that the device is full.
+
+    The cache's length is no part of it, so a CUDA graph can hold the launch.
+    """
     B, H, _, _ = store.shape
-    return max(1, min(most, units(store.device) * fill // (B * H), 64))
+    return max(1, min(most, multiprocessors(store.device) * programs // (B * H), MOST_SPLITS))
 
 
-def block(positions: int, row: int, least: int = 16) -> int:
-    """Fewer positions at a time where each takes more than the 256 bytes the numbers above are meant for."""
-    return max(least, min(positions, positions * 256 // row))
+def fit_block(positions: int, row_bytes: int, least: int = TENSOR_CORE) -> int:
+    """The positions of a block, fewer where each of them takes more than ROW_BYTES."""
+    return max(least, min(positions, positions * ROW_BYTES // row_bytes))
 
 
-def pad(n: int, least: int = 16) -> int:
-    """The next power of two: tensor cores take 16 rows and more."""
+def pad(n: int, least: int = TENSOR_CORE) -> int:
+    """The next power of two, which is what a block in Triton has, but not below `least`."""
     return max(least, int(triton.next_power_of_2(n)))

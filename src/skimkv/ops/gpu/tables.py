@@ -1,9 +1,10 @@
-"""Stores as the GPU kernels see them: addresses of pages and lengths in device memory, and scratch space.
+"""Stores as the GPU kernels see them: tables of addresses, lengths in device memory, and scratch space.
 
-A page is GROUP tokens, and chunks are whole pages: a table with one row a page says where it lies, so a cache grows
-by a chunk without a copy, and a kernel that walks over positions never asks the host where it is. Lengths live beside
-the table, one per row and KV head, and the append kernels advance them: a captured graph of a step stays right as the
-cache grows. The host keeps its own numbers and writes the device's only where they differ (prompt, crop, select).
+A page is PAGE_TOKENS tokens, and chunks are whole pages. A table with one row for each page says where the page lies,
+so a cache grows by a chunk without a copy, and a kernel that walks over positions never asks the host where they are.
+Lengths lie beside the table, one for each row and KV head, and the kernels that append advance them: a captured graph
+of a step stays right as the cache grows. The host keeps its own numbers, and writes the device's only where they differ
+(after a prompt, `crop` or `select`).
 """
 
 from __future__ import annotations
@@ -13,193 +14,286 @@ import weakref
 import torch
 from torch import Tensor
 
-from ...stores.base import Store
-from ...stores.clusters import Block, Clusters
-from ...stores.codes import GROUP
+from ...stores.base import Shape, Store
+from ...stores.clusters import UNIT, Block, Clusters
 from ...stores.full import Chunk, Full
+from ...stores.quantise import BLOCK, GROUP
 from ...stores.slots import Slots
 
-COLUMNS = 8  # of the table: addresses of k, v, index and scale; tokens in the chunk; the rest is padding
-CAP = 4
-_epoch = 0  # counts replaced tables and scratch: a graph captured before holds stale addresses
+PAGE_TOKENS = GROUP
+INT4_BLOCK = BLOCK  # tokens whose 4-bit codes lie interleaved
+PAGE_CLUSTERS = UNIT
+TABLE_COLUMNS = 8  # of which the last are padding: a row is 64 bytes
+LEAST_PAGES = 32  # rows of a new table
+
+# Columns of a table: where the page begins in row 0 of the batch and KV head 0, of each tensor of its chunk.
+COLUMN_K, COLUMN_V, COLUMN_INDEX, COLUMN_SCALE = 0, 1, 2, 3
+COLUMN_REPRESENTATIVES, COLUMN_SAMPLES, COLUMN_SIZES = 0, 1, 2
+COLUMN_CAPACITY = 4  # tokens (or clusters) in the whole chunk: the distance between its KV heads
 
 
-def epoch() -> int:
-    """How often device memory that kernels point into was replaced; a captured graph is valid for one epoch."""
-    return _epoch
-
-
-def _outside(device: torch.device) -> None:
-    """A captured step must find all in its place: RuntimeError if it does not."""
+def require_no_capture(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: a captured step must find all in its place."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the host would have to write inside a captured step; prepare() the store, run one before")
 
 
-def _fresh(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    global _epoch
-    _outside(device)
-    _epoch += 1
+def _zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    require_no_capture(device)
     return torch.zeros(n, dtype=dtype, device=device)
 
 
-_scratch: dict[tuple[torch.device, str], Tensor] = {}
-
-
-def scratch(device: torch.device, name: str, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """At least n elements that outlive the call, zero at first; all layers of a device share them."""
-    held = _scratch.get((device, name))
-    if held is None or held.numel() < n:
-        held = _scratch[device, name] = _fresh(n + n // 4, dtype, device)
-    return held
+def scratch(store: Store, name: str, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """At least n elements that outlive the call, zero at first; stores that share a workspace share them."""
+    buffers, key = store.workspace.buffers, f"{store.device} {name}"
+    buffer = buffers.get(key)
+    if buffer is None or buffer.numel() < n:
+        buffer = buffers[key] = _zeros(n + n // 4, dtype, store.device)
+    return buffer
 
 
 class View:
-    """What the host told the device, and the tensors it told of."""
+    """What the host told the device about a store, and the tensors that it told of.
+
+    lengths (B*H,) int32, on the device. known_lengths: what they are, one for each row of the batch.
+    """
 
     def __init__(self, store: Store) -> None:
-        global _epoch
-        _epoch += 1
-        self.shape, self.device = store.shape, store.device
-        self.refs: list[weakref.ref[Tensor]] = []
+        self.shape: Shape = store.shape
+        self.device: torch.device = store.device
+        self.tensors: list[weakref.ref[Tensor]] = []
         self.lengths = torch.zeros(store.shape.B * store.shape.H, dtype=torch.int32, device=store.device)
-        self.known = [0] * store.shape.B
+        self.known_lengths = [0] * store.shape.B
 
     def fits(self, store: Store) -> bool:
+        """Whether the store still has the shape and the device that this view was made for."""
         return self.shape == store.shape and self.device == store.device
 
-    def stale(self, now: list[Tensor]) -> bool:
-        """True, and these are noted, if the store has other tensors than before."""
-        if len(now) == len(self.refs) and all(ref() is t for ref, t in zip(self.refs, now, strict=True)):
+    def device_tensors(self) -> list[Tensor]:
+        """What a captured step points into."""
+        return [self.lengths]
+
+    def counts(self, store: Store) -> list[Tensor]:
+        """Numbers on the device that a step changes."""
+        return [self.lengths]
+
+    def known(self) -> dict[str, list[int]]:
+        """What the host knows of the numbers on the device, by attribute."""
+        return {"known_lengths": self.known_lengths}
+
+    def replaced(self, tensors: list[Tensor]) -> bool:
+        """Note the store's tensors. True if they are others than before."""
+        same = len(tensors) == len(self.tensors)
+        if same and all(ref() is tensor for ref, tensor in zip(self.tensors, tensors, strict=True)):
             return False
-        self.refs = [weakref.ref(t) for t in now]
+        self.tensors = [weakref.ref(tensor) for tensor in tensors]
         return True
 
-    def tell(self, lengths: list[int]) -> None:
+    def advance(self, store: Store) -> None:
+        """Note the store's numbers, after a step that has advanced the device's as well."""
+        self.known_lengths = [*store.lengths]
+
+    def write_lengths(self, lengths: list[int]) -> None:
         """Write the host's lengths where the device's differ."""
-        if lengths != self.known:
-            _outside(self.device)
-            self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32).repeat_interleave(self.shape.H))
-            self.known = list(lengths)
+        if lengths != self.known_lengths:
+            self.write(self.lengths, lengths)
+            self.known_lengths = [*lengths]
+
+    def write(self, target: Tensor, numbers: list[int]) -> None:
+        """Write one number for each row of the batch to (B*H,) on the device."""
+        require_no_capture(self.device)
+        target.copy_(torch.tensor(numbers, dtype=torch.int32).repeat_interleave(self.shape.H))
 
 
-class Pages(View):
-    """Full: `table` (pages, COLUMNS) int64. `room`: tokens that the table and the scratch have place for."""
+class TableView(View):
+    """A store in pieces. table: (pages, TABLE_COLUMNS) int64, on the device, and flat."""
 
-    def __init__(self, store: Full) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.table = torch.zeros(0, dtype=torch.int64, device=store.device)
 
     @property
+    def pages(self) -> int:
+        """Pages that the table has place for."""
+        return self.table.numel() // TABLE_COLUMNS
+
+    def device_tensors(self) -> list[Tensor]:
+        """What a captured step points into."""
+        return [self.table, self.lengths]
+
+    def write_table(self, parts: list[Tensor]) -> None:
+        """Write rows (n, TABLE_COLUMNS); the table is replaced only where they do not fit."""
+        require_no_capture(self.device)
+        rows = torch.cat(parts).flatten()
+        if rows.numel() > self.table.numel():
+            self.table = _zeros(max(2 * rows.numel(), LEAST_PAGES * TABLE_COLUMNS), torch.int64, self.device)
+        self.table[: rows.numel()].copy_(rows)
+
+
+class PageView(TableView):
+    """A Full store: pages of PAGE_TOKENS tokens."""
+
+    @property
     def room(self) -> int:
-        return self.table.numel() // COLUMNS * GROUP
+        """Tokens that the table and the scratch memory have place for."""
+        return self.pages * PAGE_TOKENS
 
     def update(self, store: Full) -> None:
         """Point at the store's chunks as they are now."""
-        now = [t for c in store.chunks for t in (c.k, c.v, c.index, c.scale) if t is not None]
-        if self.stale(now):
-            _outside(self.device)
-            if sum(map(_relaid, store.chunks)):
-                self.stale([t for c in store.chunks for t in (c.k, c.v, c.index, c.scale) if t is not None])
-            rows = torch.cat([_addresses(store, chunk) for chunk in store.chunks]).flatten()
-            if rows.numel() > self.table.numel():
-                self.table = _fresh(max(2 * rows.numel(), 32 * COLUMNS), torch.int64, store.device)
-            self.table[: rows.numel()].copy_(rows)
-        self.tell(store.lengths)
+        if self.replaced(_chunk_tensors(store)):
+            require_no_capture(self.device)
+            if sum([_make_contiguous(chunk) for chunk in store.chunks]):
+                self.replaced(_chunk_tensors(store))
+            self.write_table([_page_rows(store, chunk) for chunk in store.chunks])
+        self.write_lengths(store.lengths)
 
 
-def _relaid(chunk: Chunk) -> bool:
-    """Make the chunk's tensors dense in the order that the kernels assume; True if one was not."""
+def _chunk_tensors(store: Full) -> list[Tensor]:
+    return [t for c in store.chunks for t in (c.k, c.v, c.index, c.scale) if t is not None]
+
+
+def _make_contiguous(chunk: Chunk) -> bool:
+    """Lay the chunk's tensors out in the order that the kernels assume. True if one was not."""
     changed = False
     for name in ("k", "v", "index"):
-        t = getattr(chunk, name)
-        if t is not None and not t.is_contiguous():
-            setattr(chunk, name, t.contiguous())
+        tensor = getattr(chunk, name)
+        if tensor is not None and not tensor.is_contiguous():
+            setattr(chunk, name, tensor.contiguous())
             changed = True
+    # a channel's scales lie together: (B,H,pages,2,R) in memory as (B,H,R,2,pages)
     if chunk.scale is not None and not chunk.scale.permute(0, 1, 4, 3, 2).is_contiguous():
         chunk.scale = chunk.scale.permute(0, 1, 4, 3, 2).contiguous().permute(0, 1, 4, 3, 2)
         changed = True
     return changed
 
 
-def _addresses(store: Full, chunk: Chunk) -> Tensor:
-    """(pages of the chunk, COLUMNS): where each page of row 0, KV head 0 begins."""
-    page = torch.arange(chunk.cap // GROUP)
-    rows = torch.zeros(len(page), COLUMNS, dtype=torch.int64)
+def _page_rows(store: Full, chunk: Chunk) -> Tensor:
+    """The table's rows for the pages of a chunk: (pages, TABLE_COLUMNS) int64."""
+    page = torch.arange(chunk.cap // PAGE_TOKENS)
+    rows = torch.zeros(len(page), TABLE_COLUMNS, dtype=torch.int64)
     size = store.dtype.itemsize
-    step = {"k": GROUP * store.shape.D * size, "v": GROUP * store.shape.D * size}
-    step |= {"index": GROUP * store.bits // 8 if store.bits else GROUP * size, "scale": 4}
-    for column, (name, stride) in enumerate(step.items()):
-        t = getattr(chunk, name)
-        if t is not None:
-            rows[:, column] = page * stride + t.data_ptr()
-    rows[:, CAP] = chunk.cap
+    row_of_page = PAGE_TOKENS * store.shape.D * size
+    channel_of_page = PAGE_TOKENS * store.bits // 8 if store.bits else PAGE_TOKENS * size
+    for column, tensor, stride in (
+        (COLUMN_K, chunk.k, row_of_page),
+        (COLUMN_V, chunk.v, row_of_page),
+        (COLUMN_INDEX, chunk.index, channel_of_page),
+        (COLUMN_SCALE, chunk.scale, torch.float32.itemsize),
+    ):
+        if tensor is not None:
+            rows[:, column] = page * stride + tensor.data_ptr()
+    rows[:, COLUMN_CAPACITY] = chunk.cap
     return rows
 
 
-class Units(View):
-    """Clusters: `table` with one row per 8 of them."""
+class ClusterView(TableView):
+    """A Clusters store: pages of PAGE_CLUSTERS clusters.
+
+    seed (1,) int64, on the device. counted: the most clusters of a row and KV head when they were last counted, which
+    was after `counted_at` tokens; since then each token has made at most one.
+    """
 
     def __init__(self, store: Clusters) -> None:
         super().__init__(store)
-        self.table = torch.zeros(0, dtype=torch.int64, device=store.device)
         self.seed = torch.tensor([store.seed & 0xFFFFFFFF], dtype=torch.int64, device=store.device)
-        self.counted, self.at = 0, 0  # so many clusters at most after so many tokens
+        self.counted, self.counted_at = 0, 0
 
-    def make_room(self, store: Clusters) -> None:
-        """For one more cluster; the device is asked how many there are only when the room may be used up."""
+    @property
+    def room(self) -> int:
+        """Clusters that the table has place for."""
+        return self.pages * PAGE_CLUSTERS
+
+    def device_tensors(self) -> list[Tensor]:
+        """What a captured step points into."""
+        return [*super().device_tensors(), self.seed]
+
+    def counts(self, store: Store) -> list[Tensor]:
+        """Numbers on the device that a step changes."""
+        assert isinstance(store, Clusters)
+        return [self.lengths, store.m]
+
+    def update(self, store: Clusters, more: bool) -> None:
+        """Point at the store's blocks as they are now. more: with room for a cluster that the next token may make."""
+        if store.lengths != self.known_lengths or not store.blocks:
+            self.counted = self.counted_at = max(store.lengths)
+            store.reserve_clusters(1)
+        if more:
+            self._make_room(store)
+        tensors = [t for block in store.blocks for t in (block.rep, block.samples, block.size)]
+        if self.replaced(tensors):
+            self.write_table([_cluster_rows(store, block) for block in store.blocks])
+        self.write_lengths(store.lengths)
+
+    def _make_room(self, store: Clusters) -> None:
+        """Make room for one more cluster. The device is asked how many there are only when room may have run out."""
         room, now = sum(block.cap for block in store.blocks), max(store.lengths)
-        if self.counted + now - self.at + 1 > room:
-            self.counted, self.at = int(store.m.max()), now
+        if self.counted + now - self.counted_at + 1 > room:
+            self.counted, self.counted_at = int(store.m.max()), now
             if self.counted + 1 > room:
-                store._reserve(self.counted + max(64, self.counted // 8))
-
-    def update(self, store: Clusters) -> None:
-        now = [t for block in store.blocks for t in (block.rep, block.samples, block.size)]
-        if self.stale(now):
-            _outside(self.device)
-            rows = torch.cat([_clusters(store, block) for block in store.blocks]).flatten()
-            if rows.numel() > self.table.numel():
-                self.table = _fresh(max(2 * rows.numel(), 32 * COLUMNS), torch.int64, store.device)
-            self.table[: rows.numel()].copy_(rows)
-        self.tell(store.lengths)
+                store.reserve_clusters(self.counted + max(64, self.counted // 8))
 
 
-def _clusters(store: Clusters, block: Block) -> Tensor:
-    """(a row per 8 clusters of the block, COLUMNS): where they begin in KV head 0 of row 0."""
-    rows = torch.zeros(block.cap // 8, COLUMNS, dtype=torch.int64)
-    unit, row = torch.arange(block.cap // 8), store.shape.D * store.dtype.itemsize
-    for column, (t, size) in enumerate(((block.rep, row), (block.samples, row * store.t), (block.size, 4))):
-        assert t.is_contiguous()
-        rows[:, column] = unit * 8 * size + t.data_ptr()
-    rows[:, 3] = block.cap
+def _cluster_rows(store: Clusters, block: Block) -> Tensor:
+    """The table's rows for the pages of a block: (pages, TABLE_COLUMNS) int64."""
+    page = torch.arange(block.cap // PAGE_CLUSTERS)
+    rows = torch.zeros(len(page), TABLE_COLUMNS, dtype=torch.int64)
+    row = store.shape.D * store.dtype.itemsize
+    for column, tensor, size in (
+        (COLUMN_REPRESENTATIVES, block.rep, row),
+        (COLUMN_SAMPLES, block.samples, row * store.t),
+        (COLUMN_SIZES, block.size, block.size.itemsize),
+    ):
+        assert tensor.is_contiguous()
+        rows[:, column] = page * PAGE_CLUSTERS * size + tensor.data_ptr()
+    rows[:, COLUMN_CAPACITY] = block.cap
     return rows
 
 
-class Held(View):
-    """Slots: `filled` beside the lengths, per row and KV head, and each row's budget and recent window.
+class SlotView(View):
+    """A Slots store, whose slots need no table.
 
-    `order`: the slots of tokens 0, 1, ..., where the store has an order.
+    On the device, in int32: filled (B*H,), as `lengths`; limits (2,B), the budget and the recent window of every row;
+    order, the slots of tokens 0, 1, ... where the store has an order.
     """
 
     def __init__(self, store: Slots) -> None:
         super().__init__(store)
-        self.filled, self.limits = torch.zeros_like(self.lengths), torch.zeros(2 * store.shape.B, dtype=torch.int32)
-        self.limits = self.limits.to(store.device)
-        self.known_filled, self.known_limits = [0] * store.shape.B, [0] * (2 * store.shape.B)
+        B = store.shape.B
+        self.filled, self.known_filled = torch.zeros_like(self.lengths), [0] * B
+        self.limits = torch.zeros(2 * B, dtype=torch.int32, device=store.device)
+        self.known_limits = [0] * (2 * B)
         self.order = torch.zeros(0, dtype=torch.int32, device=store.device)
 
+    def device_tensors(self) -> list[Tensor]:
+        """What a captured step points into."""
+        return [self.lengths, self.filled, self.limits, self.order]
+
+    def counts(self, store: Store) -> list[Tensor]:
+        """Numbers on the device that a step changes."""
+        return [self.lengths, self.filled]
+
+    def known(self) -> dict[str, list[int]]:
+        """What the host knows of the numbers on the device, by attribute."""
+        return {"known_lengths": self.known_lengths, "known_filled": self.known_filled}
+
+    def advance(self, store: Store) -> None:
+        """Note the store's numbers, after a step that has advanced the device's as well."""
+        assert isinstance(store, Slots)
+        super().advance(store)
+        self.known_filled = [*store.filled]
+
     def update(self, store: Slots, recent: list[int] | None) -> None:
-        self.tell(store.lengths)
+        """Write the host's numbers where the device's differ. recent: the window of every row; None: as it was."""
+        self.write_lengths(store.lengths)
         if store.filled != self.known_filled:
-            _outside(self.device)
-            self.filled.copy_(torch.tensor(store.filled, dtype=torch.int32).repeat_interleave(self.shape.H))
-            self.known_filled = list(store.filled)
+            self.write(self.filled, store.filled)
+            self.known_filled = [*store.filled]
         limits = self.known_limits if recent is None else [*store.budget, *recent]
         if limits != self.known_limits:
-            _outside(self.device)
+            require_no_capture(self.device)
             self.limits.copy_(torch.tensor(limits, dtype=torch.int32))
             self.known_limits = limits
         if store.order is not None and max(store.lengths) >= self.order.numel():
             n = 2 * max(store.lengths) + 1024
-            self.order = _fresh(n, torch.int32, store.device)
+            self.order = _zeros(n, torch.int32, self.device)
             self.order.copy_(torch.tensor([store.order(p) for p in range(n)], dtype=torch.int32))

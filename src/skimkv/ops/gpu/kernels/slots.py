@@ -1,6 +1,8 @@
-"""One step over slots in one launch: attend to them and the current token, update the scores, replace a victim.
+"""One step over slots in one launch: attend to them and to the current token, and put the token into a slot.
 
-H2O (scored), LM-Infinite and SubGen's k-centre form (rings). Slots are split; the program that arrives last merges.
+Scored slots are H2O's (algorithm 1 of Zhang et al. 2023): weights are added to the scores, and the token takes the slot
+of the lowest score. Other slots are rings: LM-Infinite (Han et al. 2023), sparse attention, SubGen's k-centre form.
+Slots are split over programs; the program that arrives last merges their parts and does what follows.
 """
 
 from __future__ import annotations
@@ -8,97 +10,111 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dense import capped, last, leave, merged, online, query
+from .shared import apply_softcap, is_last_program, load_query, merge_parts, online_softmax, store_part
 
 
 @triton.jit
-def victim(score, pos, base, C, now, recent, TILE: tl.constexpr):
-    """The lowest score outside the recent window and its slot; of equals the first."""
-    t = tl.arange(0, TILE)
-    lowest, slot = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int32)
-    for i in range(0, C, TILE):
-        inside = i + t < C
-        p = tl.load(pos + base + i + t, inside, -1)
-        x = tl.load(score + base + i + t, inside, float("inf"))
-        x = tl.where((p > now - recent) | (p < 0), float("inf"), x)
-        here, at = tl.min(x, 0), i + tl.argmin(x, 0)
-        slot = tl.where(here < lowest, at, slot)
-        lowest = tl.minimum(here, lowest)
-    return lowest, slot
+def find_victim(slots, bh, now, recent, TILE: tl.constexpr):
+    """The lowest score outside the recent window, and its slot; of equal ones the first slot."""
+    t, first = tl.arange(0, TILE), bh * slots.C
+    lowest, victim = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int32)
+    for i in range(0, slots.C, TILE):
+        inside = i + t < slots.C
+        pos = tl.load(slots.pos + first + i + t, inside, -1)
+        score = tl.load(slots.score + first + i + t, inside, float("inf"))
+        score = tl.where((pos > now - recent) | (pos < 0), float("inf"), score)
+        tile_lowest, tile_victim = tl.min(score, 0), i + tl.argmin(score, 0)
+        victim = tl.where(tile_lowest < lowest, tile_victim, victim)
+        lowest = tl.minimum(tile_lowest, lowest)
+    return lowest, victim
+
+
+@triton.jit
+def add_scores(slots, bh, head, G, filled, reference, total, TILE: tl.constexpr):
+    """Add the weights of one query head to the scores of the slots in use: algorithm 1, F_score over the group."""
+    c = tl.arange(0, TILE)
+    for i in range(0, filled, TILE):
+        target = slots.score + bh * slots.C + i + c
+        logits = tl.load(slots.logits + (bh * G + head) * slots.width + i + c, i + c < filled, float("-inf"))
+        score = tl.load(target, i + c < filled, 0.0)
+        tl.store(target, score + tl.exp(logits - reference) / total / G, i + c < filled)
 
 
 @triton.jit
 def slots_kernel(
-    q, y, k, v, score, pos, k_new, v_new, lengths, filled, limits, order, logits, part, counter, scale, softcap,
-    k_b, k_h, v_b, v_h, B, H, G, S, C, width, fixed,
-    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    query, slots, token, splits,
+    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B*H, S). Reads 2CD; scores (B,H,C) take the mean over the group of the weights."""
-    bh, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = bh // H, bh % H
-    n, held = tl.load(lengths + bh), tl.load(filled + bh)
-    share = tl.cdiv(tl.cdiv(held, S), BN) * BN
-    start, stop = s * share, tl.minimum(held, (s + 1) * share)
-    g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BN)
-    x = query(q, bh, G, D, GP, DP).to(DOT)
-    m = tl.full([GP], float("-inf"), tl.float32)
-    l = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
-    for i in tl.range(start, stop, BN, num_stages=STAGES):
-        at = (bh * C + i) * D + t[:, None] * D + d[None, :]
-        mask = (i + t < held)[:, None] & (d < D)[None, :]
-        keys = tl.load(k + at, mask, 0.0)
-        values = tl.load(v + at, mask, 0.0)
-        z = capped(tl.dot(x, tl.trans(keys.to(DOT)), input_precision="tf32x3") * scale, softcap, CAPPED)
+    """Attend and replace. Reads 2CD elements per KV head; scores take the mean of the weights over the group.
+
+    SCORED: the slot is a free one or the victim's. ORDERED: slots.order says it; else the slots are a ring.
+    Grid (B*H, splits).
+    """
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    G, C = query.G, slots.C
+    b, h = bh // slots.H, bh % slots.H
+    n, filled = tl.load(slots.lengths + bh), tl.load(slots.filled + bh)
+    share = tl.cdiv(tl.cdiv(filled, splits.programs), BLOCK) * BLOCK
+    start, stop = split * share, tl.minimum(filled, (split + 1) * share)
+    g, d, t = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
+    q = load_query(query.q, bh, G, D, GP, DP).to(DOT)
+    maximum = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    values = tl.zeros([GP, DP], tl.float32)
+    for i in tl.range(start, stop, BLOCK, num_stages=STAGES):
+        offset = (bh * C + i) * D + t[:, None] * D + d[None, :]
+        mask = (i + t < filled)[:, None] & (d < D)[None, :]
+        k = tl.load(slots.k + offset, mask, 0.0)
+        v = tl.load(slots.v + offset, mask, 0.0)
+        logits = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3") * query.scale
+        logits = apply_softcap(logits, query.softcap, CAPPED)
         if SCORED:
-            tl.store(logits + (bh * G + g[:, None]) * width + (i + t)[None, :], z, (g < G)[:, None])
-        m, l, acc = online(tl.where((i + t < held)[None, :], z, float("-inf")), values, m, l, acc, DOT)
-    leave(part, m, l, acc, bh, s, S, G, D, GP, DP)
-    if last(counter + bh, S):
-        key = tl.load(k_new + b * k_b + h * k_h + d, d < D, 0.0)
-        value = tl.load(v_new + b * v_b + h * v_h + d, d < D, 0.0)
-        c = tl.arange(0, TILE)
-        mine = tl.full([], 0.0, tl.float32)
-        for one in range(0, G):
-            top, total, values = merged(part, bh, one, S, G, D, SP, DP)
-            ask = tl.load(q + (bh * G + one) * D + d, d < D, 0.0).to(tl.float32)
-            z = capped(tl.sum(ask * key.to(tl.float32), 0) * scale, softcap, CAPPED)
-            higher = tl.maximum(top, z)
-            higher = tl.where(higher == float("-inf"), 0.0, higher)
-            old, new = tl.exp(top - higher), tl.exp(z - higher)
-            total = total * old + new
-            tl.store(y + (bh * G + one) * D + d, (values * old + new * value.to(tl.float32)) / total, d < D)
-            mine += new / total / G
+            target = slots.logits + (bh * G + g[:, None]) * slots.width + (i + t)[None, :]
+            tl.store(target, logits, (g < G)[:, None])
+        logits = tl.where((i + t < filled)[None, :], logits, float("-inf"))
+        maximum, total, values = online_softmax(logits, v, maximum, total, values, DOT)
+    store_part(splits, maximum, total, values, bh, split, G, D, GP, DP)
+    if is_last_program(splits.programser + bh, splits.programs):
+        key = tl.load(token.k + b * token.k_batch + h * token.k_head + d, d < D, 0.0)
+        value = tl.load(token.v + b * token.v_batch + h * token.v_head + d, d < D, 0.0)
+        weight = tl.full([], 0.0, tl.float32)  # of the current token, the mean over the group
+        for head in range(0, G):
+            head_maximum, head_total, head_values = merge_parts(splits, bh, head, G, D, SP, DP)
+            head_query = tl.load(query.q + (bh * G + head) * D + d, d < D, 0.0).to(tl.float32)
+            logit = tl.sum(head_query * key.to(tl.float32), 0) * query.scale
+            logit = apply_softcap(logit, query.softcap, CAPPED)
+            reference = tl.maximum(head_maximum, logit)
+            reference = tl.where(reference == float("-inf"), 0.0, reference)
+            old, new = tl.exp(head_maximum - reference), tl.exp(logit - reference)
+            head_total = head_total * old + new
+            y = (head_values * old + new * value.to(tl.float32)) / head_total
+            tl.store(query.y + (bh * G + head) * D + d, y, d < D)
+            weight += new / head_total / G
             if SCORED:
-                for i in range(0, held, TILE):
-                    at = score + bh * C + i + c
-                    w = tl.load(logits + (bh * G + one) * width + i + c, i + c < held, float("-inf"))
-                    sums = tl.load(at, i + c < held, 0.0)
-                    tl.store(at, sums + tl.exp(w - higher) / total / G, i + c < held)
+                add_scores(slots, bh, head, G, filled, reference, head_total, TILE)
                 tl.debug_barrier()
-        slot, lost = n, False
+        slot, dropped = n, False
         if SCORED:
-            if held < tl.load(limits + b):
-                slot = held
-                held += 1
+            if filled < tl.load(slots.limits + b):
+                slot = filled
+                filled += 1
             else:
-                recent = tl.load(limits + B + b)
-                lowest, slot = victim(score, pos, bh * C, C, n, recent, TILE)
-                lost = (recent == 0) & (mine < lowest)  # alg. 1 drops one of S and i, here perhaps i itself
+                recent = tl.load(slots.limits + slots.B + b)
+                lowest, slot = find_victim(slots, bh, n, recent, TILE)
+                dropped = (recent == 0) & (weight < lowest)  # alg. 1 drops one of S and i, here perhaps i itself
         else:
             if ORDERED:
-                slot = tl.load(order + n)
+                slot = tl.load(slots.order + n)
             elif n >= C:
-                slot = fixed + (n - fixed) % (C - fixed)
-            held = tl.minimum(n + 1, C)
-        to = (bh * C + slot) * D + d
-        if not lost:
-            tl.store(k + to, key, d < D)
-            tl.store(v + to, value, d < D)
+                slot = slots.fixed + (n - slots.fixed) % (C - slots.fixed)
+            filled = tl.minimum(n + 1, C)
+        target = (bh * C + slot) * D + d
+        if not dropped:
+            tl.store(slots.k + target, key, d < D)
+            tl.store(slots.v + target, value, d < D)
             if SCORED:
-                tl.store(score + bh * C + slot, mine)
-                tl.store(pos + bh * C + slot, n)
-        tl.store(lengths + bh, n + 1)
-        tl.store(filled + bh, held)
+                tl.store(slots.score + bh * C + slot, weight)
+                tl.store(slots.pos + bh * C + slot, n)
+        tl.store(slots.lengths + bh, n + 1)
+        tl.store(slots.filled + bh, filled)
