@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-slow | test-oldest | test-eval | sanitize | lint | format | clean
+# make demo | test | test-fast | test-slow | test-oldest | test-eval | sanitize | lint | format | docs | clean
 # PYTHON=python3.12 picks the interpreter of a new .venv. ARGS='-k sparq' adds arguments to pytest.
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-slow test-oldest test-eval sanitize lint format clean
+.PHONY: demo test test-fast test-slow test-oldest test-eval sanitize lint format docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/skimkv demo
@@ -59,6 +59,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(PYTHON_FILES)
 	$(BIN)/clang-format -i $(C_FILES)
 
+# The site, in build/docs. Warnings are errors, and so is a reference or a link between pages that leads nowhere.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html docs build/docs
+	@echo "open build/docs/index.html"
+
 # Stamps: a second run installs nothing. Changed metadata, pins or native sources install again, and so does a Python
 # file that was added, moved or deleted: an editable install knows only the files that were there when it was made.
 # A Python file whose text changed needs no new install.
@@ -79,6 +84,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)
 $(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)/python
 	$(PIP) --editable '.[test,lint]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) --editable '.[docs]'
+	@touch $(VENV)/.installed $(VENV)/.dev $@
 
 OLDEST = $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)
 $(VENV)/oldest/.installed: $(VENV)/.dev

@@ -1,0 +1,79 @@
+"""A method in a script of one's own: read a window of recent tokens, and every tenth token before it.
+
+python dilated.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import skimkv
+from skimkv.ops.blocks import attend_rows
+from skimkv.stores.base import compute_dtype
+from skimkv.stores.full import Full
+
+
+@skimkv.register
+@dataclass(frozen=True, repr=False)
+class Dilated(skimkv.Method[Full]):
+    """Attend to the `window` most recent tokens and to every `stride`-th token before them."""
+
+    window: int
+    stride: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 0 or self.stride < 1:
+            raise ValueError(f"window = {self.window} must be at least 0 and stride = {self.stride} at least 1")
+
+    def store(self, shape: skimkv.Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        """Keep every token."""
+        return Full(shape, dtype, device, kv=self.kv)
+
+    def step(self, store: Full, q: Tensor, token: tuple | None, *, scale: float, softcap: float | None) -> Tensor:
+        """q (B,H,G,D) attends to the chosen tokens; the result has the shape of q."""
+        if token is not None:
+            store.append_token(*token)
+        index, valid = self.positions(store)
+        keys, values = store.read_keys(index, valid), store.read_values(index, valid)
+        x = q.to(compute_dtype(store.dtype))
+        y, _ = attend_rows(x, keys, values, valid, scale, softcap)
+        return y.to(q.dtype)
+
+    def positions(self, store: Full) -> tuple[Tensor, Tensor]:
+        """The chosen positions (B,H,m), the current token among them, and which of them count.
+
+        The rows of a batch may have different lengths; a short row is filled up with positions that do not count.
+        """
+        rows = [[*range(0, max(n - 1 - self.window, 0), self.stride), *range(max(n - 1 - self.window, 0), n)]
+                for n in store.lengths]  # fmt: skip
+        most = max(len(row) for row in rows)
+        index = torch.tensor([row + [0] * (most - len(row)) for row in rows], device=store.device)
+        valid = torch.tensor([[i < len(row) for i in range(most)] for row in rows], device=store.device)
+        shape = (len(rows), store.shape.H, most)
+        return index[:, None].expand(shape), valid[:, None].expand(shape)
+
+    def traffic(self, n: int, shape: skimkv.Shape, dtype: torch.dtype) -> skimkv.Traffic:
+        """What a step moves with n cached tokens: the chosen keys and values, and the current ones, which it writes."""
+        recent = min(self.window, n)
+        older = -(-(n - recent) // self.stride)
+        rows = 2 * (recent + older) + 2
+        return skimkv.Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
+
+    def bound(self, n: int, shape: skimkv.Shape, dtype: torch.dtype) -> int:
+        """An upper bound of the bytes that n tokens occupy."""
+        return self.row_format(shape.D).nbytes(2 * n * shape.B * shape.H, dtype)
+
+
+if __name__ == "__main__":
+    from skimkv.testing import check_method
+
+    check_method(Dilated(window=16))
+
+    model, tokenizer = skimkv.load("builtin")
+    inputs = tokenizer("red-fox: 31425\nold-oak: 27182\nred-fox: ", return_tensors="pt")
+    with skimkv.attach(model, "Dilated(window=16, stride=2)"):
+        print(tokenizer.decode(model.generate(**inputs, max_new_tokens=5)[0]))
