@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import skimkv
+from skimkv.eval.shared_prompt import copy_rows
 from support.generation import GREEDY, NEW, N
 from support.tiny_models import family, padded, prompt
 
@@ -190,3 +191,27 @@ def test_traffic_is_summed_over_layers():
     assert cache.elements - elements == 2 * sum(step.elements for step in steps)
     assert cache.bytes - data == 2 * sum(step.bytes for step in steps)
     assert repr(cache).startswith("Cache(")
+
+
+@pytest.mark.parametrize("spec", ["SparQ(r=4, k=8)", "H2O(k=10)"])
+def test_the_layers_of_a_cache_share_one_workspace_and_two_caches_none(spec):
+    def workspace(cache):
+        assert len(cache.stores) == 2
+        ours = {id(store.workspace) for store in cache.stores}
+        assert ours == {id(layer.workspace) for layer in cache.layers} and len(ours) == 1
+        return ours
+
+    cache, other = new(spec, prompt(2, N)), new(spec, prompt(2, N))
+    first = workspace(cache)
+    assert workspace(other) != first
+    twin = copy.deepcopy(cache)
+    rows = copy_rows(cache, [1, 1, 0])
+    assert len({*first, *workspace(other), *workspace(twin), *workspace(rows)}) == 4
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.activate_past_recording()
+    feed(cache, prompt(2, 5, 1))
+    cache.crop(-3)
+    assert workspace(cache) == first, "whatever happens to the stores"
+    cache.reset()
+    feed(cache, prompt(1, N))
+    assert workspace(cache) == first

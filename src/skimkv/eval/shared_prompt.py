@@ -18,7 +18,7 @@ from ..hf.attach import Cache
 from ..hf.layer import AttentionLayer, Layer
 from ..methods import Dense
 from ..methods.base import Method
-from ..stores.base import Shape
+from ..stores.base import Shape, Workspace
 
 
 class RecordedLayer(AttentionLayer):  # type: ignore[no-untyped-call]
@@ -119,10 +119,10 @@ def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **option
 
 def copy_rows(cache: Cache, rows: Sequence[int]) -> Cache:
     """Copy these rows of the batch, in this order, into a cache of their own; a row may come more than once."""
-    layers = []
+    layers, workspace = [], Workspace()
     for layer in cache.layers:
         if isinstance(layer, Layer):
-            layers.append(layer.copy_rows(rows))
+            layers.append(layer.copy_rows(rows, workspace))
         else:
             own: Any = copy.copy(layer)
             own.batch_select_indices(torch.tensor(rows))  # makes new tensors and leaves the old

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..methods import parse
 from ..methods.base import Method
-from ..stores.base import Store
+from ..stores.base import Store, Workspace
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
 from .load import load
@@ -41,8 +41,13 @@ class Cache(LibraryCache):
     def __init__(self, model: PreTrainedModel, method: Method | str) -> None:
         self.method = parse(method)
         _install(model)
-        layers = [Layer(self.method) if layer.supported else layer.library_cache for layer in model_layers(model)]
-        super().__init__(layers=layers)
+        workspace = Workspace()
+        super().__init__(
+            layers=[
+                Layer(self.method, workspace) if layer.supported else layer.library_cache
+                for layer in model_layers(model)
+            ]
+        )
         self.max_positions = _max_positions(model)
         self._updated: AttentionLayer | None = None  # the layer of the last update
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..methods.base import Method
-from ..stores.base import Shape, Store
+from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
 
 # Our names of attention functions -> the library's function for layers and caches that are not ours.
@@ -151,13 +151,13 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     """An attention layer whose tokens a method reads from its store, which is made at the first block.
 
-    `store` is None before the first block.
+    workspace: scratch memory of the kernels, one for all layers of a cache.
     """
 
     is_croppable = True
 
-    def __init__(self, method: Method) -> None:
-        self.method = method
+    def __init__(self, method: Method, workspace: Workspace) -> None:
+        self.method, self.workspace = method, workspace
         self.record_past = False  # whether `crop` must be able to take tokens back
         # positions before this one are read in a block, later ones are decoded one by one; None: a block is read
         self.prefill_until: int | None = None
@@ -166,10 +166,28 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        self.store: Store | None = None
+        self.store = None
         # Since the last crop, for stores that cannot forget: the store as it was, and each (q, k, v) decoded.
         self.snapshot: Store | None = None
         self.log: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def store(self) -> Store | None:
+        """The cached tokens; None before the first block. A store that is put here uses this cache's workspace."""
+        return self._store
+
+    @store.setter
+    def store(self, store: Store | None) -> None:
+        self._store = store
+        self._share_workspace()
+
+    def _share_workspace(self) -> None:
+        if self._store is not None:
+            self._store.workspace = self.workspace
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._share_workspace()  # a copied store comes with a workspace of its own
 
     @property
     def cached_tokens(self) -> list[int] | None:
@@ -200,7 +218,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     def _new_store(self, q: Tensor, k: Tensor) -> Store:
         B, H, _, D = k.shape
-        return self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+        store: Store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+        return store
 
     def _prefill_tokens(self, n: int, pad: list[int] | None) -> int:
         """How many leading tokens of a block of n are read together; the others are decoded one by one."""
@@ -222,16 +241,18 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         self.seen, self.is_initialized, self.prefill_until = k.shape[2], True, 0
 
-    def copy_rows(self, rows: Sequence[int]) -> Layer:
+    def copy_rows(self, rows: Sequence[int], workspace: Workspace) -> Layer:
         """A layer of these rows of the batch, in this order, independent of this one; a row may come repeatedly.
 
         Whole groups of a `Full` store are shared memory until one of the two layers writes there.
+        workspace: that of the cache which the copy belongs to.
         """
         twin = copy.copy(self)
+        twin.workspace = workspace
         if isinstance(self.store, Full):
             twin.store = self.store.share(rows)
         elif self.store is not None:
-            twin.store = copy.copy(self.store)
+            twin.store, twin.snapshot = copy.copy(self.store), copy.copy(self.snapshot)
             twin._select(torch.tensor(rows))  # makes new tensors and leaves the old
         return twin
 
@@ -276,6 +297,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         for store in (self.store, self.snapshot):
             if store is not None:
                 store.select(index)
+        self._share_workspace()
         index = index.to(self.store.device)
         self.log = [(q[index], k[index], v[index]) for q, k, v in self.log]
 

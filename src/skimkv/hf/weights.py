@@ -32,7 +32,9 @@ def empty_packed(out: int, inputs: int) -> Tensor:
     return memory.empty(packed_weights.packed_shape(out, inputs), torch.int16)
 
 
-def fill_packed(packed: Tensor, out: int, blocks: Callable[[int, int], Tensor], step: int = packed_weights.ROWS) -> Tensor:
+def fill_packed(
+    packed: Tensor, out: int, blocks: Callable[[int, int], Tensor], step: int = packed_weights.ROWS
+) -> Tensor:
     """Write packed weights slab by slab, and return them.
 
     blocks(first, last) returns rows first .. last-1 of the matrix as Q8_0 blocks; first is a multiple of `step`.
@@ -51,7 +53,9 @@ def pack_matrix(weight: Tensor) -> Tensor:
     """
     out, inputs = weight.shape
     packed = empty_packed(out, inputs)
-    return fill_packed(packed, out, lambda first, last: packed_weights.quantise(weight[first:last]).cpu()).to(weight.device)
+    return fill_packed(packed, out, lambda first, last: packed_weights.quantise(weight[first:last]).cpu()).to(
+        weight.device
+    )
 
 
 def _release(tensor: Tensor) -> None:
@@ -189,15 +193,15 @@ def quantise(model: PreTrainedModel) -> PreTrainedModel:
     replacements = list(_replacements(model))
     if not replacements:
         raise ValueError(f"{type(model).__name__} has no linear layer with inputs in blocks of {packed_weights.BLOCK}")
-    packed_weights: dict[int, nn.Parameter] = {}  # by the id of the original: tied weights are packed once
+    packed_matrices: dict[int, nn.Parameter] = {}  # by the id of the original: tied weights are packed once
     for name, module, packed in replacements:
         weight: Tensor = module.weight  # type: ignore[assignment]
         is_transposed = isinstance(module, Conv1D)
         if not weight.is_meta:
-            if id(weight) not in packed_weights:
+            if id(weight) not in packed_matrices:
                 packed_weight = pack_matrix((weight.T if is_transposed else weight).detach())
-                packed_weights[id(weight)] = nn.Parameter(packed_weight, requires_grad=False)
-            packed.weight = packed_weights[id(weight)]
+                packed_matrices[id(weight)] = nn.Parameter(packed_weight, requires_grad=False)
+            packed.weight = packed_matrices[id(weight)]
             if isinstance(packed, Linear8) and packed.bias is not None:
                 packed.bias = nn.Parameter(module.bias.detach(), requires_grad=False)  # type: ignore[operator]
         packed.transposed = is_transposed  # type: ignore[assignment]
