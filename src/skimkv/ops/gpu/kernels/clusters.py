@@ -186,7 +186,7 @@ def clusters_kernel(
         tau = tau * shrink
         z = z * shrink[:, None] + product(weights, v, DOT)
     store_part(splits, maximum, tau, z, bh, split, G, D, GP, DP)
-    if is_last_program(splits.programser + bh, splits.programs):
+    if is_last_program(splits.counter + bh, splits.programs):
         for head in range(0, G):
             _, head_tau, head_z = merge_parts(splits, bh, head, G, D, SP, DP)
             y = head_z / tl.where(head_tau < TINY, TINY, head_tau)

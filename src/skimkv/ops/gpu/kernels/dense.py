@@ -60,7 +60,7 @@ def dense_kernel(
         tl.store(query.y + (bh * G + g[:, None]) * D + d[None, :], values / total[:, None], mask)
     else:
         store_part(splits, maximum, total, values, bh, split, G, D, GP, DP)
-        if is_last_program(splits.programser + bh, splits.programs):
+        if is_last_program(splits.counter + bh, splits.programs):
             for head in range(0, G):
                 _, head_total, head_values = merge_parts(splits, bh, head, G, D, SP, DP)
                 tl.store(query.y + (bh * G + head) * D + d, head_values / head_total, d < D)

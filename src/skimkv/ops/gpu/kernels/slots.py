@@ -75,7 +75,7 @@ def slots_kernel(
         logits = tl.where((i + t < filled)[None, :], logits, float("-inf"))
         maximum, total, values = online_softmax(logits, v, maximum, total, values, DOT)
     store_part(splits, maximum, total, values, bh, split, G, D, GP, DP)
-    if is_last_program(splits.programser + bh, splits.programs):
+    if is_last_program(splits.counter + bh, splits.programs):
         key = tl.load(token.k + b * token.k_batch + h * token.k_head + d, d < D, 0.0)
         value = tl.load(token.v + b * token.v_batch + h * token.v_head + d, d < D, 0.0)
         weight = tl.full([], 0.0, tl.float32)  # of the current token, the mean over the group
