@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..spec import check_method
 from . import output
 from .options import MODEL_OPTIONS, Batch, Device, Dtype, Json, Methods, Model, Records, Seed, quiet, resolve_device
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from ..eval.plan import Setup
     from ..eval.results import Record, Row
 
-METHODS_PANEL = "What is compared"
 MODE_TITLES = {"blind": "question-blind", "aware": "question-aware"}  # a text that is only scored has neither
 
 
@@ -41,7 +41,7 @@ def evaluate(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TASK", rich_help_panel=METHODS_PANEL,
+            metavar="TASK",
             help="A task, with its arguments in brackets: lines, or 'lines(lines=200)'. May be given several times. "
             "Tasks are record, passkey, lines, needle, repetition, bpc, squad, triviaqa and summarise.",
         ),
@@ -50,7 +50,6 @@ def evaluate(
     sweep: Annotated[
         Sweep | None,
         typer.Option(
-            rich_help_panel=METHODS_PANEL,
             help="A set of methods. paper: the settings of the papers' tables. matched: every method at 1/2, 1/4 and "
             "1/8 of dense attention's bytes. ablation: the variants of SparQ.",
         ),
@@ -58,20 +57,14 @@ def evaluate(
     mode: Annotated[
         Mode,
         typer.Option(
-            rich_help_panel=METHODS_PANEL,
             help="blind: the question comes after the prompt, so that no method could keep what it asks for. aware: "
             "the question belongs to the prompt. both: run both.",
         ),
     ] = Mode.blind,
-    limit: Annotated[
-        int, typer.Option(min=1, rich_help_panel=METHODS_PANEL, help="Number of examples of each task.")
-    ] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Number of examples of each task.")] = 20,
     data: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=METHODS_PANEL, metavar="PATH", show_default="the Hub",
-            help="Folder or file with the tasks' data.",
-        ),
+        typer.Option(metavar="PATH", show_default="the Hub", help="Folder or file with the tasks' data."),
     ] = None,
     seed: Seed = 0,
     model: Model = "builtin",
@@ -98,25 +91,25 @@ def evaluate(
         skimkv eval --task record --task passkey --sweep matched --limit 40
     """
     from ..eval import tasks
-    from ..methods import parse
 
     if not task:
         raise ValueError(f"--task is missing; known tasks are {', '.join(tasks.TASKS)}")
     if not method and sweep is None:
         raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'SparQ(r=32, k=128)'")
-    parsed_tasks = [tasks.parse(spec) for spec in dict.fromkeys(task)]
-    methods = [parse(spec) for spec in method or ()]
+    parsed_tasks = [tasks.parse(text) for text in dict.fromkeys(task)]
+    for text in method or ():
+        check_method(text)  # before anything heavy is imported
     quiet(model)
 
     from ..eval.plan import plan_evaluation
     from ..eval.results import Results, summary
     from ..eval.run import run_evaluation
+    from ..methods import parse
 
+    methods = [parse(text) for text in method or ()]
     with Results(out) as results:
         setup = _load(model, dtype, device, seed, batch, count)
-        plan = plan_evaluation(
-            setup, parsed_tasks, methods, sweep and sweep.value, mode.value, data, limit
-        )  # fmt: skip
+        plan = plan_evaluation(setup, parsed_tasks, methods, sweep and sweep.value, mode.value, data, limit)
         console = output.console(stderr=as_json)
         for note in plan.notes:
             console.print(note, style="dim", soft_wrap=True, markup=False)

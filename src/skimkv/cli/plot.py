@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import output
-from .options import Json, check_readable, output_file
+from .options import Json, check_readable, output_figure
 
 
 def plot(
@@ -19,7 +19,7 @@ def plot(
             metavar="RESULTS", help="The file that skimkv eval wrote, or that holds what skimkv bench --json printed."
         ),
     ],
-    out: Annotated[Path, output_file("Save the first figure to this file (PNG, PDF or SVG).")] = Path(
+    out: Annotated[Path, output_figure("Save the first figure to this file (.png, .pdf or .svg).", "--out")] = Path(
         "skimkv-results.png"
     ),
     as_json: Json = False,

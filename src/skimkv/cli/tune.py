@@ -29,7 +29,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..eval.tune import Loss, Trial
 
-TEXT_PANEL = "Text and target"
+TEXT_OPTIONS = "Text options"
 LEAST_SIZES = {"prompt": 32, "scored": 1, "pieces": 2}
 
 
@@ -51,32 +51,32 @@ class Outcome(NamedTuple):
 
 
 def tune(
-    text: Annotated[Path, input_file("Text file like those that the model will read.", "--text", TEXT_PANEL)],
+    text: Annotated[Path, input_file("Text file like those that the model will read.", "--text", TEXT_OPTIONS)],
     target_loss: Annotated[
         str,
         typer.Option(
-            metavar="SHARE", rich_help_panel=TEXT_PANEL,
+            metavar="SHARE",
             help="The greatest increase of the loss over dense attention's: 1%, or 0.01.",
         ),
     ] = "1%",
     channels: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CHANNELS", rich_help_panel=TEXT_PANEL, show_default="int4, int8 and copy",
+            metavar="CHANNELS", show_default="int4, int8 and copy",
             help="How SparQ stores the channels of K that it reads: int4, int8, copy or none. May be given several "
             "times.",
         ),
     ] = None,
     prompt: Annotated[
-        int, typer.Option(rich_help_panel=TEXT_PANEL, help="Number of tokens of each piece that are read at once.")
+        int, typer.Option(rich_help_panel=TEXT_OPTIONS, help="Number of tokens of each piece that are read at once.")
     ] = 1024,
     scored: Annotated[
-        int, typer.Option(rich_help_panel=TEXT_PANEL, help="Number of tokens after them that the method decodes.")
+        int, typer.Option(rich_help_panel=TEXT_OPTIONS, help="Number of tokens after them that the method decodes.")
     ] = 128,
     pieces: Annotated[
         int,
         typer.Option(
-            rich_help_panel=TEXT_PANEL,
+            rich_help_panel=TEXT_OPTIONS,
             help="Number of pieces of the text on which methods are tried; as many again check the chosen one.",
         ),
     ] = 8,

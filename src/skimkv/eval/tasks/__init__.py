@@ -9,8 +9,6 @@ The spec of a task is its name with the arguments of `examples`: `lines`, `lines
 
 from __future__ import annotations
 
-import ast
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from ... import spec
 from .base import Example
 
 __all__ = ["TASKS", "Example", "Task", "parse"]
@@ -59,36 +58,15 @@ def _parameters(module: ModuleType) -> list[inspect.Parameter]:
     return [p for p in parameters if p.name not in ("data", "seed")]
 
 
-def parse(spec: str) -> Task:
+def parse(text: str) -> Task:
     """Make a task from its spec. Raises ValueError, in one line, that names what is wrong with it."""
-    name, arguments = _parse_call(spec)
-    if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, 1, 0.5)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TASKS)}"
-        raise ValueError(f"unknown task {name!r}; {hint}")
-    module = importlib.import_module(f".{name}", __name__)
-    known = [p.name for p in _parameters(module)]
-    for argument in arguments:
-        if argument not in known:
-            raise ValueError(f"{name} has no argument {argument!r}; it has {', '.join(known) or 'none'}")
-    shown = ", ".join(f"{key}={arguments[key]!r}" for key in known if key in arguments)
-    return Task(f"{name}({shown})" if shown else name, module, arguments)
-
-
-def _parse_call(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split "name(argument=literal, ...)" into the name and the arguments."""
-    try:
-        node = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        raise ValueError(f"{spec!r} is no task; write for example lines or lines(lines=100)") from None
-    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-    if not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError(f"{spec!r} is no task; write for example lines or lines(lines=100)")
-    arguments: dict[str, Any] = {}
-    for keyword in call.keywords:
-        try:
-            arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError:
-            value = ast.unparse(keyword.value)
-            raise ValueError(f"{call.func.id}: {keyword.arg} = {value} is not a literal") from None
-    return call.func.id, arguments
+    call = spec.parse_call(text, "task", "lines(lines=100)")
+    if call.name not in TASKS:
+        raise ValueError(f"unknown task {call.name!r}{spec.suggest(call.name, TASKS)}")
+    module = importlib.import_module(f".{call.name}", __name__)
+    known = [
+        spec.Parameter(p.name, keyword_only=True, takes_text="str" in str(p.annotation)) for p in _parameters(module)
+    ]
+    arguments = spec.bind(call, known)
+    shown = ", ".join(f"{p.name}={arguments[p.name]!r}" for p in known if p.name in arguments)
+    return Task(f"{call.name}({shown})" if shown else call.name, module, arguments)
