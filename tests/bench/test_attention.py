@@ -1,4 +1,4 @@
-"""The benchmarks run, count what they say, and keep their JSON contract. No time is asserted."""
+"""`bench attention`: rows that keep the JSON contract, candidates that start from the same caches, and what fits."""
 
 from __future__ import annotations
 
@@ -7,77 +7,107 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from skimkv import ops
 from skimkv.bench import attention as bench
-from skimkv.bench import token as bench_token
-from skimkv.cli import bench as bench_cli
-from skimkv.cli.app import app
+from skimkv.bench import machine as machines
+from skimkv.bench.machine import Cpu, Cuda
 from skimkv.methods import Dense, parse
 from skimkv.stores.base import Shape
+from support.stand_in_machine import StandInGpu
 
-ROW = {"method", "backend", "batch", "heads", "kv_heads", "head_dim", "length", "dtype", "threads", "ms", "ms_min"}
-ROW |= {"ms_max", "bytes_predicted", "gb_per_s", "speedup_dense", "speedup_torch", "speedup_theory"}
-TOKEN = {"method", "shape", "layers", "weights", "length", "ms", "ms_attention", "ms_weights", "floor_ms"}
-TOKEN |= {"cache_bytes", "weight_bytes"}
-METHODS = ["SparQ(r=8, k=32, channels='int8', mean_value=True)", "TopK(k=8)", "LowRank(r=8, k=16)", "H2O(k=64)"]
-METHODS += ["LMInfinite(k=64)", "SubGen(k=48, recent=16)", "SubGenStream(delta=4.0, t=2, s=16)"]
+ROW = {
+    "method", "backend", "batch", "heads", "kv_heads", "head_dim", "length", "dtype", "threads", "sets", "ms", "ms_min",
+    "ms_max", "bytes_predicted", "gb_per_s", "share_of_peak", "speedup_dense", "speedup_best", "speedup_torch",
+    "speedup_theory", "best_of_torch",
+}  # fmt: skip
+METHODS = [
+    "SparQ(r=8, k=32)", "SparQ(r=16, k=32)", "SparQ(r=8, k=32, channels='int8', mean_value=True)", "TopK(k=8)",
+    "LowRank(r=8, k=16)", "H2O(k=64)", "LMInfinite(k=64)", "SubGen(k=48, recent=16)",
+    "SubGenStream(delta=4.0, t=2, s=16)",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    for module in (bench, bench_token):
-        monkeypatch.setattr(module, "FLUSH", 1 << 20)
+    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
 
 
-def run(*args: str) -> dict:
-    result = CliRunner().invoke(app, ["bench", *args, "--json"], catch_exceptions=False)
-    return json.loads(result.stdout.splitlines()[-1])
+@pytest.mark.parametrize("machine", [Cpu, StandInGpu])
+def test_rows_keep_the_contract(machine):
+    shape, dtype = Shape(2, 2, 2, 32), torch.bfloat16
+    out = bench.attention(machine(), shape, [300, 600], METHODS, dtype, 2)
+    assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows", "crossover", "skipped"}
+    assert out["skipped"] == [] and json.dumps(out)
+    assert out["peak"] == ("read" if machine is Cpu else "copy")
+    for n in (300, 600):
+        rows = {row["method"]: row for row in out["rows"] if row["length"] == n}
+        assert set(rows) >= {"Dense()", *(repr(parse(spec)) for spec in METHODS)}
+        assert set(rows) >= {"torch:matmul:bfloat16", "torch:sdpa-math:bfloat16"}
+        assert ("torch:matmul:float32" in rows) == (machine is Cpu)
+        for name, row in rows.items():
+            assert set(row) == ROW
+            assert (row["sets"] > 1) == (machine is StandInGpu)
+            assert (row["backend"] == "torch") == name.startswith("torch:")
+            bytes_ = parse("Dense()" if name.startswith("torch:") else name).traffic(n, shape, dtype).bytes
+            assert row["bytes_predicted"] == bytes_ * (2 if name.endswith("float32") else 1)
+            assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert sum(row["best_of_torch"] for row in rows.values()) == 1
+        assert min(row["speedup_best"] for row in rows.values()) <= 1
 
 
-def test_attention_keeps_the_contract(tmp_path):
-    figure = tmp_path / "speedup.png"
-    small = [
-        "--length",
-        "300",
-        "--length",
-        "600",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "32",
-        "--rounds",
-        "2",
-    ]
-    specs = [x for m in METHODS for x in ("--method", m)]
-    out = run("attention", *small, "--batch", "2", *specs, "--plot", str(figure))
-    assert set(out) >= {"machine", "peak_gb_per_s", "rows"}
-    assert all(set(row) >= ROW for row in out["rows"])
-    names = {row["method"] for row in out["rows"]}
-    assert names >= {repr(parse(m)) for m in METHODS} | {"Dense()", "torch:matmul:float32", "torch:sdpa-flash:bfloat16"}
-    for row in out["rows"]:
-        if not row["method"].startswith("torch:"):
-            closed = parse(row["method"]).traffic(row["length"], Shape(2, 2, 2, 32), torch.bfloat16)
-            assert row["bytes_predicted"] == closed.bytes
-        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
-    assert figure.stat().st_size > 10_000
+@pytest.mark.parametrize("machine", [Cpu, StandInGpu])
+def test_every_step_starts_from_the_same_length(machine, monkeypatch):
+    lengths, decode = [], Dense.decode
+
+    def spy(self, store, *args, **kwargs):
+        lengths.append(list(store.lengths))
+        return decode(self, store, *args, **kwargs)
+
+    monkeypatch.setattr(Dense, "decode", spy)
+    bench.attention(machine(), Shape(1, 1, 1, 16), [300], [], torch.float32, 3)
+    assert len(lengths) > 3
+    assert all(cached == [300] for cached in lengths)
 
 
-def test_filled_equals_a_real_prompt():
-    """A benchmark's store decodes to what the same keys give through the method."""
-    shape, n = Shape(1, 2, 2, 32), 700
-    base = bench.random_full(shape, torch.float32, n)
-    k, v = (base.whole(name)[:, :, :n] for name in "kv")
-    q, k1, v1 = torch.randn(1, 2, 2, 32), torch.randn(1, 2, 32), torch.randn(1, 2, 32)
-    for spec in ("Dense()", METHODS[0], METHODS[2], "LMInfinite(k=64)"):
-        method = parse(spec)
-        whole = method.store(shape, torch.float32)
-        method.take(whole, torch.randn(1, 2, 2, n, 32), k, v, scale=0.2)
-        a = method.decode(bench.filled(method, base, n), q, k1, v1, scale=0.2)
-        b = method.decode(whole, q, k1, v1, scale=0.2)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+def test_methods_of_one_kind_share_a_store_and_its_room():
+    shape, dtype, n, machine = Shape(1, 2, 1, 64), torch.float16, 4096, StandInGpu()
+    narrow, wide = parse("SparQ(r=8, k=32)"), parse("SparQ(r=32, k=64)")
+    int8, quantised = parse("SparQ(r=8, k=32, channels='int8')"), parse("SparQ(r=8, k=32, kv='int8')")
+    whole = Dense().bound(n, shape, dtype)
+
+    def size(*methods, machine=machine):
+        return bench.set_bytes(machine, [Dense(), *methods], shape, dtype, n)
+
+    assert size() == whole
+    assert size(narrow) == size(narrow, wide) == narrow.bound(n, shape, dtype)
+    assert size(narrow, int8) == size(narrow) + int8.bound(n, shape, dtype) - whole
+    assert size(narrow, quantised) == size(narrow) + quantised.bound(n, shape, dtype)
+    assert size(machine=Cpu()) == whole + 2 * 2 * n * 64 * (2 + 4)  # K and V again, in bfloat16 and in float32
+
+
+def test_sets_exceed_the_cache_and_fit_in_memory():
+    shape, dtype, methods = Shape(1, 32, 1, 128), torch.float16, [Dense(), parse("SparQ(r=32, k=128)")]
+    machine = StandInGpu()
+    machine.cache_bytes = 50 << 20
+    read = methods[1].traffic(4096, shape, dtype).bytes
+    sets = bench.sets_in_turn(machine, methods, shape, dtype, 4096)
+    assert sets * read >= 4 * machine.cache_bytes > (sets - 1) * read
+    need = bench.set_bytes(machine, methods, shape, dtype, 4096)
+    for free, fit in ((4 * need, 3), (need, 0)):
+        machine.free = free
+        assert bench.sets_in_turn(machine, methods, shape, dtype, 4096) == fit
+    assert bench.sets_in_turn(Cpu(), methods, shape, dtype, 4096) == 1
+
+
+def test_a_sweep_says_what_does_not_fit():
+    grid = {"batch": (1, 2, 64), "length": (300, 600), "r": (4, 8), "k": (16, 32)}
+    machine = StandInGpu(free=2 << 20)
+    out = bench.sweep(machine, Shape(1, 1, 1, 32), torch.float16, 1, **grid)
+    assert {(row["batch"], row["length"]) for row in out["rows"]} == {(1, 300), (1, 600), (2, 300), (2, 600)}
+    assert len({row["method"] for row in out["rows"] if row["backend"] != "torch"}) == 5
+    assert len(out["skipped"]) == 2
+    assert all(re.match(r"batch 64, [36]00 tokens: \d+\.\d GB of caches, \d+\.\d GB free", s) for s in out["skipped"])
 
 
 def test_crossover_is_where_the_bytes_cross():
@@ -92,58 +122,20 @@ def test_a_method_is_faster_from_the_length_after_which_it_never_is_slower():
     speeds = {"A": (2, 0.5, 2, 3), "B": (2, 2, 2, 2), "C": (2, 2, 2, 1)}
     rows = [{"method": m, "backend": "cpu", "length": n, "speedup_dense": x}
             for m, all_ in speeds.items() for n, x in zip((1, 2, 4, 8), all_, strict=True)]  # fmt: skip
-    assert bench_cli._faster_from(rows) == {"A": 4, "B": 1, "C": None}
+    assert bench.faster_from(rows) == {"A": 4, "B": 1, "C": None}
 
 
-@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_token_keeps_the_contract(weights):
-    args = ["--shape", "tiny", "--layers", "2", "--length", "300", "--rounds", "2", "--weights", weights]
-    out = run("token", *args, "--method", "Dense()", "--method", "SparQ(r=8, k=32)", "--method", "H2O(k=64)")
-    assert [row["method"] for row in out["rows"]] == ["transformers", "Dense()", "SparQ(r=8, k=32)", "H2O(k=64)"]
-    for row in out["rows"]:
-        assert set(row) >= TOKEN
-        assert row["ms"] == pytest.approx(row["ms_attention"] + row["ms_weights"])
-    dense = out["rows"][1]
-    size = {"int8": 34 / 32, "bfloat16": 2}[weights]
-    matrices = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 640) + 256 * 2048
-    assert dense["weight_bytes"] == pytest.approx(matrices * size, rel=0.01)
+def test_rotate_turns_pairs_of_channels():
+    x, to = torch.randn(2, 3, 8), torch.empty(2, 3, 8)
+    bench.rotate(x, to)
+    turn = torch.polar(torch.ones(()), torch.ones(()))
+    turned = torch.complex(x[..., :4], x[..., 4:]) * turn
+    torch.testing.assert_close(to, torch.cat([turned.real, turned.imag], -1))
 
 
-def test_token_at_several_lengths(tmp_path):
-    """The library's own attention and ours take turns on one model."""
-    args = ["--shape", "tiny", "--layers", "1", "--length", "300", "--length", "600", "--rounds", "2"]
-    figure = tmp_path / "f.png"
-    rows = run("token", *args, "--method", "Dense()", "--plot", str(figure))["rows"]
-    assert figure.stat().st_size > 10_000
-    assert [(row["method"], row["length"]) for row in rows] == [
-        ("transformers", 300), ("Dense()", 300), ("transformers", 600), ("Dense()", 600),
-    ]  # fmt: skip
-
-
-def test_memory_reports_what_is_held(tmp_path):
-    figure, methods = tmp_path / "f.png", ("--method", "Dense()", "--method", "LMInfinite(k=100)")
-    out = run("memory", "--length", "1000", "--heads", "2", *methods, "--plot", str(figure))
-    assert figure.stat().st_size > 10_000
-    dense, window = out["rows"]
-    assert dense["nbytes"] == 1001 * 2 * 2 * 64 * 2
-    assert window["nbytes"] == 100 * 2 * 2 * 64 * 2
-    assert dense["allocated"] >= dense["nbytes"]
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["attention", "--heads", "6", "--kv-heads", "4"], "heads = 6 must be a multiple of kv-heads = 4"),
-        (["attention", "--dtype", "int3"], "unknown dtype 'int3'"),
-        (["attention", "--plot", "no/such/f.png"], "--plot no/such/f.png: there is no folder no/such"),
-        (["token", "--plot", "f.png", "--method", "SparQ(r=8, k=32)"], "--plot f.png: Dense() is not among"),
-        (["memory", "--plot", "no/f.png"], "--plot no/f.png: there is no folder no"),
-        (["attention", "--length", "0"], "must be at least 1"),
-        (["token", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
-        (["token", "--shape", "tiny", "--weights", "int2"], "unknown weights 'int2'"),
-        (["attention", "--threads", "-1"], "threads = -1 must be at least 0"),
-    ],
-)
-def test_bad_input_is_one_line(args, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        CliRunner().invoke(app, ["bench", *args], catch_exceptions=False)
+@pytest.mark.gpu
+def test_on_a_gpu():
+    with ops.backend("gpu"):
+        methods = ["SparQ(r=32, k=128)", "H2O(k=256)"]
+        out = bench.attention(Cuda(), Shape(1, 8, 1, 128), [2048], methods, torch.float16, 3)
+    assert {row["method"] for row in out["rows"]} >= {"Dense()", "SparQ(r=32, k=128)", "H2O(k=256)"}

@@ -1,186 +1,258 @@
-"""`skimkv bench attention`: one decode step of attention, ours beside PyTorch's, against the memory's speed.
+"""`skimkv bench attention`: one decode step of one attention layer, ours beside PyTorch's, against the memory's speed.
 
-Every candidate is called in turn, round after round, and ratios are taken within a round: two blocks of runs a
-second apart see different machines. Before each call a buffer larger than the caches is read, because in a model
-the weights pass through them between two attention layers, and q and k are rotated, as a model does last.
+In a model the weights pass through the processor's caches between two attention calls. On a CPU a buffer larger than
+these caches is read before each call, and the query is rotated, as a model does last. On a GPU a candidate is a CUDA
+graph of its step on several sets of key-value caches in turn, so many that what it reads is more than the L2 holds.
 """
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import math
-import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
 from ..methods import Dense, parse
-from ..methods.base import Method, Traffic
-from ..ops.cpu import library as native
+from ..methods.base import Method
 from ..stores.base import Shape, Store
-from ..stores.full import Chunk, Full
-from ..stores.slots import Slots
+from ..stores.full import Full
+from .caches import filled_store, keys_values, random_store
+from .machine import Call, Machine, nothing, peak_bandwidth
+from .rounds import Timings, take_turns
+from .torch_baseline import dense_calls, dtype_of
 
-FLUSH = 192 << 20  # bytes read before a timed call
-BLOCK = 4096  # tokens filled at once
-Call = Callable[[], Any]
-
-
-def read(buffer: Tensor, streams: int = 4) -> None:
-    """Read every byte of a contiguous buffer, in `streams` runs per thread; the sum of PyTorch without the library."""
-    if ops.chosen()[0] != "cpu":
-        buffer.sum()
-        return
-    fn = native.library().skimkv_read
-    fn.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    fn(buffer.data_ptr(), buffer.nbytes, streams, torch.get_num_threads(), native.parallel())
+MOST_SETS = 64  # of caches that are taken in turn
+PAPER_GRID = {
+    "batch": (1, 4, 16, 64), "length": (1024, 4096, 16384, 65536), "r": (16, 32, 64), "k": (64, 128, 256, 512),
+}  # fmt: skip
 
 
-def machine() -> str:
-    """The processor's name, as far as the system tells it, and the threads in use."""
-    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), name)
-    return f"{name}, {torch.get_num_threads()} threads"
+class Step(NamedTuple):
+    """A decode step on one set of caches, its store, what takes the store back, and what writes the query anew."""
+
+    run: Call
+    refresh: Call
+    store: Store | None = None  # None: a dense path of PyTorch's, which changes nothing
+    undo: Call = nothing
 
 
-def random_full(shape: Shape, dtype: torch.dtype, n: int, seed: int = 0, device: torch.device | str = "cpu") -> Full:
-    """n tokens of standard normal keys and values."""
-    store, draw = Full(shape, dtype, device), torch.Generator(device).manual_seed(seed)
-    store._reserve(n + 1)
-    for chunk in store.chunks:
-        for t in (chunk.k, chunk.v):
-            t.normal_(generator=draw)
-    store.lengths = [n] * shape.B
-    return store
+class Candidate(list[Step]):
+    """One way to decode: its step on every set in turn."""
+
+    def run(self) -> None:
+        """Take the step on every set."""
+        for step in self:
+            step.run()
+
+    def undo(self) -> None:
+        """Take every store back to its length before the step."""
+        for step in self:
+            step.undo()
+
+    def refresh(self) -> None:
+        """Write every query anew."""
+        for step in self:
+            step.refresh()
 
 
-def filled(method: Method, base: Full, n: int) -> Store:
-    """The method's store after n tokens of `base`, whose K and V a Full store shares unless it codes them."""
-    store = method.store(base.shape, base.dtype, base.device)
-    if isinstance(store, Full) and not store.form.bits:
-        for chunk in base.chunks:
-            store._reserve(chunk.start + chunk.cap)
-            mine = store.chunks[-1]
-            store.chunks[-1] = Chunk(chunk.start, chunk.cap, chunk.k, chunk.v, mine.index, mine.scale)
-        rows = slice(0, base.shape.B)
-        for start in range(0, n, BLOCK) if store.channels != "none" else ():
-            k = torch.cat([c.k[:, :, there] for c, there, _ in base._spans(start, min(start + BLOCK, n))], 2)
-            x = k if store.projection is None else (k.float() @ store.projection).to(k.dtype)
-            store._append_index(rows, start, x.transpose(-1, -2))
-        if store.v_mean is not None:
-            store.v_mean += torch.stack([c.v[:, :, : n - c.start].float().sum(2) for c in base.chunks]).sum(0) / n
-        store.lengths = [n] * base.shape.B
-    elif isinstance(store, Slots) and store.score is not None:
-        # what it would have chosen does not matter to the clock: the first `budget` tokens, with random scores
-        budget = min(method.budget(n), n)  # type: ignore[attr-defined]
-        store.reserve(budget)
-        store.k.copy_(store.form.encode(base.chunks[0].k[:, :, :budget]))
-        store.v.copy_(store.form.encode(base.chunks[0].v[:, :, :budget]))
-        assert store.score is not None
-        assert store.pos is not None
-        store.score.uniform_()
-        store.pos.copy_(torch.arange(budget, dtype=torch.int32).expand_as(store.pos))
-        store.filled, store.budget = [budget] * base.shape.B, [budget] * base.shape.B
-        store.lengths = [n] * base.shape.B
-    else:
-        if isinstance(store, Full):
-            store._reserve(n + 1)  # in one chunk, as those of `base`
-        for start in range(0, n, BLOCK):
-            spans = list(base._spans(start, min(start + BLOCK, n)))
-            k, v = (torch.cat([getattr(c, name)[:, :, there] for c, there, _ in spans], 2) for name in "kv")
-            store.append(k, v)
-    return store
+def attention(
+    machine: Machine,
+    shape: Shape,
+    lengths: Sequence[int],
+    methods: Sequence[str],
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = 15,
+    tick: Call = nothing,
+) -> dict[str, Any]:
+    """Return the rows of the JSON contract for every length and method; PyTorch's dense paths are rows too.
+
+    `skipped` has a line for each length whose caches do not fit in memory.
+    """
+    specs = list(dict.fromkeys([Dense(), *map(parse, methods)]))
+    rows, peaks, skipped = list[dict[str, Any]](), [0.0], list[str]()
+    for n in lengths:
+        sets = sets_in_turn(machine, specs, shape, dtype, n)
+        if not sets:
+            need, free = set_bytes(machine, specs, shape, dtype, n) / 1e9, machine.free_bytes() / 1e9
+            skipped.append(f"batch {shape.B}, {n} tokens: {need:.1f} GB of caches, {free:.1f} GB free")
+            continue
+        timings, peak = race(machine, candidates(machine, shape, n, specs, dtype, sets), rounds, tick)
+        peaks.append(peak)
+        rows += _rows(machine, timings, specs, shape, n, dtype, peak, sets)
+    crossings = {repr(method): crossover(method, shape, dtype) for method in specs}
+    return {
+        "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
+        "crossover": crossings, "skipped": skipped,
+    }  # fmt: skip
 
 
-def torch_dense(base: Full, q: Tensor, n: int) -> dict[str, Call]:
-    """PyTorch's own ways to the same result: every SDPA backend and plain products, in each float type."""
-    calls: dict[str, Call] = {}
-    B, H, G, D = base.shape
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        k, v = (torch.cat([getattr(c, name) for c in base.chunks], 2)[:, :, :n].to(dtype) for name in "kv")
-        x = q.to(dtype)
-        name = str(dtype).removeprefix("torch.")
-
-        def matmul(x: Tensor = x, k: Tensor = k, v: Tensor = v) -> Tensor:
-            weights = ((x * D**-0.5) @ k.transpose(-1, -2)).softmax(-1)
-            y: Tensor = weights @ v
-            return y
-
-        calls[f"torch:matmul:{name}"] = matmul
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
-
-            def sdpa(b: SDPBackend = backend, x: Tensor = x, k: Tensor = k, v: Tensor = v) -> Tensor:
-                with sdpa_kernel(b):
-                    return F.scaled_dot_product_attention(x.reshape(B, H * G, 1, D), k, v, enable_gqa=G > 1)
-
-            try:
-                sdpa()
-            except RuntimeError:
-                continue  # no kernel for this type
-            calls[f"torch:sdpa-{backend.name.split('_')[0].lower()}:{name}"] = sdpa
-    return calls
+def sweep(
+    machine: Machine, shape: Shape, dtype: torch.dtype, rounds: int, tick: Call = nothing, **grid: Sequence[int]
+) -> dict[str, Any]:
+    """Time SparQ over the grid of the paper's GPU tables, or over what is given instead: batch, length, r and k."""
+    points = {**PAPER_GRID, **grid}
+    methods = [f"SparQ(r={r}, k={k})" for r, k in itertools.product(points["r"], points["k"])]
+    parts = [
+        attention(machine, shape._replace(B=batch), points["length"], methods, dtype, rounds, tick)
+        for batch in points["batch"]
+    ]
+    joined = {name: [item for part in parts for item in part[name]] for name in ("rows", "skipped")}
+    return {**parts[-1], **joined, "peak_gb_per_s": max(part["peak_gb_per_s"] for part in parts)}
 
 
-@dataclass
-class Rounds:
-    """Seconds per candidate, one entry a round."""
+def store_kind(method: Method, shape: Shape, dtype: torch.dtype) -> str:
+    """Return a name that methods share when they read the same store, which is then made only once."""
+    store = method.store(shape._replace(B=1), dtype)
+    if isinstance(store, Full) and store.projection is None:
+        return f"{store.channels} {store.v_mean is not None} {method.kv}"
+    return repr(method)
 
-    calls: dict[str, Call]
-    after: dict[str, Call] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def run(
-        self, rounds: int, flush: Tensor, tick: Callable[[], None] = lambda: None, last: Call = lambda: None
-    ) -> None:
-        """One warm-up, then `rounds` rounds over all candidates, each call behind a read of the flush buffer and
-        `last`, what a model does between its weights and its attention."""
-        self.seconds = {name: [] for name in self.calls}
-        for i in range(rounds + 1):
-            for name, call in self.calls.items():
-                read(flush)
-                last()
-                start = time.perf_counter()
-                call()
-                took = time.perf_counter() - start
-                if name in self.after:
-                    self.after[name]()
-                if i:
-                    self.seconds[name].append(took)
-            tick()
+def _shares_rows(method: Method, shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether the method's store shares K and V with the others of its set."""
+    return method.kv is None and isinstance(method.store(shape._replace(B=1), dtype), Full)
 
-    def ms(self, name: str) -> float:
-        return statistics.median(self.seconds[name]) * 1e3
 
-    def ratio(self, slow: str, fast: str) -> float:
-        """Median over rounds of seconds(slow) / seconds(fast)."""
-        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+def set_bytes(machine: Machine, methods: Sequence[Method], shape: Shape, dtype: torch.dtype, n: int) -> int:
+    """Return the bytes of one set: K and V once, what each kind of store adds, and other formats of K and V."""
+    (B, H, _, D), whole = shape, Dense().bound(n, shape, dtype)
+    kinds = {store_kind(method, shape, dtype): method for method in methods}
+    shared = {kind for kind, method in kinds.items() if _shares_rows(method, shape, dtype)}
+    stores = sum(method.bound(n, shape, dtype) - whole * (kind in shared) for kind, method in kinds.items())
+    copies = sum(2 * B * H * n * D * t.itemsize for t in _dense_dtypes(machine, dtype)[1:])
+    return whole + stores + copies
+
+
+def sets_in_turn(machine: Machine, methods: Sequence[Method], shape: Shape, dtype: torch.dtype, n: int) -> int:
+    """Return how many sets are taken in turn, so that four times the machine's cache is read; 0 if none fits."""
+    fewest_bytes = min(method.traffic(n, shape, dtype).bytes for method in methods)
+    wanted = max(1, -(-4 * machine.cache_bytes // fewest_bytes))
+    fit = int(0.85 * machine.free_bytes()) // set_bytes(machine, methods, shape, dtype, n)
+    return min(wanted, fit, MOST_SETS)
+
+
+def candidates(
+    machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, sets: int
+) -> dict[str, Candidate]:
+    """Return every method after n tokens, and PyTorch's dense paths, on so many sets of caches."""
+    found: dict[str, Candidate] = {}
+    spare = machine.free_bytes() // sets - set_bytes(machine, methods, shape, dtype, n)
+    for i in range(sets):
+        for name, step in _steps(machine, shape, n, methods, dtype, i, spare):
+            found.setdefault(name, Candidate()).append(step)
+    return {name: candidate for name, candidate in found.items() if len(candidate) == sets}
+
+
+def _steps(
+    machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, seed: int, spare: int
+) -> Iterator[tuple[str, Step]]:
+    """One set of caches, and the step of every candidate on it."""
+    (B, H, G, D), place = shape, machine.device
+    draw = torch.Generator(place).manual_seed(seed)
+    base = random_store(shape, dtype, n, seed=seed, device=place)
+    q, unrotated = (torch.randn(B, H, G, D, device=place, generator=draw).to(dtype) for _ in "qu")
+    token = [torch.randn(B, H, D, device=place, generator=draw).to(dtype) for _ in "kv"]
+    refresh = partial(rotate, unrotated, q)
+    stores: dict[str, tuple[Store, Call]] = {}
+    for name, call in dense_calls(q, *keys_values(base), _dense_dtypes(machine, dtype), spare).items():
+        yield name, Step(call, refresh)
+    for method in methods:
+        kind = store_kind(method, shape, dtype)
+        if kind not in stores:
+            store = filled_store(method, base)
+            stores[kind] = store, machine.undo(store)
+        store, undo = stores[kind]
+        yield repr(method), Step(partial(method.decode, store, q, *token, scale=D**-0.5), refresh, store, undo)
+
+
+def _dense_dtypes(machine: Machine, dtype: torch.dtype) -> list[torch.dtype]:
+    """The formats in which PyTorch's dense paths are measured: the cache's own first."""
+    return list(dict.fromkeys([dtype, *machine.dense_dtypes]))
 
 
 def rotate(x: Tensor, to: Tensor) -> None:
-    """A rotary embedding of x (...,D), by an angle of one, into `to`."""
+    """Write a rotary embedding of x (...,D), by an angle of one, into `to`."""
     half = x.shape[-1] // 2
     to.copy_(x * math.cos(1) + torch.cat([-x[..., half:], x[..., :half]], -1) * math.sin(1))
 
 
-def peak_calls(buffer: Tensor) -> dict[str, Call]:
-    """Reads of the whole buffer by several access patterns; the best of them is the machine's read bandwidth."""
-    return {f"read:{streams}": partial(read, buffer, streams) for streams in (1, 2, 4, 8)}
+def race(
+    machine: Machine, candidates: Mapping[str, Candidate], rounds: int, tick: Call = nothing
+) -> tuple[Timings, float]:
+    """Return the seconds of one step of each candidate, and the machine's bandwidth in bytes per second."""
+    for candidate in [*candidates.values()] * 2:  # all before the first capture: what is made once is made then
+        candidate.run()
+        candidate.undo()
+    stores = [step.store for candidate in candidates.values() for step in candidate if step.store is not None]
+    valid, calls = machine.footing(stores), dict[str, Call]()
+    for name, candidate in candidates.items():
+        calls[name] = machine.capture(candidate.run)
+        candidate.undo()
+    assert machine.footing(stores) == valid
+    moves = machine.bandwidth_calls()
+
+    def before(name: str) -> None:
+        if name in candidates:
+            candidates[name].undo()
+        machine.between_calls(candidates[name].refresh if name in candidates else nothing)
+
+    both = {**calls, **{name: move for name, (move, _) in moves.items()}}
+    seconds = take_turns(both, rounds, machine.seconds, before, tick=tick).seconds
+    for candidate in candidates.values():
+        candidate.undo()
+    steps = {name: [s / len(candidates[name]) for s in seconds[name]] for name in candidates}
+    return Timings(steps), peak_bandwidth(moves, seconds)
+
+
+def _rows(
+    machine: Machine,
+    timings: Timings,
+    methods: Sequence[Method],
+    shape: Shape,
+    n: int,
+    dtype: torch.dtype,
+    peak: float,
+    sets: int,
+) -> list[dict[str, Any]]:
+    """The rows of the JSON contract at one length."""
+    (B, H, G, D), dense = shape, repr(Dense())
+    backends = {repr(method): _backend(machine, method) for method in methods}
+    theirs = [name for name in timings.seconds if name.startswith("torch:")]
+    best_of_torch = min(theirs, key=timings.ms)
+    best = min([*theirs, dense], key=timings.ms)
+    whole = Dense().traffic(n, shape, dtype).bytes
+    moved = {name: whole * dtype_of(name).itemsize // dtype.itemsize for name in theirs}
+    moved |= {repr(method): method.traffic(n, shape, dtype).bytes for method in methods}
+    rows = []
+    for name, bytes_ in moved.items():
+        ms, (ms_min, ms_max) = timings.ms(name), timings.ms_range(name)
+        rows.append({
+            "method": name, "backend": backends.get(name, "torch"), "batch": B, "heads": H * G,
+            "kv_heads": H, "head_dim": D, "length": n, "dtype": str(dtype).removeprefix("torch."),
+            "threads": machine.threads, "sets": sets, "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
+            "bytes_predicted": bytes_, "gb_per_s": bytes_ / ms / 1e6, "share_of_peak": bytes_ / ms * 1e3 / peak,
+            "speedup_dense": timings.ratio(dense, name), "speedup_best": timings.ratio(best, name),
+            "speedup_torch": timings.ratio(best_of_torch, name), "speedup_theory": whole / bytes_,
+            "best_of_torch": name == best_of_torch,
+        })  # fmt: skip
+    return rows
+
+
+def _backend(machine: Machine, method: Method) -> str:
+    """The backend that takes the method's steps; a method without a kernel runs its reference anywhere."""
+    return ops.select_backend(machine.device.type)[0] if method.has_kernel() else "ref"
 
 
 def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:
-    """The smallest n at which the method moves fewer bytes than dense does: below it it cannot win."""
+    """Return the shortest length at which the method reads fewer bytes than dense attention: below it cannot win.
+
+    Lengths are tried in steps of an eighth of an octave; None up to 2^21.
+    """
 
     def fewer(n: int) -> bool:
         return method.traffic(n, shape, dtype).bytes < Dense().traffic(n, shape, dtype).bytes
@@ -188,66 +260,15 @@ def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:
     return next((n for n in (int(2 ** (i / 8)) for i in range(168)) if fewer(n)), None)
 
 
-def attention(
-    shape: Shape,
-    lengths: Sequence[int],
-    methods: Sequence[str],
-    dtype: torch.dtype = torch.bfloat16,
-    rounds: int = 15,
-    tick: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """The rows of the JSON contract, for every length and method; PyTorch's paths are rows too."""
-    flush = torch.ones(FLUSH // 4)
-    specs = [parse(m) for m in methods]
-    specs = specs if Dense() in specs else [Dense(), *specs]
-    rows, peaks = [], []
-    for n in lengths:
-        base, draw = random_full(shape, dtype, n), torch.Generator().manual_seed(1)
-        B, H, G, D = shape
-        q, still = (torch.randn(B, H, G, D, generator=draw).to(dtype) for _ in range(2))
-        k, v = (torch.randn(B, H, D, generator=draw).to(dtype) for _ in "kv")
-        calls = torch_dense(base, q, n)
-        after, traffic = dict[str, Call](), dict[str, Traffic]()
-        torch_names = list(calls)
-        for method in specs:
-            store, name = filled(method, base, n), repr(method)
-            calls[name] = partial(method.decode, store, q, k, v, scale=D**-0.5)
-            if isinstance(store, Full):
-                after[name] = partial(store.crop, 1)
-            traffic[name] = method.traffic(n, shape, dtype)
-        calls |= peak_calls(flush)
-        timed = Rounds(calls, after)
-        timed.run(rounds, flush, tick, partial(rotate, still, q))
-        peak = max(flush.nbytes / statistics.median(timed.seconds[name]) for name in calls if name.startswith("read:"))
-        peaks.append(peak)
-        best = min(torch_names, key=timed.ms)
-        whole = Dense().traffic(n, shape, dtype).bytes
-        for name in [*torch_names, *map(repr, specs)]:
-            scale = (torch.float32.itemsize if name.endswith("float32") else 2) / dtype.itemsize
-            moved = traffic[name].bytes if name in traffic else int(whole * scale)
-            rows.append(
-                {
-                    "method": name,
-                    "backend": ops.chosen()[0] if name in traffic else "torch",
-                    "batch": B,
-                    "heads": H * G,
-                    "kv_heads": H,
-                    "head_dim": D,
-                    "length": n,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "threads": torch.get_num_threads(),
-                    "ms": timed.ms(name),
-                    "ms_min": min(timed.seconds[name]) * 1e3,
-                    "ms_max": max(timed.seconds[name]) * 1e3,
-                    "bytes_predicted": moved,
-                    "gb_per_s": moved / timed.ms(name) / 1e6,
-                    "share_of_peak": moved / timed.ms(name) * 1e3 / peak,
-                    "speedup_dense": timed.ratio(repr(Dense()), name),
-                    "speedup_torch": timed.ratio(best, name),
-                    "speedup_theory": whole / moved,
-                    "best_of_torch": name == best,
-                }
-            )
-        del calls, timed, base
-    cross = {repr(m): crossover(m, shape, dtype) for m in specs}
-    return {"machine": machine(), "peak_gb_per_s": max(peaks) / 1e9, "rows": rows, "crossover": cross}
+def faster_from(rows: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
+    """Return for each method the shortest measured length from which on it was always faster than our dense attention.
+
+    None: it was not faster at the longest length. The rows are those of the JSON contract.
+    """
+    found: dict[str, int | None] = {}
+    ours = [row["method"] for row in rows if row["backend"] != "torch" and row["method"] != "Dense()"]
+    for name in dict.fromkeys(ours):
+        line = [(row["length"], row["speedup_dense"] > 1) for row in rows if row["method"] == name]
+        slow = max((n for n, faster in line if not faster), default=0)
+        found[name] = min((n for n, _ in line if n > slow), default=None)
+    return found

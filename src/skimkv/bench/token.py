@@ -1,237 +1,275 @@
-"""`skimkv bench token` and `skimkv bench memory`: a whole decoded token, and what a cache holds.
+"""`skimkv bench token`: a whole decoded token of a model, ours beside transformers' own cache and attention.
 
-A token: a Llama of a real model's shape with random weights, a cache filled with random keys and values (no prompt
-is run), one token at a time. The floor is what must be read, weights and cache, over the measured bandwidth.
+The model has the shape of a real one and random weights; its caches hold random keys and values, and no prompt is run.
+All ways to decode take turns, call by call, where their caches fit in memory together. `ms_attention` is timed around
+every layer's cache and attention on a CPU. A GPU runs ahead of its host, so there it is what a token takes longer than
+one after a few tokens. `ms_weights` is the rest.
 """
 
 from __future__ import annotations
 
 import gc
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..hf.attach import Cache, detach
+from ..hf.attach import Cache, attach, detach
 from ..hf.layer import Layer
-from ..hf.weights import Linear8, storage
+from ..hf.weights import Linear8
 from ..methods import Dense, parse
 from ..methods.base import Method
 from ..stores.base import Shape
-from .attention import FLUSH, filled, machine, peak_calls, random_full
+from .caches import filled_store, keys_values, random_store
+from .machine import Call, Machine, nothing, peak_bandwidth
+from .rounds import Timings, take_turns
+from .shapes import check_model
 
-FIELDS = "hidden_size intermediate_size num_attention_heads num_key_value_heads num_hidden_layers vocab_size".split()
-SHAPES = {
-    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000),
-    "llama-2-13b": (5120, 13824, 40, 40, 40, 32000),
-    "llama-3-8b": (4096, 14336, 32, 8, 32, 128256),
-    "mistral-7b": (4096, 14336, 32, 8, 32, 32000),
-    "qwen3-4b": (2560, 9728, 32, 8, 36, 151936),
-    "tiny": (256, 640, 4, 2, 4, 2048),
-}
-HEAD = {"tiny": 64}
+FEW = 16  # tokens in the cache of a step on a GPU whose time is that of the weights
+WARM_UP = 4  # steps before the clock: memory is touched, kernels are compiled and captured
+COMPILE: bool | str = True  # attach(compile=...)
 
 
-def random_linear(like: torch.nn.Linear, draw: torch.Generator, dtype: torch.dtype) -> Linear8:
-    """Random codes at one scale, written in place: the full-precision matrix never exists."""
-    weight = storage(like.out_features, like.in_features)  # (panels, in/32, 17 words, 16 rows) int16
-    weight.random_(-(2**15), 2**15, generator=draw)
-    weight[:, :, 0] = torch.tensor(0.02 / 64, dtype=torch.float16).view(torch.int16)
-    return Linear8(like.in_features, like.out_features, weight=weight, dtype=dtype)
-
-
-def build(
-    shape: str, layers: int | None, weights: str, length: int, place: torch.device | str = "cpu"
+def random_llama(
+    shape: str, layers: int | None, weights: str, positions: int, device: torch.device | str = "cpu"
 ) -> LlamaForCausalLM:
-    """A Llama of that shape with random weights, in eval mode; no full-precision copy of int8 weights is made."""
-    if shape not in SHAPES:
-        raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    if weights not in ("int8", "bfloat16", "float32"):
-        raise ValueError(f"unknown weights {weights!r}; known: int8, bfloat16, float32")
-    sizes: dict[str, Any] = dict(zip(FIELDS, SHAPES[shape], strict=True))
-    if layers is not None:
-        sizes["num_hidden_layers"] = layers
-    config = LlamaConfig(**sizes, head_dim=HEAD.get(shape, 128), max_position_embeddings=length + 1024)
+    """Return a Llama of that shape with random weights, in eval mode; None layers: as many as the shape has.
+
+    Raises ValueError if the shape or the format of the weights is unknown.
+    """
+    sizes = check_model(shape, weights)
+    config = LlamaConfig(
+        hidden_size=sizes.hidden, intermediate_size=sizes.intermediate, num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads, num_hidden_layers=layers or sizes.layers, vocab_size=sizes.vocabulary,
+        head_dim=sizes.head_dim, max_position_embeddings=positions,
+    )  # fmt: skip
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
-    draw = torch.Generator(place).manual_seed(0)
+    draw = torch.Generator(device).manual_seed(0)
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):
             if isinstance(part, torch.nn.Linear) and weights == "int8":
-                setattr(parent, name, random_linear(part, draw, dtype))
+                setattr(parent, name, Linear8.random(part.in_features, part.out_features, draw, dtype))
     for parent in model.modules():
-        for name, p in list(parent.named_parameters(recurse=False)):
-            if p.is_meta:
-                filled_ = torch.ones(p.shape, dtype=dtype, device=place)
-                if p.ndim > 1:
-                    filled_.normal_(0, 0.02, generator=draw)
-                setattr(parent, name, torch.nn.Parameter(filled_, requires_grad=False))
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(place)
+        for name, empty in list(parent.named_parameters(recurse=False)):
+            if empty.is_meta:
+                random = torch.ones(empty.shape, dtype=dtype, device=device)
+                if empty.ndim > 1:
+                    random.normal_(0, 0.02, generator=draw)
+                setattr(parent, name, torch.nn.Parameter(random, requires_grad=False))
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     result: LlamaForCausalLM = model.eval()
     return result
 
 
-def heads(model: LlamaForCausalLM) -> Shape:
+def cache_shape(model: LlamaForCausalLM) -> Shape:
+    """Return the shape of one layer's cache, for one sequence."""
     config: Any = model.config
     H = config.num_key_value_heads
     return Shape(1, H, config.num_attention_heads // H, config.head_dim)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights one token reads: all but the embedding table, of which it reads a row."""
+    """Return the bytes of weights that one token reads: all but the embedding table, of which it reads a row."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return sum(t.nbytes for name, t in tensors if "embed_tokens" not in name)
 
 
-class Clock:
-    """Wraps every layer's attention call, ours or the library's, and adds up its seconds."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = fn(*args, **kwargs)
-            self.seconds += time.perf_counter() - start
-            return result
-
-        return timed
-
-
-def prefilled(model: LlamaForCausalLM, method: Method | None, length: int) -> Any:
-    """A cache of `length` random tokens: ours, or for None the library's own."""
-    shape, dtype = heads(model), model.dtype
-    cache: Any = Cache(model, method) if method else DynamicCache(config=model.config)
+def random_cache(model: LlamaForCausalLM, method: Method | None, tokens: int, more: int) -> Any:
+    """Return a cache of random tokens with room for `more`: the method's, or for None that of transformers."""
+    shape, dtype = cache_shape(model), model.dtype
+    cache: Any = DynamicCache(config=model.config) if method is None else Cache(model, method)
     for i, layer in enumerate(cache.layers):
-        base = random_full(shape, dtype, length, i, model.device)
-        if isinstance(layer, Layer):
-            assert method is not None
-            layer.store, layer.seen, layer.is_initialized = filled(method, base, length), length, True
+        base = random_store(shape, dtype, tokens, more, i, model.device)
+        if method is None:
+            cache.update(*keys_values(base), i)
         else:
-            (chunk,) = base.chunks
-            cache.update(chunk.k[:, :, :length], chunk.v[:, :, :length], i)
+            assert isinstance(layer, Layer)
+            layer.store, layer.seen, layer.is_initialized = filled_store(method, base, more), tokens, True
     return cache
 
 
-def step(model: LlamaForCausalLM, cache: Any) -> None:
+class Decoder(NamedTuple):
+    """One way to decode: by a method, or for None as transformers does, after so many tokens."""
+
+    method: Method | None
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """The method's spec, or `transformers`."""
+        return "transformers" if self.method is None else repr(self.method)
+
+    def bound(self, model: LlamaForCausalLM) -> int:
+        """Return an upper bound of the bytes that its cache takes in all layers."""
+        size = (self.method or Dense()).bound(self.tokens, cache_shape(model), model.dtype)
+        return size * len(model.model.layers)
+
+
+def next_token(model: LlamaForCausalLM, cache: Any) -> None:
+    """Take one decode step, as generate() does for each token."""
     ids, places = torch.tensor([[[5]], [[cache.get_seq_length()]]], device=model.device)
     with torch.inference_mode():
         model(input_ids=ids, past_key_values=cache, position_ids=places, use_cache=True)
 
 
+class AttentionClock:
+    """Takes decode steps, and notes for each of them the seconds in every layer's cache update and attention."""
+
+    def __init__(self, model: LlamaForCausalLM, cache: Any) -> None:
+        self.model, self.cache, self.seconds, self.inside = model, cache, list[float](), 0.0
+        cache.update = self._timed(cache.update)
+
+    def next_token(self) -> None:
+        """Take one decode step with whatever attention function the model has now."""
+        self.inside, name = 0.0, self.model.config._attn_implementation
+        function = ALL_ATTENTION_FUNCTIONS[name]
+        AttentionInterface.register(name, self._timed(function))
+        try:
+            next_token(self.model, self.cache)
+        finally:
+            AttentionInterface.register(name, function)
+        self.seconds.append(self.inside)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.inside += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+class Measured(NamedTuple):
+    """Seconds of a decoder's steps, one entry for each round; attention: of those in attention, where it was timed."""
+
+    steps: list[float]
+    attention: list[float]
+
+
+def time_together(
+    machine: Machine, model: LlamaForCausalLM, decoders: Sequence[Decoder], rounds: int, tick: Call, compile: bool
+) -> tuple[dict[Decoder, Measured], float]:
+    """Take the steps of these decoders in turn; the number is the bandwidth in bytes per second meanwhile.
+
+    Raises ValueError if the caches do not fit in memory.
+    """
+    need, free = sum(decoder.bound(model) for decoder in decoders), machine.free_bytes()
+    if need > free:
+        last = f"{decoders[0].name} after {decoders[0].tokens} tokens"
+        raise ValueError(f"{last}: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
+    named = {f"{decoder.name} after {decoder.tokens}": decoder for decoder in decoders}
+    clocks, calls = dict[str, AttentionClock](), dict[str, Call]()
+    for name, decoder in named.items():
+        cache = random_cache(model, decoder.method, decoder.tokens, WARM_UP + rounds)
+        if _by_difference(machine, compile):
+            calls[name] = partial(next_token, model, cache)
+        else:
+            clocks[name] = AttentionClock(model, cache)
+            calls[name] = clocks[name].next_token
+    moves = machine.bandwidth_calls()
+
+    def before(name: str) -> None:
+        if name in named:
+            method = named[name].method
+            if method is None:
+                detach(model)
+            else:
+                attach(model, method, compile=compile and COMPILE)
+        machine.between_calls()
+
+    calls |= {name: move for name, (move, _) in moves.items()}
+    seconds = take_turns(calls, rounds, machine.wall_seconds, before, WARM_UP, tick).seconds
+    detach(model)
+    measured = {
+        decoder: Measured(seconds[name], clocks[name].seconds[WARM_UP:] if name in clocks else [])
+        for name, decoder in named.items()
+    }
+    return measured, peak_bandwidth(moves, seconds)
+
+
+def _by_difference(machine: Machine, compile: bool) -> bool:
+    """Whether the time in attention is what a step takes longer than one after a few tokens."""
+    return compile or machine.device.type != "cpu"
+
+
 def token(
+    machine: Machine,
     shape: str,
     layers: int | None,
     weights: str,
     lengths: Sequence[int],
     methods: Sequence[str],
     rounds: int = 9,
-    tick: Callable[[], None] = lambda: None,
+    tick: Call = nothing,
+    compile: bool = False,
 ) -> dict[str, Any]:
-    """The rows of the JSON contract; `transformers` is the library's own cache and attention."""
-    model = build(shape, layers, weights, max(lengths))
-    count = len(model.model.layers)
-    seconds: dict[tuple[str, int], float] = {}
+    """Return the rows of the JSON contract; `transformers` is the library's own cache and attention, not compiled.
+
+    interleaved: all rows of this length were measured in turn, call by call. speedup_dense: over our dense attention,
+    measured; speedup_allowed: what the bytes of weights and caches allow.
+    Raises ValueError if the shape or the weights are unknown, or if a method's caches do not fit in memory.
+    """
+    if weights == "int8" and machine.device.type == "cuda":
+        raise ValueError("--weights int8: there is no GPU kernel for them; give bfloat16 or float32")
+    model = random_llama(shape, layers, weights, max(lengths) + 1024, machine.device)
+    specs = [None, *dict.fromkeys([Dense(), *map(parse, methods)])]
     rows, peaks = [], []
-    read = weight_bytes(model)
-    flush = torch.ones(FLUSH // 4)
     for n in lengths:
-        for spec in ["transformers", *methods]:
-            method = None if spec == "transformers" else parse(spec)
-            cache, clock = prefilled(model, method, n), Clock()
-            if method is None:
-                detach(model)
-            attend = _timed(model, cache, clock)
-            total, inside, peak = [], [], []
-            for i in range(rounds + 1):
-                for call in peak_calls(flush).values():
-                    start = time.perf_counter()
-                    call()
-                    peak.append(flush.nbytes / (time.perf_counter() - start))
-                clock.seconds, start = 0.0, time.perf_counter()
-                step(model, cache)
-                if i:
-                    total.append(time.perf_counter() - start)
-                    inside.append(clock.seconds)
-                tick()
-            attend()
-            best = statistics.quantiles(peak, n=10)[-1]
-            peaks.append(best)
-            moved = (method or Dense()).traffic(n + rounds // 2, heads(model), model.dtype).bytes * count
-            ms, ms_attention = (statistics.median(x) * 1e3 for x in (total, inside))
-            name = repr(method) if method else "transformers"
-            seconds[name, n] = ms
-            rows.append(
-                {
-                    "method": name,
-                    "shape": shape,
-                    "layers": count,
-                    "weights": weights,
-                    "length": n,
-                    "ms": ms,
-                    "ms_min": min(total) * 1e3,
-                    "ms_max": max(total) * 1e3,
-                    "ms_attention": ms_attention,
-                    "ms_weights": ms - ms_attention,
-                    "floor_ms": (moved + read) / best * 1e3,
-                    "cache_bytes": moved,
-                    "weight_bytes": read,
-                    "speedup_transformers": seconds["transformers", n] / ms,
-                }
-            )
-            del cache
+        decoders = [Decoder(spec, n) for spec in specs]
+        if _by_difference(machine, compile):
+            decoders += [Decoder(spec, FEW) for spec in specs]
+        together = not compile and sum(d.bound(model) for d in decoders) < 0.85 * machine.free_bytes()
+        measured: dict[Decoder, Measured] = {}
+        peak = 0.0
+        for group in [decoders] if together else [[decoder] for decoder in decoders]:
+            found, bandwidth = time_together(machine, model, group, rounds, tick, compile)
+            measured, peak = {**measured, **found}, max(peak, bandwidth)
             gc.collect()
-    return {"machine": machine(), "peak_gb_per_s": max(peaks) / 1e9, "rows": rows}
+        peaks.append(peak)
+        setting = {"shape": shape, "weights": weights, "length": n, "interleaved": together}
+        for row in _rows(model, specs, n, rounds, measured, peak):
+            rows.append({**row, **setting, "compiled": compile and row["method"] != "transformers"})
+    return {"machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows}
 
 
-def _timed(model: LlamaForCausalLM, cache: Any, clock: Clock) -> Callable[[], None]:
-    """Time cache update and attention of every layer; returns what undoes it."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name = model.config._attn_implementation
-    plain = ALL_ATTENTION_FUNCTIONS[name]
-    AttentionInterface.register(name, clock.wrap(plain))
-    cache.update = clock.wrap(cache.update)
-    return lambda: AttentionInterface.register(name, plain)
-
-
-def memory(shape: Shape, lengths: Sequence[int], methods: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-    """Per method and length, each in a process of its own: bytes held, allocated, and the growth of peak memory."""
+def _rows(
+    model: LlamaForCausalLM,
+    specs: Sequence[Method | None],
+    n: int,
+    rounds: int,
+    measured: dict[Decoder, Measured],
+    peak: float,
+) -> list[dict[str, Any]]:
+    """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
+    layers, weights, shape = len(model.model.layers), weight_bytes(model), cache_shape(model)
+    timings = Timings({Decoder(spec, n).name: measured[Decoder(spec, n)].steps for spec in specs})
     rows = []
-    name = str(dtype).removeprefix("torch.")
-    for method in methods:
-        for n in lengths:
-            code = f"from skimkv.bench_token import _held; _held({method!r}, {tuple(shape)!r}, {n}, {name!r})"
-            out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-            held, allocated, peak = map(int, out.split())
-            sizes = {"nbytes": held, "allocated": allocated, "peak_rss_growth": peak}
-            rows.append({"method": repr(parse(method)), "length": n, **sizes})
-    return {"machine": machine(), "rows": rows}
-
-
-def _held(spec: str, sizes: tuple[int, int, int, int], n: int, dtype_name: str) -> None:
-    """Grow a store to n tokens as a model does: a prompt of half, then token by token for 256, then blocks."""
-    method, shape, dtype = parse(spec), Shape(*sizes), getattr(torch, dtype_name)
-    B, H, G, D = shape
-    draw: Callable[..., Tensor] = lambda *s: torch.randn(*s).to(dtype)  # noqa: E731
-    warm = method.store(shape, dtype)
-    method.prefill(warm, draw(B, H, G, 300, D), draw(B, H, 300, D), draw(B, H, 300, D), scale=D**-0.5)
-    method.decode(warm, draw(B, H, G, D), draw(B, H, D), draw(B, H, D), scale=D**-0.5)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = method.store(shape, dtype)
-    for start in range(0, n, 256):
-        m = min(256, n - start)
-        method.prefill(store, draw(B, H, G, m, D), draw(B, H, m, D), draw(B, H, m, D), scale=D**-0.5)
-    method.decode(store, draw(B, H, G, D), draw(B, H, D), draw(B, H, D), scale=D**-0.5)
-    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    print(store.nbytes, store.allocated, growth)
+    for spec in specs:
+        name, attention = Decoder(spec, n).name, measured[Decoder(spec, n)].attention
+        moved, dense = (
+            layers * (method or Dense()).traffic(n + WARM_UP + rounds // 2, shape, model.dtype).bytes
+            for method in (spec, None)
+        )
+        ms, (ms_min, ms_max) = timings.ms(name), timings.ms_range(name)
+        if attention:
+            ms_attention = statistics.median(attention) * 1e3
+        else:
+            ms_attention = ms - statistics.median(measured[Decoder(spec, FEW)].steps) * 1e3
+        rows.append({
+            "method": name, "layers": layers, "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
+            "ms_attention": ms_attention, "ms_weights": ms - ms_attention,
+            "floor_ms": (moved + weights) / peak * 1e3,
+            "cache_bytes": moved, "bytes_read": moved, "weight_bytes": weights,
+            "speedup_dense": timings.ratio("Dense()", name),
+            "speedup_allowed": (dense + weights) / (moved + weights),
+            "speedup_transformers": timings.ratio("transformers", name),
+        })  # fmt: skip
+    return rows

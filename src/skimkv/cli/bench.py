@@ -1,256 +1,324 @@
-"""`skimkv bench attention | token | memory`: a card for people, one JSON line with --json, a figure with --plot."""
+"""`skimkv bench attention | token | memory`: a table for people, one JSON object with --json, a figure with --plot."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-app = typer.Typer(help="Speed and memory, against what the machine's memory allows.", no_args_is_help=True)
+from . import output
+from .help import App
+from .options import MODEL_OPTIONS, Device, Json, Methods, Plot, check_dtype, resolve_device, torch_dtype
 
-SPARQ = "SparQ(r=32, k=128)"
-METHODS = ["Dense()", SPARQ, SPARQ[:-1] + ", channels='int8')", SPARQ[:-1] + ", channels='int4')"]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="A method's spec; several times.")]
-Lengths = Annotated[list[int] | None, typer.Option("--length", help="Cached tokens; several times.")]
-Threads = Annotated[int, typer.Option(help="Threads; 0: as PyTorch is set.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Plot = Annotated[Path | None, typer.Option(help="Save a figure here.")]
+if TYPE_CHECKING:
+    from ..bench.machine import Machine
 
+app = App(
+    help="""Measure speed and memory beside what the machine's memory allows.
 
-def _positive(name: str, *values: int) -> None:
-    for value in values:
-        if value < 1:
-            raise ValueError(f"{name} = {value} must be at least 1")
+    Keys, values and weights are random: no model is needed.
 
+        skimkv bench attention --length 16384
+    """,
+    no_args_is_help=True,
+)
 
-def _figure(plot: Path | None) -> None:
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
+SPARQ = "SparQ(r=32, k=128"
+METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')"]
+MEMORY_METHODS = [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
+LENGTHS = [4096, 16384]
 
+# Key of a row -> (heading of its column, format)
+COLUMNS = {
+    "method": ("method", ""),
+    "batch": ("batch", ""),
+    "length": ("cached\ntokens", ","),
+    "ms": ("ms", ".3f"),
+    "ms_min": ("least\nms", ".3f"),
+    "ms_max": ("most\nms", ".3f"),
+    "ms_attention": ("ms in\nattention", ".3f"),
+    "ms_weights": ("ms in\nthe rest", ".3f"),
+    "floor_ms": ("ms at\nbandwidth", ".3f"),
+    "bytes_predicted": ("bytes\nread", ","),
+    "bytes_read": ("cache bytes\nread", ","),
+    "weight_bytes": ("weight bytes\nread", ","),
+    "gb_per_s": ("GB/s", ".1f"),
+    "share_of_peak": ("of band-\nwidth", ".0%"),
+    "speedup_dense": ("speed-up\nto dense", ".2f"),
+    "speedup_torch": ("to torch's\nbest", ".2f"),
+    "speedup_transformers": ("to trans-\nformers", ".2f"),
+    "speedup_theory": ("to dense\nby bytes", ".2f"),
+    "speedup_allowed": ("to dense\nby bytes", ".2f"),
+    "nbytes": ("bytes\nheld", ","),
+    "allocated": ("bytes\nallocated", ","),
+    "peak_rss_growth": ("growth of the\nprocess's peak", ","),
+}
 
-def _dtype(name: str) -> Any:
-    import torch
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(known)}")
-    return known[name]
-
-
-def _threads(threads: int) -> None:
-    import torch
-
-    if threads < 0:
-        raise ValueError(f"threads = {threads} must be at least 0")
-    if threads:
-        torch.set_num_threads(threads)
-
-
-def _cuda(device: str) -> Any:
-    """The GPU to measure, or None for cpu. Raises ValueError if there is none."""
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device}: it must be cpu or cuda")
-    if device == "cpu":
-        return None
-    from ..bench.cuda import Cuda
-
-    return Cuda()
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[], None]]:
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn(what),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda: bar.advance(task)
-
-
-def _card(result: dict[str, Any], columns: dict[str, str], title: str) -> None:
-    """One table; columns: key of a row -> format."""
-    does = "copies" if result.get("peak") == "copy" else "reads"
-    peak = f"{does} {result.get('peak_gb_per_s', 0):.1f} GB/s at best"
-    table = Table(title=title, caption=f"{result['machine']}; {peak}")
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name == "method" else "right", overflow="fold")
-    for row in result["rows"]:
-        table.add_row(*(format(row[name], form) for name, form in columns.items()))
-    from .show import wide
-
-    wide(150).print(table)
-
-
-def _faster_from(rows: list[dict[str, Any]]) -> dict[str, int | None]:
-    """The shortest measured length from which on a method was always faster than our dense attention, or None."""
-    found: dict[str, int | None] = {}
-    ours = [row["method"] for row in rows if row["backend"] != "torch" and row["method"] != "Dense()"]
-    for name in dict.fromkeys(ours):
-        line = [(row["length"], row["speedup_dense"] > 1) for row in rows if row["method"] == name]
-        slow = max((n for n, faster in line if not faster), default=0)
-        found[name] = min((n for n, _ in line if n > slow), default=None)
-    return found
-
-
-def _faster(result: dict[str, Any], name: str) -> str:
-    if name not in result.get("faster_from", ()):
-        return ""
-    n = result["faster_from"][name]
-    return f"; faster in all that was measured from {n} on" if n else "; at the longest length measured not faster"
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--length",
+        min=1,
+        metavar="TOKENS",
+        show_default=" and ".join(map(str, LENGTHS)),
+        help="Number of tokens in the cache. May be given several times.",
+    ),
+]
+CacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        callback=check_dtype,
+        rich_help_panel=MODEL_OPTIONS,
+        help="Number format of queries, keys and values: float32, bfloat16 or float16.",
+    ),
+]
+HeadDim = Annotated[
+    int, typer.Option("--head-dim", min=1, rich_help_panel=MODEL_OPTIONS, help="Number of channels of a head.")
+]
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=1, help="Times that everything is measured; the median of them is shown.")
+]
+Threads = Annotated[
+    int,
+    typer.Option(
+        "--threads",
+        min=0,
+        show_default="as PyTorch is set",
+        help="Number of CPU threads; 0 leaves PyTorch's number as it is.",
+    ),
+]
 
 
 @app.command()
 def attention(
     method: Methods = None,
     length: Lengths = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="KV heads; 0: as many as query heads.")] = 0,
-    head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Rounds over all candidates.")] = 15,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Measure a grid instead of --method and --length: paper is SparQ's GPU grid, with --device cuda.",
+        ),
+    ] = None,
+    rounds: Rounds = 15,
     threads: Threads = 0,
+    batch: Annotated[
+        int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of sequences that are decoded together.")
+    ] = 1,
+    heads: Annotated[int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of query heads.")] = 32,
+    kv_heads: Annotated[
+        int,
+        typer.Option(
+            min=0, rich_help_panel=MODEL_OPTIONS, show_default="as many as query heads", help="Number of KV heads."
+        ),
+    ] = 0,
+    head_dim: HeadDim = 128,
+    dtype: CacheDtype = "bfloat16",
     device: Device = "cpu",
-    sweep: Annotated[str | None, typer.Option(help="paper: SparQ on the grid of its GPU tables, with cuda.")] = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """One decode step of attention: every method, beside PyTorch's dense paths and the measured bandwidth."""
+    """Time one decode step of one attention layer, for every method and for PyTorch's dense attention.
+
+    All candidates take turns, round after round, and nothing is in the processor's caches before a step. Beside the
+    times stand the bytes that a step reads and the memory bandwidth that was measured meanwhile.
+
+    Example:
+
+        skimkv bench attention --length 16384 --method 'SparQ(r=32, k=128)' --plot speed.png
+    """
+    if sweep not in (None, "paper") or (sweep and (not device.startswith("cuda") or method or length)):
+        raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
+    methods, kv_heads = _methods(method or METHODS), kv_heads or heads
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    machine = _machine(device, threads)
     from ..bench import attention as bench
-    from ..bench import attention_gpu as bench_gpu
+    from ..bench import figures
     from ..stores.base import Shape
 
-    if sweep not in (None, "paper") or (sweep and (device != "cuda" or method or length)):
-        raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
-    _figure(plot)
-    machine = _cuda(device)
-
-    kv, lengths, methods = kv_heads or heads, length or [4096, 16384], method or METHODS
-    _positive("batch, heads, kv-heads, head-dim, rounds and length", batch, heads, kv, head_dim, rounds, *lengths)
-    if heads % kv:
-        raise ValueError(f"heads = {heads} must be a multiple of kv-heads = {kv}")
-    _threads(threads)
-    shape = Shape(batch, kv, heads // kv, head_dim)
-    with _progress("timing") as tick:
+    shape, numbers = Shape(batch, kv_heads, heads // kv_heads, head_dim), torch_dtype(dtype)
+    with _progress() as tick:
         if sweep:
-            result = bench_gpu.sweep(shape, _dtype(dtype), rounds, tick, machine)
-        elif machine:
-            result = bench_gpu.attention(shape, lengths, methods, _dtype(dtype), rounds, tick, machine)
+            result = bench.sweep(machine, shape, numbers, rounds, tick)
         else:
-            result = bench.attention(shape, lengths, methods, _dtype(dtype), rounds, tick)
+            result = bench.attention(machine, shape, length or LENGTHS, methods, numbers, rounds, tick)
     if not result["rows"]:
-        raise ValueError(f"nothing fits in the GPU's memory: {'; '.join(result['skipped'])}")
+        raise ValueError(f"nothing fits in memory: {'; '.join(result['skipped'])}")
     if not sweep:
-        result["faster_from"] = _faster_from(result["rows"])
+        result["faster_from"] = bench.faster_from(result["rows"])
     if plot is not None:
-        from ..bench.figures_gpu import sweep as swept
-        from ..bench.figures_sweeps import speedup
-
-        (swept if sweep else speedup)(result["rows"], plot)
+        (figures.sweep if sweep else figures.attention)(result["rows"], plot)
     if as_json:
-        print(json.dumps(result))
+        output.print_json(result)
         return
-    shown = {"method": "", "length": "", "ms": ".3f", "ms_min": ".3f", "ms_max": ".3f", "bytes_predicted": ","}
-    shown |= {"gb_per_s": ".1f", "share_of_peak": ".0%"}
-    if sweep:
-        shown = {"batch": "", **shown}
-    shown |= {"speedup_dense": ".2f", "speedup_torch": ".2f", "speedup_theory": ".2f"}
-    _card(result, shown, f"attention, batch {batch}, {heads} heads on {kv}, head size {head_dim}, {dtype}")
-    for line in result.get("skipped", ()):
+    columns = ["method", *(["batch"] if sweep else []), "length", "ms", "ms_min", "ms_max", "bytes_predicted"]
+    columns += ["gb_per_s", "share_of_peak", "speedup_dense", "speedup_torch", "speedup_theory"]
+    title = f"one decode step of a layer: batch {batch}, {heads} heads on {kv_heads}, head size {head_dim}, {dtype}"
+    _print_table(result, columns, title)
+    for line in result["skipped"]:
         print(f"skipped: {line}")
-    for row in result["rows"]:
-        if row["best_of_torch"] and not sweep:
+    if not sweep:
+        for row in (row for row in result["rows"] if row["best_of_torch"]):
             print(f"PyTorch's best at {row['length']} tokens: {row['method'].removeprefix('torch:')}")
     for name, n in result["crossover"].items():
         if name != "Dense()":
-            bytes_ = f"fewer bytes than dense from about {n} tokens on" if n else "never fewer bytes than dense"
-            print(f"{name}: {bytes_}{_faster(result, name)}")
+            reads = f"fewer bytes than dense from about {n} tokens on" if n else "never fewer bytes than dense"
+            print(f"{name}: {reads}{_faster(result, name)}")
 
 
 @app.command()
 def token(
     method: Methods = None,
     length: Lengths = None,
-    shape: Annotated[str, typer.Option(help="Of which model: llama-2-7b, llama-3-8b, …")] = "llama-2-7b",
-    layers: Annotated[int, typer.Option(help="How many of its layers; 0: all.")] = 8,
-    weights: Annotated[str, typer.Option(help="int8, bfloat16 or float32.")] = "int8",
-    rounds: Annotated[int, typer.Option(help="Tokens timed.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of tokens timed; their median is shown.")] = 9,
     threads: Threads = 0,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the model around our attention; with --device cuda only.")
+    ] = False,
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=MODEL_OPTIONS,
+            help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
+        ),
+    ] = "llama-2-7b",
+    layers: Annotated[
+        int, typer.Option(min=0, rich_help_panel=MODEL_OPTIONS, help="Number of its layers; 0 takes all of them.")
+    ] = 8,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=MODEL_OPTIONS,
+            help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
+        ),
+    ] = "int8",
     device: Device = "cpu",
-    compile: Annotated[bool, typer.Option("--compile", help="attach(compile=True), with cuda.")] = False,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """One whole token of a model with random weights and a random cache, and the floor that its bytes set."""
-    from ..bench import token as bench_token
+    """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
 
-    if compile and device != "cuda":
+    The model has random weights and a cache of random tokens. All candidates take turns, token by token. Beside the
+    times stand the bytes that a token reads, and the time that memory needs for them at least.
+
+    Example:
+
+        skimkv bench token --shape smollm-135m --layers 0 --weights bfloat16 --method 'SparQ(r=16, k=128)'
+    """
+    from ..bench.shapes import check_model
+
+    check_model(shape, weights)
+    if compile and not device.startswith("cuda"):
         raise ValueError("--compile: it is measured with --device cuda only")
-    _figure(plot)
-    machine = _cuda(device)
-    lengths, methods = length or [4096, 16384], method or METHODS
-    if plot is not None and "Dense()" not in methods:
-        raise ValueError(f"--plot {plot}: Dense() is not among the methods, there is nothing to compare with")
-    _positive("rounds and length", rounds, *lengths)
-    _threads(threads)
-    with _progress("timing") as tick:
-        if machine:
-            from ..bench.token_gpu import token as whole
+    methods, machine = _methods(method or METHODS), _machine(device, threads)
+    from ..bench import figures
+    from ..bench.token import token as measure
 
-            result = whole(shape, layers or None, weights, lengths, methods, rounds, tick, machine, compile)
-        else:
-            result = bench_token.token(shape, layers or None, weights, lengths, methods, rounds, tick)
+    with _progress() as tick:
+        result = measure(machine, shape, layers or None, weights, length or LENGTHS, methods, rounds, tick, compile)
     if plot is not None:
-        from ..bench.figures_sweeps import token as drawn
-
-        drawn(result["rows"], plot)
+        figures.token(result["rows"], plot)
     if as_json:
-        print(json.dumps(result))
+        output.print_json(result)
         return
-    shown = {"method": "", "length": "", "ms": ".1f", "ms_attention": ".1f", "ms_weights": ".1f", "floor_ms": ".1f"}
-    shown |= {"cache_bytes": ",", "weight_bytes": ",", "speedup_transformers": ".2f"}
-    _card(result, shown, f"token, {shape}, {result['rows'][0]['layers']} layers, {weights} weights")
+    columns = ["method", "length", "ms", "ms_min", "ms_max", "ms_attention", "ms_weights", "floor_ms", "bytes_read"]
+    columns += ["weight_bytes", "speedup_dense", "speedup_allowed", "speedup_transformers"]
+    _print_table(result, columns, f"a whole token: {shape}, {result['rows'][0]['layers']} layers, {weights} weights")
+    if not all(row["interleaved"] for row in result["rows"]):
+        print(
+            "The candidates were measured one after the other: their caches do not fit in memory together, or the "
+            "model is compiled."
+        )
 
 
 @app.command()
 def memory(
     method: Methods = None,
     length: Lengths = None,
-    heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
-    group: Annotated[int, typer.Option(help="Query heads per KV head.")] = 4,
-    head_dim: Annotated[int, typer.Option(help="Head size.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    heads: Annotated[int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of KV heads.")] = 8,
+    group: Annotated[
+        int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of query heads that share a KV head.")
+    ] = 4,
+    head_dim: HeadDim = 64,
+    dtype: CacheDtype = "bfloat16",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """What one layer's cache holds, has allocated, and adds to the process's peak, against its length."""
-    from ..bench import token as bench_token
+    """Measure what the cache of one layer holds, has allocated, and adds to the peak memory of a process.
+
+    Each size is measured in a process of its own, which reads a prompt in blocks and decodes one token.
+
+    Example:
+
+        skimkv bench memory --length 32768 --method 'Dense()' --method 'H2O(k=512)'
+    """
+    from ..bench import figures
+    from ..bench.memory import memory as measure
     from ..stores.base import Shape
 
-    _figure(plot)
-    lengths = length or [4096, 16384]
-    _positive("heads, group, head-dim and length", heads, group, head_dim, *lengths)
-    methods = method or [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
-    result = bench_token.memory(Shape(1, heads, group, head_dim), lengths, methods, _dtype(dtype))
+    methods, shape = _methods(method or MEMORY_METHODS), Shape(1, heads, group, head_dim)
+    with _progress() as tick:
+        result = measure(shape, length or LENGTHS, methods, torch_dtype(dtype), tick)
+    setting = f"{heads} KV heads of {head_dim}, {dtype}"
     if plot is not None:
-        from ..bench.figures_sweeps import memory as drawn
-
-        drawn(result["rows"], plot, f"{heads} KV heads of {head_dim}, {dtype}")
+        figures.memory(result["rows"], plot, setting)
     if as_json:
-        print(json.dumps(result))
+        output.print_json(result)
         return
-    shown = {"method": "", "length": "", "nbytes": ",", "allocated": ",", "peak_rss_growth": ","}
-    _card(result, shown, f"memory of a layer, {heads} KV heads of {head_dim}, {dtype}")
+    columns = ["method", "length", "nbytes", "allocated", "peak_rss_growth"]
+    _print_table(result, columns, f"memory of a layer: {setting}")
+
+
+def _methods(specs: Sequence[str]) -> list[str]:
+    """Return the specs as methods print themselves. Raises ValueError if one is wrong."""
+    from ..methods import parse
+
+    return [repr(parse(spec)) for spec in specs]
+
+
+def _machine(device: str, threads: int) -> Machine:
+    """Set PyTorch's threads, and return the machine to measure. Raises ValueError if it is not there."""
+    import torch
+
+    from ..bench.machine import machine_for
+
+    if threads:
+        torch.set_num_threads(threads)
+    return machine_for(resolve_device(device))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[], None]]:
+    """Show how many rounds were measured; yields what counts one more."""
+    bar = output.progress_bar()
+    bar.disable = not bar.console.is_terminal
+    with bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda: bar.advance(task)
+
+
+def _print_table(result: Mapping[str, Any], columns: Sequence[str], title: str) -> None:
+    """Print these columns of the rows, and below them the machine, with its bandwidth if that was measured."""
+    table = output.table(title, *(COLUMNS[name][0] for name in columns))
+    table.columns[0].no_wrap = True
+    for row in result["rows"]:
+        table.add_row(*(format(row[name], COLUMNS[name][1]) for name in columns))
+    table.caption = result["machine"]
+    if "peak" in result:
+        does = "copies" if result["peak"] == "copy" else "reads"
+        table.caption += f"; {does} {result['peak_gb_per_s']:.1f} GB/s at best"
+    output.console(150).print(table)
+
+
+def _faster(result: Mapping[str, Any], name: str) -> str:
+    if name not in result.get("faster_from", ()):
+        return ""
+    n = result["faster_from"][name]
+    return f"; faster at every length measured from {n} on" if n else "; not faster at the longest length measured"

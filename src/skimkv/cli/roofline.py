@@ -2,154 +2,250 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from . import output
 from .bench import METHODS
+from .options import MODEL_OPTIONS, Json, Methods, Plot, check_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..bench.shapes import Hardware, ModelReads
+    from ..methods.base import Method
+
+LENGTHS = [4096, 16384, 65536]
+HARDWARE = ["a100", "h100", "a10"]
 
 
 def roofline(
-    model: Annotated[str, typer.Option(help="llama-2-7b, …, builtin, or a folder with a config.json.")] = "llama-2-7b",
-    sizes: Annotated[
-        str | None, typer.Option(help="Instead: hidden,intermediate,heads,kv_heads,layers,vocabulary[,head_dim].")
-    ] = None,
+    method: Methods = None,
     hardware: Annotated[
-        list[str] | None, typer.Option(help="a100, a100-80, h100, h100-pcie, h200, a10, ipu, here; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=", ".join(HARDWARE),
+            help="A machine: a100, a100-80, h100, h100-pcie, h200, a10, ipu; or here, which measures this processor "
+            "in a second. May be given several times.",
+        ),
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="'SparQ(r=32, k=128)'; may be repeated.")] = None,
-    length: Annotated[list[int] | None, typer.Option(min=1, help="Cached tokens; may be repeated.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
-    weights: Annotated[str, typer.Option(help="int8, bfloat16, float16 or float32.")] = "bfloat16",
-    cache: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    plot: Annotated[Path | None, typer.Option(help="Save a figure here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")] = False,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            show_default=", ".join(map(str, LENGTHS)),
+            help="Number of tokens in the cache. May be given several times.",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences that are decoded together.")] = 1,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            rich_help_panel=MODEL_OPTIONS,
+            help="The model: a name such as llama-3-8b, builtin, or a folder with a config.json.",
+        ),
+    ] = "llama-2-7b",
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            rich_help_panel=MODEL_OPTIONS,
+            help="Sizes instead of --model: hidden,intermediate,heads,kv_heads,layers,vocabulary[,head_dim].",
+        ),
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=MODEL_OPTIONS,
+            help="Number format of the weights: int8, bfloat16, float16 or float32.",
+        ),
+    ] = "bfloat16",
+    cache: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            callback=check_dtype,
+            rich_help_panel=MODEL_OPTIONS,
+            help="Number format of keys and values: bfloat16, float16 or float32.",
+        ),
+    ] = "bfloat16",
+    plot: Plot = None,
+    as_json: Json = False,
 ) -> None:
-    """Arithmetic intensity, the share of a step that attention takes, and the speed-up a method can reach there."""
-    from ..bench import roofline as roof
+    """Compute how fast a decode step can be at best, and what a method can gain of it.
+
+    A step reads the weights and what the method reads of the cache, and multiplies them; the slower of memory and
+    arithmetic gives its time. Nothing runs: the bytes are exact, and a machine's peaks come from its data sheet.
+
+    Example:
+
+        skimkv roofline --model llama-3-8b --hardware h100 --length 16384 --weights int8
+    """
+    names, places = list(dict.fromkeys(hardware or HARDWARE)), list[Any]()
+    _check(names, weights)
+    reads = _model(model, sizes)
+    from ..bench import roofline as bench
+    from ..bench.shapes import HARDWARE as KNOWN
     from ..methods import Dense, parse
     from ..stores.base import Shape
-    from .bench import _dtype
+    from .options import torch_dtype
 
-    dtype = _dtype(cache)
-    if weights not in roof.WEIGHTS:
-        raise ValueError(f"--weights {weights!r} is unknown; known: {', '.join(roof.WEIGHTS)}")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot {plot}: there is no folder {plot.parent}")
-    names = list(dict.fromkeys(hardware or ["a100", "h100", "a10"]))
-    for name in names:
-        if name != "here" and name not in roof.HARDWARE:
-            raise ValueError(f"--hardware {name!r} is unknown; known: {', '.join(roof.HARDWARE)}, here")
-    shape = _model(model, sizes)
-    methods = [parse(spec) for spec in method or METHODS]
-    methods = list(dict.fromkeys([Dense(), *methods]))
-    for each in methods:
+    dtype, setting = torch_dtype(cache), f"{reads.name}, batch {batch}, weights {weights}, cache {cache}"
+    methods = list(dict.fromkeys([Dense(), *map(parse, method or METHODS)]))
+    for spec in methods:
         try:
-            each.store(Shape(1, shape.H, shape.G, shape.D), dtype)
+            spec.store(Shape(1, reads.H, reads.G, reads.D), dtype)
         except ValueError as error:
-            raise ValueError(f"{each} does not fit {shape.name}: {error}") from None
-    places = [roof.here() if name == "here" else roof.HARDWARE[name] for name in names]
-    lengths = sorted(dict.fromkeys(length or [4096, 16384, 65536]))
-    rows = []
-    for place in places:
-        for n in lengths:
-            steps = [roof.step(place, shape, each, n, batch, weights, dtype) for each in methods]
-            for one in steps:
-                rows.append({
-                    "hardware": place.name, "method": one.method, "length": n, "ms": one.seconds * 1e3,
-                    "ms_attention": one.attention * 1e3, "share_attention": one.share,
-                    "speedup": steps[0].seconds / one.seconds, "speedup_attention": steps[0].attention / one.attention,
-                    "intensity": one.intensity, "bound": "memory" if one.memory_bound else "compute",
-                    "held_bytes": one.held, "fits": None if place.memory is None else one.held <= place.memory,
-                })  # fmt: skip
+            raise ValueError(f"{spec} does not fit {reads.name}: {error}") from None
+    places = [bench.measure_cpu() if name == "here" else KNOWN[name] for name in names]
+    rows = [
+        row
+        for place in places
+        for n in sorted(dict.fromkeys(length or LENGTHS))
+        for row in _rows(place, reads, methods, n, batch, weights, dtype)
+    ]
     facts = [
         {
-            "name": place.name, "bytes_per_s": place.bandwidth, "memory_bytes": place.memory, "source": place.source,
+            "name": place.name,
+            "bytes_per_s": place.bandwidth,
+            "memory_bytes": place.memory,
+            "source": place.source,
             "multiply_adds_per_s": place.peak.get(dtype.itemsize, place.peak[2]),
-            "half_at": roof.crossing(place, shape, batch, weights, dtype),
+            "half_at": bench.crossing(place, reads, batch, weights, dtype),
         }
         for place in places
-    ]  # fmt: skip
-    setting = f"{shape.name}, batch {batch}, weights {weights}, cache {cache}"
+    ]
     if plot is not None:
-        from ..bench import figures_roofline as plots_roofline
+        from ..bench import figures
 
-        plots_roofline.roofline(facts, _curves(places[0], shape, methods, batch, weights, dtype), rows, setting, plot)
-    answer = {"model": shape._asdict(), "batch": batch, "weights": weights, "cache": cache, "hardware": facts}
+        figures.roofline(facts, _curves(places[0], reads, methods, batch, weights, dtype), rows, setting, plot)
     if as_json:
-        print(json.dumps({**answer, "rows": rows, "figure": None if plot is None else str(plot)}))
+        output.print_json(
+            {
+                "model": reads._asdict(),
+                "batch": batch,
+                "weights": weights,
+                "cache": cache,
+                "hardware": facts,
+                "rows": rows,
+                "figure": None if plot is None else str(plot),
+            }
+        )
         return
-    _show(rows, facts, setting, shape)
+    _print_tables(rows, facts, setting, reads)
     if plot is not None:
         print(f"Figure: {plot}")
 
 
-def _model(name: str, sizes: str | None) -> Any:
-    from ..bench import roofline as roof
-    from ..bench.token import HEAD, SHAPES
-    from ..hf.load import BUILTIN
+def _check(hardware: Sequence[str], weights: str) -> None:
+    """Raises ValueError if a machine or the format of the weights is unknown."""
+    from ..bench.shapes import HARDWARE as KNOWN
+    from ..bench.shapes import WEIGHT_BYTES
+
+    if weights not in WEIGHT_BYTES:
+        raise ValueError(f"--weights {weights!r} is unknown; known: {', '.join(WEIGHT_BYTES)}")
+    for name in hardware:
+        if name != "here" and name not in KNOWN:
+            raise ValueError(f"--hardware {name!r} is unknown; known: {', '.join(KNOWN)}, here")
+
+
+def _model(name: str, sizes: str | None) -> ModelReads:
+    """What a step of the model reads. Raises ValueError if there is no such model, or if the sizes fit none."""
+    from ..bench.shapes import FIELDS, MODELS, reads_of_folder, reads_of_sizes
 
     if sizes is not None:
         try:
-            return roof.llama(f"sizes {sizes}", [int(x) for x in sizes.split(",")])
+            return reads_of_sizes(f"sizes {sizes}", [int(x) for x in sizes.split(",")])
         except ValueError as error:
             if "invalid literal" in str(error):
-                raise ValueError(f"--sizes {sizes!r} must be numbers, {roof.FIELDS}[,head_dim]") from None
+                raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]") from None
             raise ValueError(f"--{error}") from None
-    shapes = {**SHAPES, **roof.LARGER}
-    if name in shapes:
-        return roof.llama(name, shapes[name], HEAD.get(name, 128))
+    if name in MODELS:
+        return reads_of_sizes(name, MODELS[name])
     if name == "builtin":
-        return roof.of_folder(BUILTIN)._replace(name=name)
+        from ..hf.load import BUILTIN
+
+        return reads_of_folder(BUILTIN)._replace(name=name)
     if Path(name).is_dir():
-        return roof.of_folder(Path(name))
-    raise ValueError(f"--model {name!r} is unknown: builtin, a folder with a config.json, or {', '.join(shapes)}")
+        return reads_of_folder(Path(name))
+    raise ValueError(f"--model {name!r} is unknown: give builtin, a folder with a config.json, or {', '.join(MODELS)}")
 
 
-def _curves(place: Any, shape: Any, methods: Sequence[Any], batch: int, weights: str, dtype: Any) -> list[Any]:
-    """(method, lengths, shares of time in attention, speed-ups) from 2^8 to 2^18 tokens, for the figure."""
-    from ..bench import roofline as roof
+def _rows(
+    place: Hardware, model: ModelReads, methods: Sequence[Method], n: int, batch: int, weights: str, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """The rows of one machine at one length; the first method is dense."""
+    from ..bench.roofline import decode_step
 
+    steps = [decode_step(place, model, method, n, batch, weights, dtype) for method in methods]
+    return [
+        {
+            "hardware": place.name,
+            "method": step.method,
+            "length": n,
+            "ms": step.seconds * 1e3,
+            "ms_attention": step.attention * 1e3,
+            "share_attention": step.share,
+            "speedup": steps[0].seconds / step.seconds,
+            "speedup_attention": steps[0].attention / step.attention,
+            "intensity": step.intensity,
+            "bound": "memory" if step.memory_bound else "compute",
+            "held_bytes": step.held_bytes,
+            "fits": None if place.memory is None else step.held_bytes <= place.memory,
+        }
+        for step in steps
+    ]
+
+
+def _curves(
+    place: Hardware, model: ModelReads, methods: Sequence[Method], batch: int, weights: str, dtype: torch.dtype
+) -> list[tuple[str, list[int], list[float], list[float]]]:
+    """For the figure: (method, lengths from 2^8 to 2^18 tokens, shares of the time in attention, speed-ups)."""
     lengths = [round(2 ** (i / 4)) for i in range(32, 73)]
-    whole = [roof.step(place, shape, methods[0], n, batch, weights, dtype) for n in lengths]
-    found = []
-    for method in methods:
-        steps = [roof.step(place, shape, method, n, batch, weights, dtype) for n in lengths]
-        gains = [a.seconds / b.seconds for a, b in zip(whole, steps, strict=True)]
-        found.append((repr(method), lengths, [s.share for s in steps], gains))
-    return found
+    rows = [_rows(place, model, methods, n, batch, weights, dtype) for n in lengths]
+    return [
+        (repr(method), lengths, [row[i]["share_attention"] for row in rows], [row[i]["speedup"] for row in rows])
+        for i, method in enumerate(methods)
+    ]
 
 
-def _show(rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], setting: str, shape: Any) -> None:
-    """A table for a person, and a sentence for each machine."""
-    out = Table(title=f"a decode step at best; {setting}", title_style="dim", title_justify="left")
-    out.add_column("method", overflow="fold", min_width=40)
-    for name in ("tokens", "ms", "in attention", "speed-up", "of attention", "limit", "GB held"):
-        out.add_column(name, justify="right")
-    last = None
+def _print_tables(
+    rows: Sequence[dict[str, Any]], facts: Sequence[dict[str, Any]], setting: str, model: ModelReads
+) -> None:
+    """Print a table with a part for each machine, and a sentence about each of them."""
+    columns = ("method", "tokens", "ms", "in attention", "speed-up", "of attention", "limit", "GB held")
+    table, last = output.table(f"a decode step at best; {setting}", *columns), None
+    table.columns[0].min_width = 40
     for row in rows:
         if row["hardware"] != last:
             last = row["hardware"]
-            out.add_section()
-            out.add_row(f"[bold]{last}[/]")
-        out.add_row(
-            row["method"], f"{row['length']:,}", f"{row['ms']:.3g}", f"{row['share_attention']:.0%}",
-            f"{row['speedup']:.2f} ×", f"{row['speedup_attention']:.2f} ×", row["bound"],
+            table.add_section()
+            table.add_row(f"[bold]{last}[/]")
+        table.add_row(
+            row["method"],
+            f"{row['length']:,}",
+            f"{row['ms']:.3g}",
+            f"{row['share_attention']:.0%}",
+            f"{row['speedup']:.2f} ×",
+            f"{row['speedup_attention']:.2f} ×",
+            row["bound"],
             f"{row['held_bytes'] / 1e9:.1f}" + ("" if row["fits"] in (None, True) else ", too much"),
-        )  # fmt: skip
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=max(132, console.width))
-    console.print(out)
+        )
+    console = output.console(132)
+    console.print(table)
     for fact in facts:
         half = f"from {fact['half_at']:,} tokens on" if fact["half_at"] else "at no length up to 2^24"
         console.print(
             f"{fact['name']}: {fact['bytes_per_s'] / 1e12:.3g} TB/s, {fact['multiply_adds_per_s'] / 1e12:.3g} T "
-            f"multiply-adds/s ({fact['source']}); dense attention is half of a step {half}.", soft_wrap=True
-        )  # fmt: skip
-    if shape.sliding:
-        console.print(f"{shape.sliding} of {shape.layers} layers see only the last {shape.window} tokens.")
+            f"multiply-adds/s ({fact['source']}); dense attention is half of a step {half}.",
+            soft_wrap=True,
+        )
+    if model.sliding:
+        console.print(f"{model.sliding} of {model.layers} layers see only the last {model.window} tokens.")

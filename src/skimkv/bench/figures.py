@@ -1,0 +1,171 @@
+"""The figures of benchmarks: attention, a sweep of it, whole tokens, memory, and the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..methods import parse
+from ..plotting import STYLES, label_axes, length_axis, line_styles, new_figure, panel_grid, save
+
+Rows = Sequence[Mapping[str, Any]]  # of the JSON contract
+LENGTHS = "cached tokens N (log scale)"
+
+
+def attention(rows: Rows, path: Path) -> None:
+    """Draw speed-up over our dense attention against length, from the rows of `bench attention --json`.
+
+    One colour a method; dashed: what its bytes allow. The best of PyTorch's dense paths is a line of its own.
+    """
+    fig = new_figure((9, 5.4))
+    ax = fig.subplots()
+    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith("torch:") and n != "Dense()"]
+    for name, (colour, marker) in line_styles(names).items():
+        line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
+        x, measured, theory = zip(*line, strict=True)
+        ax.plot(x, theory, "--", color=colour, linewidth=1.2)
+        ax.plot(x, measured, "-", color=colour, marker=marker, linewidth=2, label=name)
+    torch_best = sorted((r["length"], r["speedup_dense"]) for r in rows if r.get("best_of_torch"))
+    if torch_best:
+        ax.plot(*zip(*torch_best, strict=True), ":", color="black", marker="x", label="PyTorch's best dense")
+    ax.axhline(1, color="0.4", linewidth=1)
+    length_axis(ax, sorted({r["length"] for r in rows}))
+    shape = "batch {batch}, {heads} query heads on {kv_heads}, head size {head_dim}, {dtype}".format(**rows[0])
+    label_axes(ax, f"Decode attention: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
+               "times as fast as our dense attention")  # fmt: skip
+    ax.set_ylim(bottom=0)
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    save(fig, path)
+
+
+def sweep(rows: Rows, path: Path) -> None:
+    """Draw speed-up over the best dense attention, PyTorch's or ours: a panel for each batch, a line for each r.
+
+    The band is over the k. Dashed: what the bytes of the smallest k allow. The rows are those of
+    `bench attention --sweep paper --json`.
+    """
+    found = [(parse(row["method"]), row) for row in rows if row["method"].startswith("SparQ(")]
+    batches = sorted({row["batch"] for _, row in found})
+    widths = sorted({method.r for method, _ in found})  # type: ignore[attr-defined]
+    fig, axes = panel_grid(len(batches), 2, (4.8, 3.5), (0.4, 0.5))
+    for ax, batch in zip(axes, batches, strict=True):
+        for (colour, marker), r in zip(STYLES, widths, strict=False):
+            points: dict[int, list[tuple[float, float]]] = {}
+            for method, row in found:
+                if row["batch"] == batch and method.r == r:  # type: ignore[attr-defined]
+                    points.setdefault(row["length"], []).append((row["speedup_best"], row["speedup_theory"]))
+            x = sorted(points)
+            fastest, slowest = ([pick(measured for measured, _ in points[n]) for n in x] for pick in (max, min))
+            allowed = [max(theory for _, theory in points[n]) for n in x]
+            ax.fill_between(x, slowest, fastest, color=colour, alpha=0.2, linewidth=0)
+            ax.plot(x, fastest, "-", color=colour, marker=marker, linewidth=1.7, label=f"r = {r}")
+            ax.plot(x, allowed, "--", color=colour, linewidth=1)
+        ax.axhline(1, color="0.4", linewidth=1)
+        length_axis(ax, sorted({row["length"] for _, row in found}))
+        label_axes(ax, f"batch {batch}", LENGTHS, "times as fast as the best dense")
+        ax.set_ylim(bottom=0)
+    axes[0].legend(frameon=False, fontsize=9)
+    save(fig, path)
+
+
+def token(rows: Rows, path: Path) -> None:
+    """Draw a token's speed-up over dense against length (SparQ fig. 9 and 10), and its time in attention (fig. 3).
+
+    Dashed: what the bytes of weights and cache allow. The rows are those of `bench token --json`.
+    """
+    fig = new_figure((13, 5), dpi=140)
+    faster, share = fig.subplots(1, 2)
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    dense = {row["length"]: row for row in rows if row["method"] == "Dense()"}
+    style = line_styles([name for name in names if name != "Dense()"])
+    for name in names:
+        line = sorted((row for row in rows if row["method"] == name), key=lambda row: row["length"])
+        x = [row["length"] for row in line]
+        colour, marker = style.get(name, ("black", "."))
+        in_attention = [100 * row["ms_attention"] / row["ms"] for row in line]
+        share.plot(x, in_attention, color=colour, marker=marker, linewidth=1.8, label=name)
+        if name == "Dense()":
+            continue
+        pairs = [(row, dense[row["length"]]) for row in line if row["length"] in dense]
+        x = [row["length"] for row, _ in pairs]
+        gains = [d["ms"] / row["ms"] for row, d in pairs]
+        faster.plot(x, gains, color=colour, marker=marker, linewidth=1.8, label=name)
+        if name != "transformers":
+            faster.plot(x, [d["floor_ms"] / row["floor_ms"] for row, d in pairs], "--", color=colour, linewidth=1.2)
+    faster.axhline(1, color="0.4", linewidth=1)
+    faster.set_ylim(bottom=0)
+    share.set_ylim(0, 100)
+    for ax in (faster, share):
+        length_axis(ax, sorted({row["length"] for row in rows}))
+        ax.legend(frameon=False, fontsize=8, loc="upper left")
+    shape = "{shape}, {layers} layers, {weights} weights".format(**rows[0])
+    label_axes(faster, f"A whole token: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
+               "times as fast as our dense decoding")  # fmt: skip
+    label_axes(share, "Time in attention", LENGTHS, "% of a token's time")
+    save(fig, path)
+
+
+def memory(rows: Rows, path: Path, shape: str) -> None:
+    """Draw what a layer's cache holds against its length, and hollow by how much the process's peak grew.
+
+    The rows are those of `bench memory --json`.
+    """
+    fig = new_figure((9, 5.4))
+    ax = fig.subplots()
+    for name, (colour, marker) in line_styles(list(dict.fromkeys(row["method"] for row in rows))).items():
+        line = sorted((row["length"], row["nbytes"], row["peak_rss_growth"]) for row in rows if row["method"] == name)
+        x, cache, peak = zip(*line, strict=True)
+        ax.plot(x, [n / 2**20 for n in cache], color=colour, marker=marker, linewidth=1.8, label=name)
+        ax.plot(x, [n / 2**20 for n in peak], marker, color=colour, markerfacecolor="none", linewidth=0)
+    length_axis(ax, sorted({row["length"] for row in rows}))
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter("{x:g}")
+    title = f"Memory of a layer's cache: {shape}\nline: the cache, hollow: growth of the process's peak"
+    label_axes(ax, title, LENGTHS, "MiB (log scale)")
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    save(fig, path)
+
+
+def roofline(
+    hardware: Rows,
+    curves: Sequence[tuple[str, Sequence[int], Sequence[float], Sequence[float]]],
+    rows: Rows,
+    setting: str,
+    path: Path,
+) -> None:
+    """Draw attainable multiply-adds against intensity (SparQ fig. 2), with a point where dense decoding stands.
+
+    Beside it, on the first machine: share of the time in attention (fig. 3) and speed-up over dense. hardware and rows
+    are those of `roofline --json`; curves: (method, lengths, shares of the time in attention, speed-ups).
+    """
+    fig = new_figure((16.5, 5.2), dpi=130)
+    roof, share, faster = fig.subplots(1, 3)
+    for fact, (colour, marker) in zip(hardware, STYLES, strict=False):
+        top, speed = fact["multiply_adds_per_s"], fact["bytes_per_s"]
+        ridge = top / speed
+        roof.loglog([0.1, ridge, 10 * max(ridge, 100)], [0.1 * speed, top, top], color=colour, linewidth=1.8,
+                    label=fact["name"])  # fmt: skip
+        points = [r["intensity"] for r in rows if r["hardware"] == fact["name"] and r["method"] == "Dense()"]
+        roof.loglog(points, [min(top, x * speed) for x in points], marker, color=colour, markersize=8,
+                    markeredgecolor="white")  # fmt: skip
+    for (name, lengths, shares, gains), (colour, _) in zip(curves, [("#000000", ""), *STYLES], strict=False):
+        share.plot(lengths, [100 * x for x in shares], color=colour, linewidth=1.8, label=name)
+        if name != "Dense()":
+            faster.plot(lengths, gains, color=colour, linewidth=1.8, label=name)
+    first = hardware[0]["name"]
+    label_axes(roof, "Where dense decoding stands under the roof", "arithmetic intensity: multiply-adds per byte",
+               "multiply-adds per second, at most")  # fmt: skip
+    label_axes(share, f"Time in attention, {first}", LENGTHS, "% of the step's time in attention")
+    label_axes(faster, f"Speed-up of the whole step, {first}", LENGTHS, "times as fast as a dense step, at most")
+    roof.legend(frameon=False, fontsize=8, loc="lower right")
+    share.set_ylim(0, 100)
+    faster.axhline(1, color="0.4", linewidth=1)
+    faster.set_ylim(bottom=0)
+    ticks = [2**i for i in range(8, 19, 2)]
+    for ax in (share, faster):
+        length_axis(ax, ticks)
+        ax.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
+        ax.legend(frameon=False, fontsize=8, loc="upper left")
+    fig.suptitle(setting, x=0.01, ha="left", fontsize=11)
+    save(fig, path)

@@ -1,0 +1,146 @@
+"""The models and machines that benchmarks know by name: sizes, bandwidths and arithmetic peaks.
+
+Neither torch nor transformers is imported with this module, so that an unknown name is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class ModelSizes(NamedTuple):
+    """The sizes of a model with Llama's architecture: gated feed-forward layers and grouped query heads."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocabulary: int
+    head_dim: int
+
+
+MODELS = {
+    "llama-2-7b": ModelSizes(4096, 11008, 32, 32, 32, 32000, 128),
+    "llama-2-13b": ModelSizes(5120, 13824, 40, 40, 40, 32000, 128),
+    "llama-2-70b": ModelSizes(8192, 28672, 64, 8, 80, 32000, 128),
+    "llama-3-8b": ModelSizes(4096, 14336, 32, 8, 32, 128256, 128),
+    "llama-3-70b": ModelSizes(8192, 28672, 64, 8, 80, 128256, 128),
+    "mistral-7b": ModelSizes(4096, 14336, 32, 8, 32, 32000, 128),
+    "qwen3-4b": ModelSizes(2560, 9728, 32, 8, 36, 151936, 128),
+    "smollm-135m": ModelSizes(576, 1536, 9, 3, 30, 49152, 64),
+    "tiny": ModelSizes(256, 640, 4, 2, 4, 2048, 64),
+}
+FIELDS = "hidden,intermediate,heads,kv_heads,layers,vocabulary"
+RANDOM_WEIGHTS = ("int8", "bfloat16", "float32")  # formats in which `bench token` makes weights
+
+
+def check_model(name: str, weights: str) -> ModelSizes:
+    """Return the sizes of a model that `bench token` can make. Raises ValueError if it or its weights are unknown."""
+    if name not in MODELS:
+        raise ValueError(f"unknown shape {name!r}; known: {', '.join(MODELS)}")
+    if weights not in RANDOM_WEIGHTS:
+        raise ValueError(f"unknown weights {weights!r}; known: {', '.join(RANDOM_WEIGHTS)}")
+    return MODELS[name]
+
+
+class ModelReads(NamedTuple):
+    """What a decode step of a model reads: `weights` elements, and in every layer the cache of H KV heads.
+
+    G query heads share a KV head; D is the head size. `sliding` of the layers see only the last `window` tokens,
+    whatever the method.
+    """
+
+    name: str
+    weights: int
+    layers: int
+    H: int
+    G: int
+    D: int
+    sliding: int = 0
+    window: int = 0
+
+
+def reads_of_sizes(name: str, sizes: Sequence[int]) -> ModelReads:
+    """What a model of these sizes reads: FIELDS, and perhaps the head size; of the embedding table only one row.
+
+    Raises ValueError if the sizes fit no model.
+    """
+    if len(sizes) not in (6, 7) or min(sizes) < 1:
+        raise ValueError(f"sizes = {','.join(map(str, sizes))} must be {FIELDS}[,head_dim], each at least 1")
+    hidden, intermediate, heads, kv_heads, layers, vocabulary, *given = sizes
+    if heads % kv_heads:
+        raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
+    if not given and hidden % heads:
+        raise ValueError(f"hidden = {hidden} is no multiple of heads = {heads}: give head_dim as well")
+    D = given[0] if given else hidden // heads
+    layer = 2 * hidden * D * (heads + kv_heads) + 3 * hidden * intermediate + 2 * hidden
+    weights = layers * layer + hidden + vocabulary * hidden
+    return ModelReads(name, weights, layers, kv_heads, heads // kv_heads, D)
+
+
+def reads_of_folder(path: Path) -> ModelReads:
+    """What the model of a folder's config.json reads: it is built without memory for its weights, which are counted.
+
+    Raises ValueError if there is no config.json, if the model is not supported, or if it reads only some of its
+    weights for a token.
+    """
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: no config.json")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..hf.supported import model_layers
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: config.json describes no causal model: {str(error).splitlines()[0]}") from None
+    text = model.config.get_text_config(decoder=True)
+    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"{path}: a mixture of experts, which reads only some of its weights per token")
+    supported = [layer.supported for layer in model_layers(model)]
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    tables = (part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding))
+    tables_only = sum(table.numel() for table in tables if table is not head)  # a step reads one row of each
+    H = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    D = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    weights = sum(p.numel() for p in model.parameters()) - tables_only
+    window = getattr(text, "sliding_window", None) or 0
+    G = text.num_attention_heads // H
+    return ModelReads(str(path), weights, len(supported), H, G, D, supported.count(False), window)
+
+
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 34 / 32}  # int8: blocks of 32 and a scale
+
+
+class Hardware(NamedTuple):
+    """A machine's peaks, as its maker prints them for dense arithmetic.
+
+    bandwidth: bytes per second. peak: multiply-adds per second, by the bytes of a number. memory: bytes, or None.
+    """
+
+    name: str
+    bandwidth: float
+    peak: dict[int, float]
+    memory: float | None
+    source: str
+
+    def ridge(self, size: int) -> float:
+        """Return r_A / r_M: multiply-adds per element transferred below which memory is the limit (appendix C)."""
+        return self.peak[size] * size / self.bandwidth
+
+
+HARDWARE = {
+    "a100": Hardware("A100 SXM 40 GB", 1.555e12, {1: 312e12, 2: 156e12}, 40e9, "NVIDIA A100 data sheet"),
+    "a100-80": Hardware("A100 SXM 80 GB", 2.039e12, {1: 312e12, 2: 156e12}, 80e9, "NVIDIA A100 data sheet"),
+    "h100": Hardware("H100 SXM", 3.35e12, {1: 989.5e12, 2: 494.7e12}, 80e9, "NVIDIA H100 data sheet"),
+    "h100-pcie": Hardware("H100 PCIe", 2.0e12, {1: 756.5e12, 2: 378e12}, 80e9, "NVIDIA H100 data sheet"),
+    "h200": Hardware("H200 SXM", 4.8e12, {1: 989.5e12, 2: 494.7e12}, 141e9, "NVIDIA H200 data sheet"),
+    "a10": Hardware("A10", 0.6e12, {1: 125e12, 2: 62.5e12}, 24e9, "NVIDIA A10 data sheet"),
+    "ipu": Hardware("Bow IPU", 11e12, {2: 175e12}, 0.9e9, "SparQ appendix C: SRAM exchange; Bow-2000 data sheet"),
+}

@@ -1,0 +1,79 @@
+"""Machines: what a CPU tells of itself, how a step is undone, and the refusal where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.bench import machine as machines
+from skimkv.bench.caches import filled_store, random_store
+from skimkv.bench.machine import Cpu, Cuda, machine_for, peak_bandwidth
+from skimkv.methods import parse
+from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+
+
+def test_a_cpu_names_itself_and_its_threads():
+    machine = machine_for(torch.device("cpu"))
+    assert isinstance(machine, Cpu)
+    assert machine.name.endswith(", 1 threads") and machine.threads == 1
+    assert machine.free_bytes() > 1 << 20
+    assert machine.capture(print) is print
+
+
+@pytest.mark.usefixtures("backend")
+def test_bandwidth_calls_read_the_buffer():
+    for call, moved in Cpu().bandwidth_calls().values():
+        call()
+        assert moved == 1 << 20
+
+
+def test_the_query_is_refreshed_between_calls():
+    log: list[int] = []
+    Cpu().between_calls(lambda: log.append(1))
+    assert log == [1]
+
+
+def test_the_peak_is_that_of_the_fastest_pattern():
+    calls = {"slow": (print, 100), "fast": (print, 300)}
+    assert peak_bandwidth(calls, {"slow": [1.0, 1.0, 9.0], "fast": [1.0, 2.0, 2.0]}) == 150
+
+
+@pytest.mark.parametrize("spec", ["Dense()", "SparQ(r=8, k=32, channels='int8')", "H2O(k=64)", "LMInfinite(k=64)"])
+def test_a_step_is_undone(spec):
+    method, shape = parse(spec), Shape(1, 2, 2, 32)
+    store = filled_store(method, random_store(shape, torch.float32, 300))
+    undo, size = Cpu().undo(store), store.nbytes
+    token = torch.randn(1, 2, 2, 32), torch.randn(1, 2, 32), torch.randn(1, 2, 32)
+    first = method.decode(store, *token, scale=0.2)
+    assert store.lengths == [301]
+    undo()
+    assert (store.lengths, store.nbytes) == ([300], size)
+    undo()  # a second time changes nothing
+    assert store.lengths == [300]
+    if isinstance(store, Full):
+        torch.testing.assert_close(method.decode(store, *token, scale=0.2), first)
+
+
+@pytest.mark.parametrize("device", ["mps", "meta"])
+def test_a_device_that_cannot_be_measured_is_refused(device):
+    with pytest.raises(ValueError, match=f"--device {device}: benchmarks run on cpu or cuda"):
+        machine_for(torch.device(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so():
+    with pytest.raises(ValueError, match=r"^--device cuda: PyTorch sees no CUDA device here$"):
+        Cuda()
+
+
+def test_a_gpu_without_our_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with ops.backend("ref"), pytest.raises(ValueError, match=r"the backend there is ref \(forced by backend\(\)\)"):
+        Cuda()

@@ -1,0 +1,81 @@
+"""Models and machines by name: what they read, from sizes and from a config.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skimkv.bench.shapes import HARDWARE, MODELS, check_model, reads_of_folder, reads_of_sizes
+from support.tiny_models import family
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("llama-2-7b", 6738415616), ("llama-3-8b", 8030261248)])
+def test_parameters_of_known_models(name, parameters):
+    """All that a step reads is all but the table of embeddings."""
+    sizes = MODELS[name]
+    assert reads_of_sizes(name, sizes).weights == parameters - sizes.vocabulary * sizes.hidden
+
+
+def test_a_model_whose_head_is_its_table_of_embeddings():
+    """SmolLM 135M has 134,515,008 parameters, and a step reads all of them."""
+    reads = reads_of_sizes("smollm-135m", MODELS["smollm-135m"])
+    assert reads.weights == 134515008
+    assert (reads.layers, reads.H, reads.G, reads.D) == (30, 3, 3, 64)
+
+
+def test_the_head_size_is_given_or_follows():
+    assert reads_of_sizes("a", (64, 64, 4, 2, 2, 9)).D == 16
+    assert reads_of_sizes("a", (64, 64, 4, 2, 2, 9, 32)).D == 32
+
+
+@pytest.mark.parametrize(("sizes", "words"), [
+    ((64, 64, 4), "must be hidden,intermediate"),
+    ((64, 64, 4, 3, 2, 9), "heads = 4 must be a multiple of kv_heads = 3"),
+    ((65, 64, 4, 2, 2, 9), "hidden = 65 is no multiple of heads = 4: give head_dim as well"),
+    ((64, 64, 4, 2, 0, 9), "each at least 1"),
+])  # fmt: skip
+def test_sizes_that_fit_no_model_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        reads_of_sizes("a", sizes)
+
+
+@pytest.mark.parametrize(("name", "weights", "words"), [
+    ("gpt-9", "int8", "unknown shape 'gpt-9'; known: llama-2-7b, "),
+    ("tiny", "int2", "unknown weights 'int2'; known: int8"),
+])  # fmt: skip
+def test_unknown_names_are_refused(name, weights, words):
+    with pytest.raises(ValueError, match=words):
+        check_model(name, weights)
+
+
+@pytest.mark.parametrize(("name", "size", "ridge"), [("ipu", 2, 32), ("a10", 1, 210), ("h100", 1, 295)])
+def test_the_machines_of_appendix_c(name, size, ridge):
+    assert HARDWARE[name].ridge(size) == pytest.approx(ridge, rel=0.01)
+
+
+def test_weights_are_counted_from_a_config(tmp_path: Path):
+    for name in ("llama", "gemma3"):
+        model: Any = family(name)
+        model.config.save_pretrained(tmp_path)
+        reads = reads_of_folder(tmp_path)
+        every = sum(p.numel() for p in model.parameters())
+        assert reads.weights == every - model.get_input_embeddings().weight.numel()
+        assert (reads.layers, reads.H, reads.G, reads.D) == (2, 2, 2, 16)
+    assert (reads.sliding, reads.window) == (1, 8)
+
+
+def test_a_mixture_of_experts_and_a_folder_without_a_model_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        reads_of_folder(tmp_path)
+    model: Any = family("llama")
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 8}))
+    with pytest.raises(ValueError, match="mixture of experts"):
+        reads_of_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json describes no causal model"):
+        reads_of_folder(tmp_path)

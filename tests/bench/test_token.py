@@ -1,0 +1,98 @@
+"""`bench token`: whole tokens of a small model, ours and transformers', in turn or one after the other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from skimkv.bench import machine as machines
+from skimkv.bench import token as bench
+from skimkv.bench.machine import Cpu
+from skimkv.bench.shapes import MODELS, reads_of_sizes
+from skimkv.methods import parse
+from skimkv.stores.base import Shape
+from support.stand_in_machine import StandInGpu
+
+ROW = {
+    "method", "shape", "layers", "weights", "length", "compiled", "interleaved", "ms", "ms_min", "ms_max",
+    "ms_attention", "ms_weights", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes", "speedup_dense",
+    "speedup_allowed", "speedup_transformers",
+}  # fmt: skip
+METHODS = ["Dense()", "SparQ(r=8, k=32)", "H2O(k=64)"]
+MATRICES = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 640) + 256 * 2048  # of two layers of `tiny`, and its head
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "COMPILE", "eager")
+
+
+@pytest.mark.parametrize(("machine", "weights", "compile"), [
+    (Cpu, "int8", False), (Cpu, "bfloat16", False), (StandInGpu, "float32", False), (StandInGpu, "float32", True),
+])  # fmt: skip
+def test_rows_keep_the_contract(machine, weights, compile):
+    out = bench.token(machine(), "tiny", 2, weights, [300, 600], METHODS, 2, compile=compile)
+    assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows"} and json.dumps(out)
+    names = ["transformers", *METHODS]
+    assert [(row["method"], row["length"]) for row in out["rows"]] == [(m, n) for n in (300, 600) for m in names]
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    size = {"int8": 34 / 32, "bfloat16": 2, "float32": 4}[weights]
+    for row in out["rows"]:
+        assert set(row) == ROW
+        assert row["ms"] == pytest.approx(row["ms_attention"] + row["ms_weights"])
+        assert row["interleaved"] is not compile
+        assert row["compiled"] is (compile and row["method"] != "transformers")
+        method = parse("Dense()" if row["method"] == "transformers" else row["method"])
+        closed = method.traffic(row["length"] + bench.WARM_UP + 1, Shape(1, 2, 2, 64), dtype)
+        assert row["cache_bytes"] == row["bytes_read"] == 2 * closed.bytes
+        assert row["weight_bytes"] == pytest.approx(MATRICES * size, rel=0.01)
+        assert (row["speedup_allowed"] > 1) == (row["method"] not in ("transformers", "Dense()"))
+        if not compile:
+            assert 0 < row["ms_attention"] < row["ms"]
+
+
+def test_dense_is_always_measured():
+    out = bench.token(Cpu(), "tiny", 1, "bfloat16", [300], ["SparQ(r=8, k=32)"], 1)
+    assert [row["method"] for row in out["rows"]] == ["transformers", "Dense()", "SparQ(r=8, k=32)"]
+
+
+def test_candidates_that_do_not_fit_together_are_measured_one_after_the_other():
+    model = bench.random_llama("tiny", 2, "float32", 1024)
+    need = bench.Decoder(parse("Dense()"), 600).bound(model)
+    out = bench.token(StandInGpu(free=2 * need), "tiny", 2, "float32", [600], ["Dense()", "H2O(k=64)"], 1)
+    assert [row["interleaved"] for row in out["rows"]] == [False] * 3
+
+
+def test_a_token_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"transformers after 600 tokens: .* GB of caches, 0.0 GB free"):
+        bench.token(StandInGpu(free=1 << 20), "tiny", 2, "float32", [600], ["Dense()"], 2)
+
+
+def test_8_bit_weights_have_no_kernel_on_a_gpu():
+    machine = StandInGpu()
+    machine.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="--weights int8: there is no GPU kernel for them; give bfloat16 or float32"):
+        bench.token(machine, "tiny", 2, "int8", [600], ["Dense()"], 2)
+
+
+def test_the_cache_of_transformers_and_ours_give_the_same_token():
+    """Both are filled with the same random tokens, so that dense attention must agree."""
+    model = bench.random_llama("tiny", 2, "float32", 1024)
+    caches = [bench.random_cache(model, method, 300, 1) for method in (None, parse("Dense()"))]
+    ids, places = torch.tensor([[[5]], [[300]]])
+    logits = []
+    for cache in caches:
+        with torch.inference_mode():
+            logits.append(model(input_ids=ids, past_key_values=cache, position_ids=places).logits)
+        assert cache.get_seq_length() == 301
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_bytes_of_weights_are_those_of_the_roofline():
+    model = bench.random_llama("smollm-135m", 1, "bfloat16", 1024)
+    reads = reads_of_sizes("one layer", MODELS["smollm-135m"]._replace(layers=1))
+    rotary = sum(buffer.nbytes for buffer in model.buffers())
+    assert bench.weight_bytes(model) - rotary == 2 * reads.weights

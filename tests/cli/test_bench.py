@@ -1,0 +1,107 @@
+"""skimkv bench: tables, JSON and figures of the three commands, on a CPU and on a stand-in for a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from skimkv.bench import attention as bench_attention
+from skimkv.bench import machine as machines
+from support.command_line import answer, assert_mistake, run
+from support.stand_in_machine import StandInGpu
+
+ATTENTION = ["bench", "attention", "--heads", "2", "--head-dim", "32", "--rounds", "1"]
+TOKEN = ["bench", "token", "--shape", "tiny", "--layers", "1", "--length", "300", "--rounds", "1"]
+MEMORY = ["bench", "memory", "--heads", "2", "--length", "1000", "--method", "Dense()"]
+SPARQ = ["--method", "SparQ(r=8, k=32)"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    """Put a stand-in in the place of the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machines, "Cuda", StandInGpu)
+    monkeypatch.setattr(bench_attention, "PAPER_GRID", {"batch": (1, 2), "length": (300,), "r": (4,), "k": (8, 16)})
+
+
+@pytest.mark.parametrize(("args", "words", "keys"), [
+    ([*ATTENTION, "--length", "300", *SPARQ], "PyTorch's best at 300 tokens", {"crossover", "faster_from", "skipped"}),
+    ([*TOKEN, *SPARQ], "a whole token: tiny, 1 layers, int8 weights", {"peak_gb_per_s"}),
+    (MEMORY, "memory of a layer: 2 KV heads of 64, bfloat16", set()),
+])  # fmt: skip
+def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path: Path, capsys):
+    figure = tmp_path / "figure.png"
+    status, out, _ = run(capsys, *args)
+    assert status == 0
+    assert words in out and "Dense()" in out
+    result = answer(capsys, *args, "--plot", str(figure))
+    assert set(result) >= {"machine", "rows"} | keys
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("args", [
+    [*ATTENTION, "--length", "300", *SPARQ], [*ATTENTION, "--sweep", "paper"], [*TOKEN, *SPARQ, "--weights", "float32"],
+])  # fmt: skip
+def test_the_same_commands_on_a_gpu(args, tmp_path: Path, capsys):
+    _, out, _ = run(capsys, *args, "--device", "cuda")
+    assert "stand-in; copies" in " ".join(out.split())
+    figure = tmp_path / "figure.png"
+    result = answer(capsys, *args, "--device", "cuda", "--plot", str(figure))
+    assert result["machine"] == "stand-in" and result["peak"] == "copy"
+    assert figure.exists()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_does_not_fit_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(machines, "Cuda", lambda device: StandInGpu(free=1))
+    mistake = run(capsys, *ATTENTION, "--length", "300", "--device", "cuda")
+    assert_mistake(mistake, "nothing fits in memory: batch 1, 300 tokens: 0.0 GB of caches, 0.0 GB free")
+
+
+def test_threads_are_set(monkeypatch, capsys):
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert answer(capsys, *ATTENTION, "--length", "300", "--threads", "2", *SPARQ)["rows"]
+    assert threads == [2]
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    (["attention", "--heads", "6", "--kv-heads", "4"], "--heads 6 must be a multiple of --kv-heads 4"),
+    (["attention", "--dtype", "int3"], "unknown dtype 'int3'"),
+    (["attention", "--plot", "no/such/f.png"], "--plot no/such/f.png: there is no folder no/such"),
+    (["attention", "--length", "0"], "--length"),
+    (["attention", "--threads", "-1"], "--threads"),
+    (["attention", "--device", "tpu"], "--device 'tpu' is unknown"),
+    (["attention", "--device", "meta"], "--device meta: benchmarks run on cpu or cuda"),
+    (["attention", "--sweep", "paper"], "--sweep paper: only paper is known, with --device cuda"),
+    (["attention", "--sweep", "all", "--device", "cuda"], "--sweep all: only paper is known"),
+    (["attention", "--method", "Sparq(r=8)"], "Sparq"),
+    (["memory", "--plot", "no/f.png"], "--plot no/f.png: there is no folder no"),
+    (["token", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
+    (["token", "--shape", "tiny", "--weights", "int2"], "unknown weights 'int2'"),
+    (["token", "--compile"], "--compile: it is measured with --device cuda only"),
+])  # fmt: skip
+def test_mistakes_are_one_line(args, words, capsys):
+    assert_mistake(run(capsys, "bench", *args), words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["attention", "token"])
+def test_without_a_gpu_one_line_says_so(command, capsys):
+    assert_mistake(run(capsys, "bench", command, "--device", "cuda"), "--device cuda: PyTorch sees no CUDA device here")
+
+
+@pytest.mark.parametrize("command", ["attention", "token", "memory"])
+def test_help_has_an_example_and_groups(command, capsys):
+    status, out, _ = run(capsys, "bench", command, "--help")
+    assert status == 0
+    assert f"skimkv bench {command} " in out
+    assert "Model options" in out and "Output options" in out
