@@ -9,7 +9,7 @@ import pytest
 import skimkv
 from skimkv.eval import sweeps
 from skimkv.eval.plan import Plan
-from skimkv.eval.results import Results
+from skimkv.eval.results import RecordKey, Results
 from skimkv.eval.run import run_evaluation, run_job
 from support.evaluation import small_job
 
@@ -37,7 +37,8 @@ def test_only_missing_records_are_made(tmp_path):
     with Results(tmp_path / "r.jsonl") as results:
         first = run_evaluation(setup, plan, results, lambda *call: calls.append(call))
         assert [(done, total) for done, total, _ in calls] == [(i, 18) for i in range(19)]
-        assert first == results.records and calls[0][2] is None
+        assert [RecordKey.of(record) for record in first] == list(plan.sources(setup))
+        assert [record.key for *_, record in calls[1:]] == [RecordKey.of(record) for record in results.records]
         del results.records[5], results.records[9]
         again = run_evaluation(setup, plan, results)
         assert again == first and len(results.records) == 18
