@@ -27,6 +27,7 @@ release = version = skimkv.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx"]
 exclude_patterns = ["figures/*.py", "examples"]
 nitpicky = True  # a reference that leads nowhere is an error
+nitpick_ignore = [("py:class", "skimkv.methods.base.S")]  # the type variable of Method: its kind of store
 
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
@@ -45,11 +46,14 @@ html_copy_source = False
 html_show_sourcelink = False
 
 
+STARTS_PARAGRAPH = re.compile(r"(Raises|Returns|[a-z_]+( \([A-Z,]+\))?:) ")
+
+
 def plain_docstring(lines: list[str]) -> list[str]:
     """Turn a docstring of the house into reStructuredText that says the same.
 
-    `name` becomes a literal, everything else is escaped. A block that is indented below its paragraph is shown as it
-    stands, in a fixed-width font.
+    `name` becomes a literal, everything else is escaped. A line that describes a parameter ("name: ...") or begins with
+    Returns or Raises starts a paragraph. An indented block after an empty line is shown as it stands.
     """
     result: list[str] = []
     indented = False
@@ -61,6 +65,8 @@ def plain_docstring(lines: list[str]) -> list[str]:
             elif indented and not starts_block:
                 result.append("")
             indented = starts_block
+        if not indented and STARTS_PARAGRAPH.match(line):
+            result.append("")
         result.append(line if indented or not line.strip() else _plain_line(line))
     return result
 

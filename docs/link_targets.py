@@ -38,6 +38,7 @@ TARGETS = {
                 "type": "functions.html#type",
                 "object": "functions.html#object",
                 "pathlib.Path": "pathlib.html#pathlib.Path",
+                "Path": "pathlib.html#pathlib.Path",
                 "typing.NamedTuple": "typing.html#typing.NamedTuple",
                 "typing.Generic": "typing.html#typing.Generic",
                 "typing.Protocol": "typing.html#typing.Protocol",
@@ -57,6 +58,7 @@ TARGETS = {
     ],
     "torch": [
         ("torch.Tensor", "class", "tensors.html#$"),
+        ("Tensor", "class", "tensors.html#torch.Tensor"),
         ("torch.dtype", "class", "tensor_attributes.html#$"),
         ("torch.device", "class", "tensor_attributes.html#$"),
         ("torch.Generator", "class", "generated/torch.Generator.html#$"),
@@ -76,7 +78,8 @@ TARGETS = {
         ("transformers.DynamicCache", "class", "internal/generation_utils#$"),
         ("transformers.AttentionInterface", "class", "internal/modeling_utils#$"),
         ("transformers.GenerationMixin.generate", "method", "main_classes/text_generation#$"),
-        # the same classes by the modules that define them, as signatures name them
+        # the same classes as signatures name them: without a module, or by the module that defines them
+        ("PreTrainedModel", "class", "main_classes/model#transformers.PreTrainedModel"),
         ("transformers.modeling_utils.PreTrainedModel", "class", "main_classes/model#transformers.PreTrainedModel"),
         ("transformers.cache_utils.Cache", "class", "internal/generation_utils#transformers.Cache"),
     ],

@@ -71,7 +71,7 @@ class Dilated(skimkv.Method[Full]):
 if __name__ == "__main__":
     from skimkv.testing import check_method
 
-    check_method(Dilated(window=16))
+    print(check_method(Dilated(window=16), full=Dilated(window=0, stride=1)))
 
     model, tokenizer = skimkv.load("builtin")
     inputs = tokenizer("red-fox: 31425\nold-oak: 27182\nred-fox: ", return_tensors="pt")
