@@ -41,7 +41,6 @@ RUNTIMES  = $(foreach name,asan ubsan,$(shell $(CXX) -print-file-name=lib$(name)
 SANITIZED = $(addprefix tests/ops/test_,ops.py quantised_rows_kernels.py bad_calls.py linear.py key_scores.py) \
             tests/methods/test_subgen_stream.py
 sanitize: $(VENV)/.dev
-	$(PIP) cmake ninja
 	$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DSKIMKV_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 SKIMKV_LIBRARY=build/sanitize \

@@ -1,0 +1,127 @@
+"""The packages that users get: a source distribution, the wheel built from it, and the wheel where nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from skimkv import __version__
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # the kernels are compiled, on one core if others are busy
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Run a command that does not see this checkout, and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SKIMKV"))}
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def new_environment(folder: Path) -> Path:
+    """Make an empty virtual environment and return its Python."""
+    venv.create(folder, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def add_dependencies(python: Path) -> None:
+    """Let an environment import the packages of this one: neither the network nor gigabytes of copies are needed.
+
+    Files in these folders that end in .pth are not read, so an editable install of this checkout is not seen.
+    """
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    folders = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "dependencies.pth").write_text("\n".join(folders) + "\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("wheel")
+
+
+@pytest.fixture(scope="module")
+def sdist(folder: Path) -> Path:
+    """The source distribution of this checkout."""
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed")
+    code = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    return folder / run(sys.executable, "-c", code, folder, cwd=ROOT).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(folder: Path, sdist: Path) -> Path:
+    """The wheel, built from the unpacked source distribution in an environment of its own."""
+    python = new_environment(folder / "building")
+    add_dependencies(python)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+    run(python, "-m", "pip", "wheel", *options, source, cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(folder: Path, wheel: Path) -> Path:
+    """The Python of an environment into which the wheel was installed, and nothing else."""
+    python = new_environment(folder / "installed")
+    options = ("--no-index", "--no-deps", "--no-compile")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
+    add_dependencies(python)
+    return python
+
+
+def test_the_source_distribution_holds_the_kernels(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
+    assert {str(path.relative_to(ROOT)) for path in sources} <= names
+    assert {"CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md", "src/skimkv/py.typed"} <= names
+    assert not [name for name in names if name.endswith((".so", ".o"))]
+
+
+def test_one_wheel_serves_every_interpreter(wheel):
+    assert re.fullmatch(rf"skimkv-{re.escape(__version__)}-py3-none-\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
+        tags = re.findall(r"^Tag: (.*)$", archive.read(metadata).decode(), re.M)
+    assert tags
+    assert all(tag.startswith("py3-none-") and not tag.endswith("-any") for tag in tags)
+    wanted = "include/skimkv.h libskimkv.so py.typed models/tiny/model.safetensors models/tiny/README.md".split()
+    assert [name for name in wanted if f"skimkv/{name}" not in names] == []
+    assert not [name for name in names if name.endswith((".cpp", ".o")) or "tests/" in name]
+
+
+def test_the_installed_wheel_runs_the_demo(installed, tmp_path):
+    code = "import skimkv; from skimkv.ops.cpu import library; print(skimkv.__file__, library.isa())"
+    file, isa = run(installed, "-c", code, cwd=tmp_path).split()
+    assert Path(file).is_relative_to(installed.parents[1])
+    assert isa != "None"
+    demo = run(installed.parent / "skimkv", "demo", "--json", "--lines", 30, "--asked", 3, cwd=tmp_path)
+    rows = json.loads(demo)["rows"]
+    assert rows[0]["method"] == "Dense()"
+    assert len(rows) > 1
+    assert all(row["elements_counted"] == row["elements_predicted"] for row in rows)
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+def test_a_c_program_is_built_with_the_installed_header(installed, tmp_path):
+    include = Path(run(installed, "-c", "import skimkv; print(skimkv.include_dir())", cwd=tmp_path).strip())
+    assert include.is_relative_to(installed.parents[1])
+    library = include.parent / "libskimkv.so"
+    program = tmp_path / "decode"
+    run("gcc", "-std=c11", f"-I{include}", ROOT / "examples" / "decode.c", library, "-lm",
+        f"-Wl,-rpath,{library.parent}", "-o", program, cwd=tmp_path)  # fmt: skip
+    assert len(re.findall(r"error \d", run(program, cwd=tmp_path))) == 6
