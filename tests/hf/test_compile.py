@@ -155,34 +155,29 @@ def test_refusals_are_one_line_and_leave_the_model_alone():
         assert "_skimkv" not in model.__dict__ and "forward" not in model.__dict__
 
 
-class Stand:
-    """In the place of ops.device without a GPU: what the host does around a replay."""
+class FakeDevice:
+    """Takes the place of ops.gpu.device where there is no GPU: what the host does around a replay."""
 
     def __init__(self):
         self.moved = 0
 
     def prepare(self, store): ...
 
-    def footing(self, store):
+    def footing(self, stores):
         return (self.moved,)
 
-    def epoch(self):
-        return self.moved
-
     def advance(self, store):
-        store.lengths = [n + 1 for n in store.lengths]
-        if hasattr(store, "filled"):
-            store.filled = [min(n + 1, budget) for n, budget in zip(store.filled, store.budget, strict=True)]
+        store.advance()
 
 
 @pytest.mark.parametrize("spec", ["SparQ(r=4, k=8)", "H2O(k=12)"])
 def test_a_step_is_captured_and_replayed(spec, monkeypatch):
     """Two turns on one cache. Without a GPU a replay is a step that leaves the host's numbers alone."""
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    captured, replayed, stand, real = [], [], Stand(), cuda_graph.capture
+    captured, replayed, fake, real = [], [], FakeDevice(), cuda_graph.capture
 
     def numbers():
-        return [(x.seen, x.store.lengths, getattr(x.store, "filled", None)) for x in cache.layers]
+        return [(layer.seen, layer.store.mark()) for layer in cache.layers]
 
     def capture(step):
         captured.append(1)
@@ -196,12 +191,11 @@ def test_a_step_is_captured_and_replayed(spec, monkeypatch):
 
         def run():
             replayed.append(1)
-            kept = after.pop() if after else numbers()
+            before = after.pop() if after else numbers()
             y.copy_(step())
-            for layer, (seen, lengths, filled) in zip(cache.layers, kept, strict=True):
-                layer.seen, layer.store.lengths = seen, lengths
-                if filled is not None:
-                    layer.store.filled = filled
+            for layer, (seen, mark) in zip(cache.layers, before, strict=True):
+                layer.seen = seen
+                layer.store.rewind(mark)
 
         return y, run
 
@@ -209,13 +203,14 @@ def test_a_step_is_captured_and_replayed(spec, monkeypatch):
     monkeypatch.setattr(compile, "capture", capture)
     if place == "cpu":
         monkeypatch.setattr(ops, "graphable", lambda store: True)
-        monkeypatch.setattr(compile, "device", stand)
-        monkeypatch.setattr(cuda_graph, "device", stand)
+        monkeypatch.setattr(compile, "device", fake)
+        monkeypatch.setattr(cuda_graph, "device", fake)
 
     def turns():
-        """Two turns, with new addresses in the second; a few tokens are taken back where they can be."""
+        """Two turns, with new addresses in the second; a few tokens are taken back where the store can forget."""
         text = model.generate(**inputs, past_key_values=cache, **GREEDY)
-        stand.moved += 1
+        cache.reorder_cache(torch.tensor([0, 1]))
+        fake.moved += 1
         if spec.startswith("SparQ"):
             cache.crop(-3)
             text = text[:, :-3]
