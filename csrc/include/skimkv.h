@@ -10,8 +10,9 @@
  * Row b of the batch has lengths[b] tokens at the positions 0 .. lengths[b]-1. The last one is the current token, which
  * is always attended to and is not counted in k.
  *
- * A function skimkv_check* validates an operation: it returns NULL, or one line that says what is wrong. A function
- * that runs an operation assumes that it is valid, and returns 0, or -1 if there is no memory or no instruction set. */
+ * A function with `check` in its name validates an operation: it returns NULL, or one line that says what is wrong. A
+ * function that runs an operation assumes that it is valid; it returns 0, or -1 if there is no memory or no instruction
+ * set. */
 #ifndef SKIMKV_H
 #define SKIMKV_H
 

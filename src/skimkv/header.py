@@ -8,8 +8,8 @@ from . import __path__ as _package
 def include_dir() -> str:
     """Return the folder of `skimkv.h`, as an argument for a compiler's `-I`.
 
-    An installed package has the header in its own folder `include`, and an editable one besides in the source tree. The
-    shared library that the header describes, `libskimkv.so`, lies in the folder above the installed `include`.
+    An installed package has a folder `include` of its own, and the shared library that the header describes lies in the
+    folder above it. Where the package runs from its source tree, this is the source tree's `csrc/include`.
 
     Raises:
         FileNotFoundError: the header is in neither place, so the installation is not complete.
