@@ -1,18 +1,19 @@
-"""All that needs a GPU, in stages of a few minutes; each writes benchmarks/STAGE-MACHINE.json.
+"""Everything that needs a GPU, in stages of a few minutes; each writes benchmarks/STAGE-MACHINE.json.
 
-    python benchmarks/gpu.py check      the GPU tests, as a GPU runs them
-    python benchmarks/gpu.py tune       a search over launch.LAUNCH; prints what to put there
-    python benchmarks/gpu.py targets    the table of targets: attention
-    python benchmarks/gpu.py token      the same: a whole token, compiled
-    python benchmarks/gpu.py sweep      the paper's grid, and its figure
-    python benchmarks/gpu.py sanitize   the kernel tests under compute-sanitizer, where there is one
+    python benchmarks/gpu.py check      run the GPU tests
+    python benchmarks/gpu.py tune       search for the fastest launch settings of every kernel, and print them
+    python benchmarks/gpu.py targets    measure attention against the table of targets
+    python benchmarks/gpu.py token      measure a whole compiled token against what the bytes allow
+    python benchmarks/gpu.py sweep      measure SparQ on the grid of its paper, and draw the figure
+    python benchmarks/gpu.py sanitize   run the kernel tests under compute-sanitizer, where there is one
 
-Without a stage: all of them, in this order. No other program may use the GPU meanwhile. Where skimkv is not installed:
-PYTHONPATH=src.
+Without a stage, all of them run in this order. No other program may use the GPU meanwhile. Where skimkv is not
+installed, write PYTHONPATH=src in front.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -23,186 +24,239 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from skimkv.bench import attention_gpu as bench_gpu
-from skimkv.bench import token_gpu as bench_gpu_token
-from skimkv.bench.cuda import Cuda
+from skimkv.bench import attention as bench_attention
+from skimkv.bench import figures
+from skimkv.bench import token as bench_token
+from skimkv.bench.machine import Cuda, Machine
 from skimkv.methods import parse
-from skimkv.ops.gpu import launch
+from skimkv.ops.gpu.launch import SETTINGS
 from skimkv.stores.base import Shape
 
 HERE = Path(__file__).resolve().parent
+KERNEL_TESTS = "ops/test_gpu.py"
 TESTS = [
-    "test_gpu.py",
-    "test_gpu_large.py",
-    "test_gpu_graph.py",
-    "test_gpu_launch.py",
-    "test_compiled.py",
-    "test_bench_gpu.py",
-]
+    KERNEL_TESTS, "ops/test_gpu_large.py", "ops/test_gpu_graph.py", "ops/test_gpu_launch.py", "hf/test_compile.py",
+    "bench/test_attention.py", "bench/test_token.py",
+]  # fmt: skip
+HEAD_DIM = 128
 SPARQ, INT8 = "SparQ(r=32, k=128)", "SparQ(r=32, k=128, channels='int8')"
-# what is measured: batch, query heads, KV heads, length, and (method, column of its row, at least)
+
+
+class Case(NamedTuple):
+    """A decode step of one layer: sequences, query heads, KV heads and cached tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the layer's cache."""
+        return Shape(self.batch, self.kv_heads, self.heads // self.kv_heads, HEAD_DIM)
+
+
+class Target(NamedTuple):
+    """What a column of a method's row must at least be."""
+
+    case: Case
+    method: str
+    measure: str
+    least: float
+
+
+SHORT, LONG = Case(64, 32, 32, 4096), Case(1, 32, 32, 65536)
+MEDIUM, GROUPED = Case(16, 32, 32, 16384), Case(16, 32, 8, 16384)
 TARGETS = [
-    (64, 32, 32, 4096, [("Dense()", "share_of_peak", 0.9), ("Dense()", "speedup_torch", 1.0)]),
-    (64, 32, 32, 4096, [(SPARQ, "speedup_best", 5.2), (INT8, "speedup_best", 7.0)]),
-    (16, 32, 32, 16384, [(SPARQ, "speedup_best", 6.5)]),
-    (1, 32, 32, 65536, [(SPARQ, "speedup_best", 4.0)]),
-    (16, 32, 8, 16384, [(SPARQ, "speedup_best", 5.0)]),
+    Target(SHORT, "Dense()", "share_of_peak", 0.9),
+    Target(SHORT, "Dense()", "speedup_torch", 1.0),
+    Target(SHORT, SPARQ, "speedup_best", 5.2),
+    Target(SHORT, INT8, "speedup_best", 7.0),
+    Target(MEDIUM, SPARQ, "speedup_best", 6.5),
+    Target(LONG, SPARQ, "speedup_best", 4.0),
+    Target(GROUPED, SPARQ, "speedup_best", 5.0),
 ]
-WHOLE = 0.85  # of the speed-up that the bytes allow a whole token
-# what is searched for each kernel, on a method and shape where it decides the time
-SHORT, LONG = (64, 32, 32, 4096), (1, 32, 32, 65536)
-COMMON = {"STAGES": (2, 3, 4), "num_warps": (4, 8)}
-FILL = {"fill": (2, 4, 8)}
-SEARCH: list[tuple[str, str, tuple[int, int, int, int], dict[str, tuple[int, ...]]]] = [
-    ("dense", "Dense()", SHORT, {"BN": (32, 64, 128), **COMMON, **FILL}),
-    ("fused", SPARQ, SHORT, {"BN": (64, 128, 256), **COMMON, "TILE": (1024, 2048, 4096), "BK": (16, 32, 64)}),
-    ("fused", INT8, SHORT, {"BN": (64, 128, 256), "heads": (2, 10**6)}),
-    ("scores", SPARQ, LONG, {"BN": (128, 256, 512), **COMMON, **FILL}),
-    ("coded", INT8, LONG, {"BN": (128, 256), **COMMON, **FILL}),
-    ("choose", SPARQ, LONG, {"TILE": (1024, 2048, 4096, 8192), "BK": (32, 64, 128), "num_warps": (4, 8), **FILL}),
-    ("slots", "H2O(k=1024)", (16, 32, 32, 16384), {"BN": (32, 64, 128), "STAGES": (2, 3), "TILE": (512, 1024), **FILL}),
-]
+TOKEN_SHARE = 0.85  # the target for a whole token: this much of the speed-up that its bytes allow
 
 
-def check(machine: Any) -> dict[str, Any]:
-    """Passed and failed tests, and the last lines of the report."""
-    return _pytest([sys.executable], TESTS)
+class Search(NamedTuple):
+    """Settings of a kernel to try, on a method and a case where this kernel decides the time."""
+
+    kernel: str
+    method: str
+    case: Case
+    choices: dict[str, tuple[int, ...]]
 
 
-def _pytest(python: list[str], tests: list[str], *options: str) -> dict[str, Any]:
-    args = ["-m", "pytest", "-c", "/dev/null", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow", *options]
+LOADS: dict[str, tuple[int, ...]] = {"stages": (2, 3, 4), "warps": (4, 8)}
+PROGRAMS: dict[str, tuple[int, ...]] = {"programs": (2, 4, 8)}
+SEARCHES = [
+    Search("dense", "Dense()", SHORT, {"block": (32, 64, 128), **LOADS, **PROGRAMS}),
+    Search("fused", SPARQ, SHORT,
+           {"score_block": (64, 128, 256), **LOADS, "tile": (1024, 2048, 4096), "block": (16, 32, 64)}),
+    Search("fused", INT8, SHORT, {"score_block": (64, 128, 256), "heads": (2, 10**6)}),
+    Search("scores", SPARQ, LONG, {"block": (128, 256, 512), **LOADS, **PROGRAMS}),
+    Search("quantised_scores", INT8, LONG, {"block": (128, 256), **LOADS, **PROGRAMS}),
+    Search("choose", SPARQ, LONG,
+           {"tile": (1024, 2048, 4096, 8192), "block": (32, 64, 128), "warps": (4, 8), **PROGRAMS}),
+    Search("slots", "H2O(k=1024)", MEDIUM,
+           {"block": (32, 64, 128), "stages": (2, 3), "tile": (512, 1024), **PROGRAMS}),
+]  # fmt: skip
+
+
+def check(machine: Machine) -> dict[str, Any]:
+    """Return how many GPU tests passed and failed, and the last lines of the report."""
+    return run_tests([sys.executable], TESTS)
+
+
+def run_tests(python: list[str], tests: list[str], *options: str) -> dict[str, Any]:
+    """Run these test files without those marked slow, and return the counts of the report and its last lines."""
+    arguments = ["-m", "pytest", "-c", "/dev/null", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
     start = time.time()
-    done = subprocess.run([*python, *args, *tests], cwd=HERE.parent / "tests", capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(HERE.parent / "src")})  # fmt: skip
+    done = subprocess.run(
+        [*python, *arguments, *options, *tests], cwd=HERE.parent / "tests", capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent / "src")},
+    )  # fmt: skip
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout[-500:])}
     lines = (done.stdout + done.stderr).splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return {"ok": done.returncode == 0, **counts, "seconds": time.time() - start, "lines": failed + lines[-30:]}
 
 
-def descend(start: dict[str, int], choices: dict[str, tuple[int, ...]], cost: Callable[[dict[str, int]], float]) -> Any:
-    """(the best found, its cost, all that was tried): one setting at a time, until a pass changes nothing."""
-    best, tried = dict(start), {}
+def descend(
+    start: dict[str, int], choices: dict[str, tuple[int, ...]], cost: Callable[[dict[str, int]], float]
+) -> tuple[dict[str, int], float, list[dict[str, float]]]:
+    """Change one setting at a time until none gets better. Returns the best, its cost, and all that was tried."""
+    best = dict(start)
+    costs: dict[tuple[tuple[str, int], ...], float] = {}
 
-    def of(setting: dict[str, int]) -> float:
+    def known_cost(setting: dict[str, int]) -> float:
         key = tuple(setting.items())
-        if key not in tried:
-            tried[key] = cost(setting)
-        return tried[key]
+        if key not in costs:
+            costs[key] = cost(setting)
+        return costs[key]
 
     while True:
         before = dict(best)
         for name, values in choices.items():
-            best = min((best, *({**best, name: value} for value in values)), key=of)
+            best = min((best, *({**best, name: value} for value in values)), key=known_cost)
         if best == before:
-            return best, of(best), [{**dict(key), "ms": ms} for key, ms in tried.items()]
+            return best, known_cost(best), [{**dict(key), "ms": ms} for key, ms in costs.items()]
 
 
-def tune(machine: Any) -> dict[str, Any]:
-    """The best setting of every kernel, where each decides the time."""
-    rows = []
-    for kernel, spec, (batch, heads, kv, n), choices in SEARCH:
-        shape, method = Shape(batch, kv, heads // kv, 128), parse(spec)
-        times = bench_gpu.sets([method], shape, torch.float16, n, machine.l2, machine.free() - 2 * machine.copy)
-        one = bench_gpu.candidates(machine, shape, n, [method], torch.float16, max(1, min(times, 8)))[spec]
-
-        def cost(setting: dict[str, int], kernel: str = kernel, spec: str = spec, one: Any = one) -> float:
-            launch.LAUNCH[kernel] = setting
-            try:
-                return bench_gpu.race(machine, {spec: one}, 20).ms(spec)
-            except Exception as error:  # more shared memory than there is, a shape that the compiler refuses
-                print(f"  {kernel} {setting}: {error}".splitlines()[0], file=sys.stderr)
-                one.back()
-                return float("inf")
-
-        was = dict(launch.LAUNCH[kernel])
-        launch.LAUNCH[kernel], ms, tried = descend(was, choices, cost)
-        first = next(row["ms"] for row in tried if {k: row[k] for k in was} == was)
-        print(f"{kernel:8} {spec}, batch {batch}, {n}: {ms:.4f} ms, was {first:.4f}: {launch.LAUNCH[kernel]}")
-        rows.append({"kernel": kernel, "method": spec, "batch": batch, "heads": heads, "kv_heads": kv, "length": n,
-                     "best": launch.LAUNCH[kernel], "ms": ms, "ms_before": first, "tried": tried})  # fmt: skip
-    return {"rows": rows, "launch": launch.LAUNCH}
+def tune(machine: Machine) -> dict[str, Any]:
+    """Find the best launch settings of every kernel; they stay set for the stages that follow."""
+    rows = [search_settings(machine, search) for search in SEARCHES]
+    return {"rows": rows, "launch": dataclasses.asdict(SETTINGS)}
 
 
-def judge(rows: list[dict[str, Any]], wanted: list[tuple[str, str, float]]) -> list[dict[str, Any]]:
-    """Measured against target, from the rows of a benchmark."""
-    found = {row["method"]: row for row in rows}
+def search_settings(machine: Machine, search: Search) -> dict[str, Any]:
+    """Find and set the best settings of one kernel."""
+    kernel, spec, case, choices = search
+    method, before = parse(spec), getattr(SETTINGS, kernel)
+    sets = bench_attention.sets_in_turn(machine, [method], case.shape, torch.float16, case.length)
+    candidate = bench_attention.candidates(
+        machine, case.shape, case.length, [method], torch.float16, max(1, min(sets, 8))
+    )[spec]  # fmt: skip
+
+    def cost(setting: dict[str, int]) -> float:
+        setattr(SETTINGS, kernel, dataclasses.replace(before, **setting))
+        try:
+            timings, _ = bench_attention.race(machine, {spec: candidate}, 20)
+        except Exception as error:  # more shared memory than there is, a shape that the compiler refuses
+            print(f"  {kernel} {setting}: {error}".splitlines()[0], file=sys.stderr)
+            candidate.undo()
+            return float("inf")
+        return timings.ms(spec)
+
+    start = dataclasses.asdict(before)
+    best, ms, tried = descend(start, choices, cost)
+    setattr(SETTINGS, kernel, dataclasses.replace(before, **best))
+    ms_before = next(row["ms"] for row in tried if {name: row[name] for name in start} == start)
+    print(f"{kernel:16} {spec}, batch {case.batch}, {case.length}: {ms:.4f} ms, was {ms_before:.4f}: {best}")
+    return {"kernel": kernel, "method": spec, **case._asdict(), "best": best, "ms": ms, "ms_before": ms_before,
+            "tried": tried}  # fmt: skip
+
+
+def judge(rows: list[dict[str, Any]], wanted: list[Target]) -> list[dict[str, Any]]:
+    """Compare rows of the benchmark with their targets."""
+    by_method = {row["method"]: row for row in rows}
     table = []
-    for name, column, least in wanted if rows else ():
-        row = found[name]
-        table.append({"method": name, "measure": column, "target": least, "got": row[column],
-                      "met": row[column] >= least, "theory": row["speedup_theory"], "ms": row["ms"]})  # fmt: skip
+    for _, name, measure, least in wanted if rows else ():
+        row = by_method[name]
+        table.append({"method": name, "measure": measure, "target": least, "got": row[measure],
+                      "met": row[measure] >= least, "theory": row["speedup_theory"], "ms": row["ms"]})  # fmt: skip
     return table
 
 
-def targets(machine: Any) -> dict[str, Any]:
-    """The table's attention, with all rows of the benchmark behind it."""
-    table, behind = [], []
-    for (batch, heads, kv, n), group in itertools.groupby(TARGETS, lambda t: t[:4]):
-        wanted = [one for *_, some in group for one in some]
-        shape = Shape(batch, kv, heads // kv, 128)
-        out = bench_gpu.attention(shape, [n], [SPARQ, INT8], torch.float16, 31, machine=machine)
-        case = {"batch": batch, "heads": heads, "kv_heads": kv, "length": n, "peak_gb_per_s": out["peak_gb_per_s"]}
-        behind += out["rows"]
-        table += [{**case, **row} for row in judge(out["rows"], wanted)] or [{**case, "skipped": out["skipped"]}]
+def targets(machine: Machine) -> dict[str, Any]:
+    """Measure attention against the targets; all rows of the benchmark stand beside the table."""
+    table, rows = [], []
+    for case, group in itertools.groupby(TARGETS, lambda target: target.case):
+        result = bench_attention.attention(machine, case.shape, [case.length], [SPARQ, INT8], torch.float16, 31)
+        setting = {**case._asdict(), "peak_gb_per_s": result["peak_gb_per_s"]}
+        rows += result["rows"]
+        judged = judge(result["rows"], list(group)) or [{"skipped": result["skipped"]}]
+        table += [{**setting, **row} for row in judged]
     for row in table:
         print(row)
-    return {"table": table, "rows": behind}
+    return {"table": table, "rows": rows}
 
 
-def token(machine: Any) -> dict[str, Any]:
-    """A whole token of llama-2-7b, compiled, against what the bytes allow."""
-    out = bench_gpu_token.token("llama-2-7b", None, "bfloat16", [65536], [SPARQ], 25, machine=machine, compile=True)
-    row = next(row for row in out["rows"] if row["method"] == SPARQ)
+def token(machine: Machine) -> dict[str, Any]:
+    """Measure a whole compiled token of llama-2-7b against what the bytes allow."""
+    result = bench_token.token(machine, "llama-2-7b", None, "bfloat16", [65536], [SPARQ], 25, compile=True)
+    row = next(row for row in result["rows"] if row["method"] == SPARQ)
     share = row["speedup_dense"] / row["speedup_allowed"]
     print(f"SparQ {row['speedup_dense']:.2f} times dense; the bytes allow {row['speedup_allowed']:.2f}: {share:.0%}")
-    return {**out, "share_of_allowed": share, "target": WHOLE, "met": share >= WHOLE}
+    return {**result, "share_of_allowed": share, "target": TOKEN_SHARE, "met": share >= TOKEN_SHARE}
 
 
-def sweep(machine: Any) -> dict[str, Any]:
-    """The paper's grid; the figure lies beside the JSON."""
-    from skimkv.bench.figures_gpu import sweep as draw
-
-    out = bench_gpu.sweep(Shape(1, 32, 1, 128), torch.float16, 9, machine=machine)
-    if out["rows"]:
-        draw(out["rows"], HERE / f"sweep-{slug(machine)}.png")
-    return out
+def sweep(machine: Machine) -> dict[str, Any]:
+    """Measure the paper's grid; the figure lies beside the JSON."""
+    result = bench_attention.sweep(machine, Shape(1, 32, 1, HEAD_DIM), torch.float16, 9)
+    if result["rows"]:
+        figures.sweep(result["rows"], HERE / f"sweep-{slug(machine)}.png")
+    return result
 
 
-def sanitize(machine: Any) -> dict[str, Any]:
-    """Out-of-bounds accesses of the kernels, by compute-sanitizer."""
+def sanitize(machine: Machine) -> dict[str, Any]:
+    """Find accesses of the kernels that are out of bounds, with compute-sanitizer."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return {"skipped": "there is no compute-sanitizer on this machine"}
     python = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
-    return {"tool": tool, **_pytest(python, ["test_gpu.py"], "-k", "not methods")}
+    return {"tool": tool, **run_tests(python, [KERNEL_TESTS], "-k", "not methods")}
 
 
-STAGES = {stage.__name__: stage for stage in (check, tune, targets, token, sweep, sanitize)}
+STAGES: dict[str, Callable[[Machine], dict[str, Any]]] = {
+    stage.__name__: stage for stage in (check, tune, targets, token, sweep, sanitize)
+}
 
 
-def slug(machine: Any) -> str:
+def slug(machine: Machine) -> str:
+    """Return the machine's name as a part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", machine.name.split(",")[0].lower()).strip("-")
 
 
 def versions() -> dict[str, str]:
-    """Of all that decides a time."""
+    """Return the versions of everything that decides a time."""
     import triton
 
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True)
     smi = shutil.which("nvidia-smi")
-    asked = [smi or "", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(asked, capture_output=True, text=True).stdout.strip() if smi else ""
+    query = [smi or "", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if smi else ""
     return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda),
             "driver": driver, "python": sys.version.split()[0], "commit": git.stdout.strip()}  # fmt: skip
 
 
 def main(names: list[str], folder: Path = HERE) -> int:
-    """Run the stages; 2: there is no GPU, or no such stage."""
+    """Run the stages and write their files. The exit status is 2 if there is no GPU, or no stage of that name."""
     try:
         if unknown := [name for name in names if name not in STAGES]:
             raise ValueError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
@@ -212,9 +266,9 @@ def main(names: list[str], folder: Path = HERE) -> int:
         return 2
     for name in names or STAGES:
         start = time.time()
-        found = {"machine": machine.name, "versions": versions(), **STAGES[name](machine)}
+        result = {"machine": machine.name, "versions": versions(), **STAGES[name](machine)}
         path = folder / f"{name}-{slug(machine)}.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{name}: {time.time() - start:.0f} s, {path}")
     return 0
 
