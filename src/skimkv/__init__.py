@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .hf.attach import Cache, attach, detach
     from .hf.load import load
-    from .include import include_dir
+    from .header import include_dir
     from .methods import METHODS, parse, register
     from .methods.base import Method, Traffic
     from .ops import backend
@@ -25,7 +25,7 @@ __all__ = [
 _HOME = {
     "Cache": "hf.attach", "attach": "hf.attach", "detach": "hf.attach", "load": "hf.load",
     "Method": "methods.base", "Traffic": "methods.base", "parse": "methods", "register": "methods",
-    "METHODS": "methods", "backend": "ops", "Shape": "stores.base", "include_dir": "include",
+    "METHODS": "methods", "backend": "ops", "Shape": "stores.base", "include_dir": "header",
 }  # fmt: skip
 
 

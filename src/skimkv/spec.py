@@ -140,6 +140,7 @@ def unknown_method(name: str, known: Iterable[str]) -> ValueError:
 
 
 METHOD_EXAMPLE = "SparQ(r=32, k=128)"
+registered_names: set[str] = set()  # of methods that `skimkv.register` has made known in this process
 
 
 def check_method(text: str) -> None:
@@ -152,7 +153,7 @@ def check_method(text: str) -> None:
     signatures = _builtin_signatures()
     if call.name in signatures:
         bind(call, signatures[call.name])
-    elif not announced_methods():
+    elif call.name not in registered_names and not announced_methods():
         raise unknown_method(call.name, signatures)
 
 

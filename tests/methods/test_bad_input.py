@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from methods.test_spec import EACH
 from skimkv.methods import H2O, Fixed, LMInfinite, LowRank, SparQ, Strided, SubGen, SubGenStream, TopK
 from skimkv.stores.base import Shape
+from support.specs import EACH
 
 pytestmark = pytest.mark.usefixtures("backend")
 MOST = 2**31 - 1

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from methods.test_sparq import algorithm1, step
 from skimkv.methods import SparQ
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from support import steps
+from support.hand_worked import algorithm1, step
 
 pytestmark = pytest.mark.usefixtures("backend")
 GROUP, BLOCK = 256, 128

@@ -10,35 +10,9 @@ import torch
 
 from skimkv.methods import LMInfinite
 from skimkv.stores.base import Shape
+from support.hand_worked import D, attended, run
 
 pytestmark = pytest.mark.usefixtures("backend")
-D = 32  # room for 32 positions
-
-
-def probe(tokens):
-    """k and v (1,1,n,D) of these positions."""
-    return torch.zeros(1, 1, len(tokens), D), torch.eye(D)[None, None, list(tokens)]
-
-
-def attended(y):
-    """Positions of a row with equal weights: y (D,)."""
-    found = y.nonzero()[:, 0]
-    torch.testing.assert_close(y[found], torch.full((len(found),), 1 / len(found)))
-    return found.tolist()
-
-
-def run(method, blocks, steps):
-    """Prompt blocks, then `steps` single tokens: the store and what each step attended to."""
-    store, p, seen = method.store(Shape(1, 1, 1, D), torch.float32), 0, []
-    for n in blocks:
-        k, v = probe(range(p, p + n))
-        y = method.prefill(store, k[:, :, None], k, v, scale=1.0)
-        seen += [attended(row) for row in y[0, 0, 0]]
-        p += n
-    for now in range(p, p + steps):
-        k, v = probe([now])
-        seen.append(attended(method.decode(store, k, k[:, :, 0], v[:, :, 0], scale=1.0)[0, 0, 0]))
-    return store, seen
 
 
 def test_by_hand():

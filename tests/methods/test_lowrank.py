@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from methods.test_topk import step
 from skimkv.methods import LowRank, TopK
 from skimkv.stores.base import Shape
+from support.hand_worked import output
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -53,7 +53,7 @@ def test_full_rank_chooses_exactly():
     # r = D: (q P)(K P)^T = q K^T, so the choice and the output are the oracle's, at any k
     q, k, v = torch.randn(2, 2, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
     for n in (1, 7, 30):
-        a, b = (step(m, q, k, v, scale=0.25) for m in (LowRank(r=16, k=n), TopK(k=n, oracle=True)))
+        a, b = (output(m, q, k, v, scale=0.25) for m in (LowRank(r=16, k=n), TopK(k=n, oracle=True)))
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_agrees_with_plain_loops_on_ragged_rows(k):
     B, H, G, N, D, scale = 2, 2, 3, 33, 12, 12**-0.5
     q, K, V = torch.randn(B, H, G, D) * 3, torch.randn(B, H, N, D), torch.randn(B, H, N, D)
     pad, method = [0, 11], LowRank(r=3, k=k, seed=5)
-    y, P = step(method, q, K, V, pad, scale), projection(method, H, D).numpy()
+    y, P = output(method, q, K, V, pad, scale), projection(method, H, D).numpy()
     for b in range(B):
         for h in range(H):
             keys, values, x = (t.double().numpy() for t in (K[b, h, pad[b] :], V[b, h, pad[b] :], q[b, h]))

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from methods.test_lm_infinite import D, run
 from skimkv.methods import Fixed, LMInfinite, Strided, parse
 from skimkv.stores.base import Shape
+from support.hand_worked import D, run
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -9,35 +14,18 @@ from skimkv.methods import (
     H2O,
     METHODS,
     Dense,
-    Fixed,
     LMInfinite,
     LowRank,
     SparQ,
-    Strided,
     SubGen,
     SubGenStream,
     TopK,
     parse,
 )
+from skimkv.spec import ELSEWHERE, check_method
+from skimkv.spec import _builtin_signatures as signatures
 from skimkv.stores.base import Shape
-
-EACH = [
-    Dense(),
-    SparQ(6, 4, mean_value=True),
-    SparQ(6, 4, channels="none"),
-    SparQ(6, 4, channels="int8"),
-    SparQ(6, 4, channels="int4"),
-    TopK(4),
-    TopK(4, oracle=True),
-    LowRank(2, 4),
-    LMInfinite(6, initial=2),
-    Strided(8, local=3),
-    Fixed(8, l=4, c=2),
-    H2O(6),
-    H2O(0.5),
-    SubGen(3, recent=3),
-    SubGenStream(0.5, 2, 3),
-]
+from support.specs import EACH
 
 
 def one_line(error):
@@ -124,6 +112,51 @@ def test_what_is_no_spec(spec, says):
     with pytest.raises(ValueError, match=says) as error:
         parse(spec)
     assert one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("SparQ(r=32, k=128, channels=int8)", "put quotes around it: channels='int8'"),
+        ("Dense(kv=int4)", "put quotes around it: kv='int4'"),
+        ("TopK(k=4, oracle=true)", "write oracle=True"),
+        ("SparQ(r=1, k=1, local=null)", "write local=None"),
+        ("TopK(k=n)", "write a number"),
+        ("SparQ(r=32, k=128", "a closing parenthesis is missing"),
+        ("SnapKV(k=512)", "unknown method 'SnapKV': skimkv does not have it; H2O"),
+        ("snap_kv(k=512)", "unknown method 'SnapKV'"),
+        ("Skim()", "under trial"),
+        ("StreamingLLM(k=512)", "LMInfinite\\(k=512, initial=4\\) here"),
+    ],
+)
+def test_a_message_says_what_to_write(spec, says):
+    for check in (parse, check_method):
+        with pytest.raises(ValueError, match=says) as error:
+            check(spec)
+        assert one_line(error)
+
+
+@pytest.mark.parametrize("text", [v.split(" here")[0] for v in ELSEWHERE.values()])
+def test_what_is_recommended_instead_exists(text):
+    specs = re.findall(r"\b[A-Z]\w+\([^)]*\)", text)
+    assert specs or "SparQ" in text
+    assert all(parse(spec) for spec in specs)
+
+
+def test_signatures_read_from_the_source_are_the_real_ones():
+    for name, parameters in signatures().items():
+        real = {f.name: f for f in dataclasses.fields(METHODS[name])}
+        assert {p.name for p in parameters} == set(real)
+        for p in parameters:
+            assert p.required == (real[p.name].default is dataclasses.MISSING), p
+            assert p.keyword_only == bool(real[p.name].kw_only), p
+            assert p.takes_text == ("str" in str(real[p.name].type)), p
+    assert set(signatures()) == set(METHODS)
+
+
+def test_a_spec_is_checked_without_torch():
+    code = "import sys; from skimkv import spec; spec.check_method('SparQ(r=1, k=2)'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize(

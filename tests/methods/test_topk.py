@@ -7,17 +7,9 @@ import pytest
 import torch
 
 from skimkv.methods import TopK
-from skimkv.stores.base import Shape
+from support.hand_worked import output
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-def step(method, q, k, v, pad=None, scale=1.0, softcap=None):
-    """Append all tokens but the last, decode the last. q (B,H,G,D), k and v (B,H,N,D)."""
-    B, H, G, D = q.shape
-    store = method.store(Shape(B, H, G, D), k.dtype)
-    store.append(k[:, :, :-1], v[:, :, :-1], pad)
-    return method.decode(store, q, k[:, :, -1], v[:, :, -1], scale=scale, softcap=softcap)
 
 
 def given(p):
@@ -31,20 +23,20 @@ def given(p):
 
 def test_flexgen_by_hand():
     # eq. 5: y1 = (s * m_s) V. s = .2 .4 .05 .25 | .1, k = 2: positions 1 and 3, and the current; mass .75, not 1
-    y = step(TopK(k=2), *given([[0.2, 0.4, 0.05, 0.25, 0.1]]))
+    y = output(TopK(k=2), *given([[0.2, 0.4, 0.05, 0.25, 0.1]]))
     torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, 0.4, 0, 0.25, 0.1]))
 
 
 def test_oracle_by_hand():
     # the same choice, softmax over the chosen: divided by .75
-    y = step(TopK(k=2, oracle=True), *given([[0.2, 0.4, 0.05, 0.25, 0.1]]))
+    y = output(TopK(k=2, oracle=True), *given([[0.2, 0.4, 0.05, 0.25, 0.1]]))
     torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, 0.4, 0, 0.25, 0.1]) / 0.75)
 
 
 def test_the_current_token_costs_nothing():
     # its weight is the smallest, and the largest: k positions besides it either way
     for p in ([0.3, 0.3001, 0.3, 0.0999], [0.1, 0.2, 0.1, 0.6]):
-        y = step(TopK(k=1), *given([p]))
+        y = output(TopK(k=1), *given([p]))
         torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, p[1], 0, p[3]]))
 
 
@@ -52,7 +44,7 @@ def test_the_current_token_costs_nothing():
 def test_a_group_chooses_together(oracle):
     # sums .6 .5 .1: position 0, though head 1 alone prefers 1 (SparQ section 4's rule: sum the softmaxed scores)
     p = [[0.5, 0.25, 0.05, 0.2], [0.1, 0.25, 0.05, 0.6]]
-    y = step(TopK(k=1, oracle=oracle), *given(p))
+    y = output(TopK(k=1, oracle=oracle), *given(p))
     expected = torch.tensor([[0.5, 0, 0, 0.2], [0.1, 0, 0, 0.6]])
     torch.testing.assert_close(y[0, 0], expected / 0.7 if oracle else expected)
 
@@ -63,7 +55,7 @@ def test_agrees_with_plain_loops_on_ragged_rows(k, softcap):
     B, H, G, N, D, scale = 3, 2, 2, 40, 8, 0.7
     q, K, V = torch.randn(B, H, G, D), torch.randn(B, H, N, D), torch.randn(B, H, N, D)
     pad = [3, 0, 37]
-    flexgen, oracle = (step(TopK(k, o), q, K, V, pad, scale, softcap) for o in (False, True))
+    flexgen, oracle = (output(TopK(k, o), q, K, V, pad, scale, softcap) for o in (False, True))
     for b in range(B):
         for h in range(H):
             keys, values = (x[b, h, pad[b] :].double().numpy() for x in (K, V))

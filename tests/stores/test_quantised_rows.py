@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from methods.test_laws import CODED, DTYPES, Stream, close, run
 from skimkv.methods import H2O, METHODS, Dense, SparQ, parse
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.quantise import SPAN, RowFormat
+from skimkv.testing import Sequences
+from support.laws import DTYPES, QUANTISED, close, run
 
 KINDS = ["int8", "int4"]
 
@@ -76,16 +77,16 @@ def test_bytes_of_a_row(kv, D, width):
 
 
 # methods that choose by what is rounded to the cache's type choose the same in float32 only
-ROUNDED = [(spec, torch.float32) for spec in CODED]
-ROUNDED += [(s, torch.bfloat16) for s in CODED if not s.startswith(("LowRank", "SparQ", "H2O", "SubGen"))]
+ROUNDED = [(spec, torch.float32) for spec in QUANTISED]
+ROUNDED += [(s, torch.bfloat16) for s in QUANTISED if not s.startswith(("LowRank", "SparQ", "H2O", "SubGen"))]
 
 
 @pytest.mark.parametrize(("spec", "dtype"), ROUNDED)
 def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
     """The same method in float32 over the decoded stream: same choices, same outputs."""
     method, shape = parse(spec), Shape(2, 2, 3, 16)
-    s, form = Stream.random(shape, 300, dtype), method.row_format(16)
-    decoded = Stream(s.q.float(), *(form.decode(form.encode(x), torch.float32) for x in (s.k, s.v)))
+    s, form = Sequences.random(shape, 300, dtype), method.row_format(16)
+    decoded = Sequences(s.q.float(), *(form.decode(form.encode(x), torch.float32) for x in (s.k, s.v)))
     _, y = run(method, s, 280, pad=[0, 33])
     _, plain = run(parse(spec.replace(f"kv='{method.kv}'", "")), decoded, 280, pad=[0, 33])
     close(y, plain, dtype)
@@ -95,7 +96,7 @@ def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
 @pytest.mark.parametrize("kv", KINDS)
 def test_forgotten_tokens_leave_no_trace(kv, channels, backend):
     shape, method = Shape(2, 2, 2, 16), SparQ(4, 12, mean_value=True, channels=channels, kv=kv)
-    s = Stream.random(shape, 301)
+    s = Sequences.random(shape, 301)
     store, once = (method.store(shape, torch.float32) for _ in "ab")
     store.append(s.k[:, :, :300], s.v[:, :, :300])
     store.crop(100)
@@ -111,7 +112,7 @@ def test_forgotten_tokens_leave_no_trace(kv, channels, backend):
 
 @pytest.mark.parametrize("kv", KINDS)
 def test_history_is_decoded_in_the_type_of_the_cache(kv):
-    s = Stream.random(Shape(1, 2, 1, 16), 30, torch.bfloat16)
+    s = Sequences.random(Shape(1, 2, 1, 16), 30, torch.bfloat16)
     for method in (Dense(kv=kv), H2O(30, kv=kv)):
         store = method.store(Shape(1, 2, 1, 16), torch.bfloat16)
         method.prefill(store, s.q, s.k, s.v, scale=0.25)

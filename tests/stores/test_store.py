@@ -7,12 +7,12 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from methods.test_spec import EACH
 from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 from support import steps
+from support.specs import EACH
 
 pytestmark = pytest.mark.usefixtures("backend")
 

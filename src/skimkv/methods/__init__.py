@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from .. import spec
 from .base import Method
@@ -23,7 +22,7 @@ METHODS: dict[str, type[Method]] = {
 
 __all__ = [
     "H2O", "METHODS", "Dense", "Fixed", "LMInfinite", "LowRank", "SparQ", "Strided", "SubGen", "SubGenStream", "TopK",
-    "load_announced_methods", "parse", "register",
+    "bind_spec", "load_announced_methods", "parse", "register",
 ]  # fmt: skip
 
 
@@ -41,6 +40,7 @@ def register(method: type[Method]) -> type[Method]:
     if METHODS.get(name, method) is not method:
         raise ValueError(f"{name} cannot be registered: {METHODS[name].__module__} has a method of that name")
     METHODS[name] = method
+    spec.registered_names.add(name)
     return method
 
 
@@ -71,10 +71,13 @@ def parse(text: str | Method) -> Method:
         load_announced_methods()
     if call.name not in METHODS:
         raise spec.unknown_method(call.name, METHODS)
-    method: Any = METHODS[call.name]
+    return bind_spec(METHODS[call.name], call)
+
+
+def bind_spec(method: type[Method], call: spec.Call) -> Method:
+    """An instance of this class with the arguments of a spec. Raises ValueError, in one line, if they do not fit."""
     parameters = [
         spec.Parameter(f.name, f.default is dataclasses.MISSING, bool(f.kw_only), "str" in str(f.type))
         for f in dataclasses.fields(method)
     ]
-    made: Method = method(**spec.bind(call, parameters))
-    return made
+    return method(**spec.bind(call, parameters))

@@ -1,0 +1,223 @@
+"""The laws that every method keeps, to be run on a method of one's own: `skimkv.testing.check_method(MyMethod(k=64))`.
+
+Each law is a function of a method that raises AssertionError. They run on random data of odd sizes, on the CPU, by the
+method's kernel if it has one, and otherwise by its own `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops, spec
+from .methods import Dense, bind_spec
+from .methods.base import Method
+from .stores.base import Shape, Store
+from .stores.clusters import Clusters
+from .stores.full import Full
+
+SHAPE = Shape(B=2, H=2, G=3, D=16)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+LENGTHS = (1, 5, 24, 254, 255, 256, 300)  # cached tokens: few, and around the end of a group of 256
+
+
+class Sequences(NamedTuple):
+    """Random sequences: q (B,H,G,n,D), k and v (B,H,n,D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Sequences:
+        """n tokens of standard normal numbers, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        B, H, G, D = shape
+        sizes = ((G, n, D), (n, D), (n, D))
+        return cls(*(torch.randn(B, H, *size, generator=generator).to(dtype) for size in sizes))
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the layer that these sequences belong to."""
+        B, H, G, _, D = self.q.shape
+        return Shape(B, H, G, D)
+
+    def rows(self, index: list[int]) -> Sequences:
+        """These rows of the batch."""
+        return Sequences(self.q[index], self.k[index], self.v[index])
+
+    def tokens(self, start: int, stop: int) -> Sequences:
+        """Tokens start .. stop-1."""
+        return Sequences(self.q[..., start:stop, :], self.k[:, :, start:stop], self.v[:, :, start:stop])
+
+
+def prompt(method: Method, x: Sequences, pad: list[int] | None = None, softcap: float | None = None) -> Store:
+    """A store that has read these sequences as a prompt; the first pad[b] tokens of row b are padding."""
+    store: Store = method.store(x.shape, x.k.dtype)
+    method.prefill(store, x.q, x.k, x.v, scale=x.shape.D**-0.5, pad=pad, softcap=softcap)
+    return store
+
+
+def decode(method: Method, store: Store, x: Sequences, softcap: float | None = None) -> Tensor:
+    """Decode these sequences token by token: (n,B,H,G,D)."""
+    scale, steps = x.shape.D**-0.5, range(x.k.shape[2])
+    return torch.stack(
+        [method.decode(store, x.q[..., i, :], x.k[:, :, i], x.v[:, :, i], scale=scale, softcap=softcap) for i in steps]
+    )
+
+
+def assert_close(a: Tensor, b: Tensor, dtype: torch.dtype, what: str, tolerance: float = 0.0) -> None:
+    """Raise AssertionError unless a equals b up to the rounding of dtype, or a larger tolerance.
+
+    Both are relative to the largest number of b, where that exceeds 1.
+    """
+    error = (a.double() - b.double()).abs().max().item()
+    bound = max(TOLERANCE[dtype], tolerance) * max(1.0, b.double().abs().max().item())
+    assert error <= bound, f"{what}: they differ by {error:.3g}, the bound is {bound:.3g}"
+
+
+def repr_is_the_spec(method: Method) -> None:
+    """parse(repr(method)) is the method again."""
+    text = repr(method)
+    again = bind_spec(type(method), spec.parse_call(text, "method", spec.METHOD_EXAMPLE))
+    assert again == method and repr(again) == text, f"{text} is parsed as {again!r}"
+
+
+def prompt_is_exact(method: Method) -> None:
+    """The prompt's own attention is dense and causal, whatever the method keeps afterwards."""
+    x = Sequences.random(SHAPE, 70)
+
+    def attention(of: Method) -> Tensor:
+        store: Store = of.store(x.shape, x.k.dtype)
+        return of.prefill(store, x.q, x.k, x.v, scale=0.25, pad=[0, 9])
+
+    assert_close(attention(method), attention(Dense()), torch.float32, "the prompt's attention and dense attention")
+
+
+def rows_are_independent(method: Method) -> None:
+    """A row's output does not depend on the other rows of the batch, nor on their order."""
+    x = Sequences.random(SHAPE._replace(B=3), 280)
+    whole = decode(method, prompt(method, x.tokens(0, 270)), x.tokens(270, 280))
+    part = x.rows([2, 1])
+    swapped = decode(method, prompt(method, part.tokens(0, 270)), part.tokens(270, 280))
+    assert_close(whole[:, [2, 1]], swapped, torch.float32, "rows in another batch")
+
+
+def padding_is_invisible(method: Method) -> None:
+    """Padding on the left, with keys of 1e9 and infinite values, changes nothing."""
+    x, pad = Sequences.random(SHAPE, 310), 41
+    x.k[1, :, :pad], x.v[1, :, :pad] = 1e9, torch.inf
+    both = decode(method, prompt(method, x.tokens(0, 300), [0, pad]), x.tokens(300, 310))
+    alone = x.rows([1]).tokens(pad, 310)
+    single = decode(method, prompt(method, alone.tokens(0, 300 - pad)), alone.tokens(300 - pad, 310 - pad))
+    assert_close(both[:, 1:], single, torch.float32, "a padded row and the same row alone")
+
+
+def appends_add_up(method: Method) -> None:
+    """A store does not see how its tokens were cut into blocks (methods that keep all of a prompt block)."""
+    if type(method).take is not Method.take:
+        return
+    for blocks in ((1,) * 30, (256, 44), (7, 250, 43), (255, 1, 1, 43)):
+        n = sum(blocks)
+        x = Sequences.random(SHAPE, n + 1)
+        whole, parts = method.store(SHAPE, torch.float32), method.store(SHAPE, torch.float32)
+        whole.append(x.k[:, :, :n], x.v[:, :, :n])
+        start = 0
+        for block in blocks:
+            parts.append(x.k[:, :, start : start + block], x.v[:, :, start : start + block])
+            start += block
+        assert whole.lengths == parts.lengths == [n] * SHAPE.B
+        assert whole.nbytes == parts.nbytes, f"one append holds {whole.nbytes} bytes, several {parts.nbytes}"
+        one, several = (decode(method, store, x.tokens(n, n + 1)) for store in (whole, parts))
+        assert_close(one, several, torch.float32, f"one append and appends of {blocks} tokens")
+
+
+def counted_is_predicted(method: Method) -> None:
+    """What a step reads and writes through the counted accessors is `traffic`, element by element and byte by byte."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in LENGTHS:
+            x = Sequences.random(SHAPE, n + 1, dtype)
+            with ops.backend("ref"):
+                store = prompt(method, x.tokens(0, n))
+                before = store.elements, store.bytes
+                decode(method, store, x.tokens(n, n + 1))
+            more: dict[str, Any] = {"clusters": int(store.m.sum())} if isinstance(store, Clusters) else {}
+            predicted = method.traffic(n, SHAPE, dtype, **more)
+            counted = store.elements - before[0], store.bytes - before[1]
+            assert counted == (predicted.elements, predicted.bytes), (
+                f"after {n} tokens in {dtype} a step moves {counted} (elements, bytes), "
+                f"traffic says {(predicted.elements, predicted.bytes)}"
+            )
+
+
+def bytes_are_bounded(method: Method) -> None:
+    """The live bytes of a store stay within `bound` and within what is allocated."""
+    for n in (1, 30, 300):
+        x = Sequences.random(SHAPE, n)
+        store = prompt(method, x)
+        bound = method.bound(n, SHAPE, torch.float32)
+        assert 0 < store.nbytes <= bound, f"{n} tokens occupy {store.nbytes} bytes, the bound is {bound}"
+        assert store.nbytes <= store.allocated, f"{store.nbytes} live bytes, {store.allocated} allocated"
+
+
+def copies_are_independent(method: Method) -> None:
+    """A forked store decodes as the original does, and a selected batch decodes as its rows do."""
+    x = Sequences.random(SHAPE, 282)
+    store = prompt(method, x.tokens(0, 270))
+    decode(method, store, x.tokens(270, 281))
+    last = x.tokens(281, 282)
+    fork, beams = store.fork(), store.fork()
+    beams.select(torch.tensor([1, 0, 1]))
+    y = decode(method, store, last)
+    assert_close(decode(method, fork, last), y, torch.float32, "a fork and the original")
+    selected = decode(method, beams, last.rows([1, 0, 1]))
+    assert_close(selected, y[:, [1, 0, 1]], torch.float32, "selected rows and the original's")
+    assert beams.lengths == [282] * 3
+
+
+def kernel_is_the_algorithm(method: Method) -> None:
+    """Where the backend in use has a kernel for this method, it computes what `step` computes.
+
+    Kernels take the products with a quantised index in integers, which rounds to 2^-16 of the largest.
+    """
+    if not method.has_kernel() or ops.select_backend("cpu")[0] == "ref":
+        return
+    x = Sequences.random(SHAPE, 290)
+    store = prompt(method, x.tokens(0, 280))
+    fast = decode(method, store, x.tokens(280, 290))
+    with ops.backend("ref"):
+        exact = decode(method, prompt(method, x.tokens(0, 280)), x.tokens(280, 290))
+    tolerance = 2.0**-16 if isinstance(store, Full) and store.bits else 0.0
+    assert_close(fast, exact, torch.float32, "the kernel and the algorithm in PyTorch", tolerance)
+
+
+LAWS: tuple[Callable[[Method], None], ...] = (
+    repr_is_the_spec, prompt_is_exact, rows_are_independent, padding_is_invisible, appends_add_up,
+    counted_is_predicted, bytes_are_bounded, copies_are_independent, kernel_is_the_algorithm,
+)  # fmt: skip
+
+
+def full_budget_is_dense(method: Method) -> None:
+    """A method whose budget holds everything computes dense attention (of rows in the method's form)."""
+    x = Sequences.random(SHAPE, 301)
+    dense = Dense(kv=method.kv)
+    y, exact = (decode(each, prompt(each, x.tokens(0, 290), [0, 37]), x.tokens(290, 301)) for each in (method, dense))
+    assert_close(y, exact, torch.float32, f"{method} and dense attention")
+
+
+def check_method(method: Method, full: Method | None = None) -> list[str]:
+    """Run all laws on a method, and return their names.
+
+    full: the same method with a budget of at least 301 tokens, which must equal dense attention; None if it never does.
+    Raises AssertionError, which names the law and the method, for the first law that does not hold.
+    """
+    laws = [(law, method) for law in LAWS] + ([] if full is None else [(full_budget_is_dense, full)])
+    for law, subject in laws:
+        try:
+            law(subject)
+        except AssertionError as error:
+            raise AssertionError(f"{subject} breaks the law {law.__name__}: {error}") from error
+    return [law.__name__ for law, _ in laws]

@@ -1,0 +1,82 @@
+"""Steps for the examples that are worked by hand: one decode step, SparQ's algorithm 1 in numpy, and which positions
+a method attends to."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from skimkv.stores.base import Shape
+
+
+def step(method, q, k, v, pad=None, scale=None, softcap=None):
+    """Append all tokens but the last, decode the last. q (B,H,G,D), k and v (B,H,N,D) -> y and the store."""
+    B, H, G, D = q.shape
+    store = method.store(Shape(B, H, G, D), k.dtype)
+    store.append(k[:, :, :-1], v[:, :, :-1], pad)
+    scale = D**-0.5 if scale is None else scale
+    return method.decode(store, q, k[:, :, -1], v[:, :, -1], scale=scale, softcap=softcap), store
+
+
+def output(method, q, k, v, pad=None, scale=1.0, softcap=None):
+    """What `step` gives, without the store."""
+    return step(method, q, k, v, pad, scale, softcap)[0]
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def algorithm1(q, K, V, r, k, local, temperature, mean, scale, softcap=None, K1=None):
+    """One KV head in float64: q (G,D), K and V (N,D), the last position current; step 1 reads K1 (or K)."""
+    (G, D), N = q.shape, len(K)
+    K1 = K if K1 is None else K1
+    cap = (lambda x: x) if softcap is None else (lambda x: softcap * np.tanh(x / softcap))
+    i1 = sorted(range(D), key=lambda d: -sum(abs(q[g, d]) for g in range(G)))[:r]
+    s_hat = np.zeros((G, N))
+    for g in range(G):
+        coverage = sum(abs(q[g, d]) for d in i1) / sum(abs(q[g]))
+        tau = {"coverage": math.sqrt(coverage), "sqrt_d": 1, "sqrt_r": math.sqrt(r / D)}[temperature] / scale
+        s_hat[g] = softmax(cap(np.array([sum(q[g, d] * K1[n, d] for d in i1) / tau for n in range(N)])))
+    recent = [n for n in range(N - 1) if n >= N - 1 - local]
+    others = sorted(set(range(N - 1)) - set(recent), key=lambda n: -s_hat[:, n].sum())
+    i2 = [*(recent + others)[:k], N - 1]
+    y = np.zeros((G, D))
+    for g in range(G):
+        y[g] = softmax(cap(K[i2] @ q[g] * scale)) @ V[i2]
+        if mean:
+            alpha = s_hat[g, i2].sum()
+            y[g] = alpha * y[g] + (1 - alpha) * V.mean(0)
+    return y
+
+
+D = 32  # room for 32 positions
+
+
+def probe(tokens):
+    """k and v (1,1,n,D) of these positions."""
+    return torch.zeros(1, 1, len(tokens), D), torch.eye(D)[None, None, list(tokens)]
+
+
+def attended(y):
+    """Positions of a row with equal weights: y (D,)."""
+    found = y.nonzero()[:, 0]
+    torch.testing.assert_close(y[found], torch.full((len(found),), 1 / len(found)))
+    return found.tolist()
+
+
+def run(method, blocks, steps):
+    """Prompt blocks, then `steps` single tokens: the store and what each step attended to."""
+    store, p, seen = method.store(Shape(1, 1, 1, D), torch.float32), 0, []
+    for n in blocks:
+        k, v = probe(range(p, p + n))
+        y = method.prefill(store, k[:, :, None], k, v, scale=1.0)
+        seen += [attended(row) for row in y[0, 0, 0]]
+        p += n
+    for now in range(p, p + steps):
+        k, v = probe([now])
+        seen.append(attended(method.decode(store, k, k[:, :, 0], v[:, :, 0], scale=1.0)[0, 0, 0]))
+    return store, seen

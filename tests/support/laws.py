@@ -1,0 +1,83 @@
+"""Specs of every method for the laws, and a run of a method over random sequences."""
+
+from __future__ import annotations
+
+import torch
+
+from skimkv.methods.base import Method
+from skimkv.testing import Sequences, assert_close, decode, prompt
+
+SMALL = [
+    "Dense()",
+    "SparQ(r=4, k=16)",
+    "SparQ(r=5, k=9, local=0, mean_value=True, temperature='sqrt_d', channels='none')",
+    "SparQ(r=4, k=16, channels='int8', mean_value=True)",
+    "SparQ(r=4, k=16, local=16, channels='int4', temperature='sqrt_r')",
+    "TopK(k=12)",
+    "TopK(k=12, oracle=True)",
+    "LowRank(r=6, k=12)",
+    "LMInfinite(k=20)",
+    "LMInfinite(k=7, initial=0)",
+    "Strided(k=20)",
+    "Strided(k=9, local=8)",
+    "Fixed(k=20, c=2)",
+    "Fixed(k=9, l=4)",
+    "H2O(k=24)",
+    "H2O(k=0.2)",
+    "SubGen(k=10, recent=8)",
+    "SubGenStream(delta=2.0, t=3, s=8)",
+]
+QUANTISED = [
+    "Dense(kv='int4')",
+    "Dense(kv='int8')",
+    "SparQ(r=4, k=16, kv='int4')",
+    "SparQ(r=5, k=9, channels='none', kv='int4')",
+    "SparQ(r=5, k=9, channels='none', kv='int8')",
+    "SparQ(r=4, k=16, channels='int4', mean_value=True, kv='int8')",
+    "TopK(k=12, kv='int4')",
+    "TopK(k=12, oracle=True, kv='int8')",
+    "LowRank(r=6, k=12, kv='int4')",
+    "LMInfinite(k=20, kv='int8')",
+    "Strided(k=20, kv='int4')",
+    "Fixed(k=20, c=2, kv='int8')",
+    "H2O(k=24, kv='int4')",
+    "H2O(k=24, kv='int8')",
+    "H2O(k=0.2, kv='int4')",
+    "SubGen(k=10, recent=8, kv='int4')",
+]
+SMALL += QUANTISED
+FULL = [
+    "SparQ(r=4, k=5000)",
+    "SparQ(r=4, k=5000, channels='none', mean_value=True)",
+    "SparQ(r=4, k=5000, channels='int8')",
+    "SparQ(r=4, k=5000, channels='int4', mean_value=True)",
+    "TopK(k=5000)",
+    "TopK(k=5000, oracle=True)",
+    "LowRank(r=4, k=5000)",
+    "LMInfinite(k=5000)",
+    "Strided(k=5000)",
+    "Fixed(k=5000)",
+    "H2O(k=5000)",
+    "SubGen(k=4000, recent=1000)",
+    "SparQ(r=4, k=5000, mean_value=True, kv='int4')",
+    "SparQ(r=4, k=5000, channels='none', kv='int8')",
+    "TopK(k=5000, kv='int8')",
+    "TopK(k=5000, oracle=True, kv='int4')",
+    "LowRank(r=4, k=5000, kv='int8')",
+    "LMInfinite(k=5000, kv='int4')",
+    "Strided(k=5000, kv='int8')",
+    "Fixed(k=5000, kv='int4')",
+    "H2O(k=5000, kv='int4')",
+    "SubGen(k=4000, recent=1000, kv='int8')",
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def run(method: Method, x: Sequences, n: int, pad: list[int] | None = None, softcap: float | None = None):
+    """A prompt of n tokens, then the rest token by token: the store and the decoded outputs (steps,B,H,G,D)."""
+    store = prompt(method, x.tokens(0, n), pad, softcap)
+    return store, decode(method, store, x.tokens(n, x.k.shape[2]), softcap)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    assert_close(a, b, dtype, "what must be equal")
