@@ -1,8 +1,8 @@
-"""The tables and the figure of docs/evaluation.md, from nothing: python benchmarks/evaluation.py DATA [OUT]
+"""Make the tables and the figure of docs/evaluation.md from nothing: python benchmarks/evaluation.py DATA [OUT]
 
-DATA is a folder with LongEval's lines_200.jsonl, tinyshakespeare.txt, wikitext-test.txt and essays/. About 40 minutes
-on two cores; interrupted, the same command goes on. It writes OUT/results.jsonl (default: evaluation/), OUT/figure.png,
-and the tables to stdout. Where skimkv is not installed: PYTHONPATH=src.
+DATA is a folder with LongEval's lines_200.jsonl, tinyshakespeare.txt, wikitext-test.txt and essays/. This takes about 40
+minutes on two cores; when it was interrupted, the same command goes on. It writes OUT/results.jsonl and OUT/figure.png
+(OUT is `evaluation` by default) and prints the tables. Where skimkv is not installed, write PYTHONPATH=src in front.
 """
 
 from __future__ import annotations
@@ -10,58 +10,64 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from skimkv.cli import app as cli
+from skimkv.cli import main as skimkv
 from skimkv.eval.results import Row, load, summary
 from skimkv.methods import parse
 
 TASKS = {"record": 40, "passkey(length=10400)": 40, "lines": 30, "repetition(skip=0.9)": 20, "needle": 15, "bpc": 16}
-CODED = "Dense(kv='int4')"
+DENSE, QUANTISED = "Dense()", "Dense(kv='int4')"
 SHARES = {1 / 2: "1/2", 1 / 4: "1/4", 1 / 8: "1/8"}
-NEAR = 1.35  # a row belongs to a share if it is within this factor of it
+NEAR = 1.35  # a row belongs to a share of dense's bytes if it is within this factor of it
 
 
 def run(data: str, out: Path) -> None:
+    """Evaluate every task into OUT/results.jsonl and draw OUT/figure.png; exit with status 1 if a command fails."""
+    results = str(out / "results.jsonl")
     for task, limit in TASKS.items():
-        arguments = ["--task", task, "--limit", str(limit), "--data", data, "--out", str(out / "results.jsonl")]
-        how = ["--sweep", "matched", "--mode", "both", "--dtype", "float32", "--method", CODED]
-        if cli.main(["eval", *how, *arguments]):
+        sweep = ["--sweep", "matched", "--mode", "both", "--dtype", "float32", "--method", QUANTISED]
+        if skimkv(["eval", *sweep, "--task", task, "--limit", str(limit), "--data", data, "--out", results]):
             sys.exit(1)
-    cli.main(["plot", str(out / "results.jsonl"), "--out", str(out / "figure.png")])
+    if skimkv(["plot", results, "--out", str(out / "figure.png")]):
+        sys.exit(1)
 
 
 def number(x: float) -> str:
+    """Return the number with as many digits as a table needs."""
     return f"{x:.0f}" if abs(x) >= 10 else f"{x:.2f}"
 
 
 def table(rows: list[Row], share: float, modes: tuple[str, ...]) -> str:
-    """Methods by tasks, each method's row nearest to that share of dense's bytes."""
+    """Return a table of methods by tasks in Markdown; a method's cell is its row nearest to that share of the bytes."""
     rows = [row for row in rows if row.mode in modes]
     columns = list(dict.fromkeys((row.task, row.mode) for row in rows))
-    found: dict[str, dict[tuple[str, str], Row]] = {}
+    nearest: dict[str, dict[tuple[str, str], Row]] = {}
     for row in rows:
-        name = type(parse(row.method)).__name__ if row.method not in ("Dense()", CODED) else row.method
-        held, own = found.setdefault(name, {}), 1.0 if row.method == "Dense()" else row.share or 0
-        if name != "Dense()" and not 1 / NEAR < own / share < NEAR:
+        name = row.method if row.method in (DENSE, QUANTISED) else type(parse(row.method)).__name__
+        cells = nearest.setdefault(name, {})
+        row_share = 1.0 if row.method == DENSE else row.share or 0
+        if name != DENSE and not 1 / NEAR < row_share / share < NEAR:
             continue
-        best = held.get((row.task, row.mode))
-        if best is None or abs(own - share) < abs((best.share or 1) - share):
-            held[row.task, row.mode] = row
-    names = [
+        best = cells.get((row.task, row.mode))
+        if best is None or abs(row_share - share) < abs((best.share or 1) - share):
+            cells[row.task, row.mode] = row
+    headings = [
         task.split("(")[0] + ("" if len(modes) == 2 or mode == "forced" else f", {mode}") for task, mode in columns
     ]
-    lines = [f"| method | bytes | {' | '.join(names)} |", "|---" * (2 + len(columns)) + "|"]
-    for name, held in found.items():
-        if not held:
-            continue
-        shares = sorted(round(100 * (row.share or 1)) for row in held.values())
-        low, high = shares[0], shares[-1]
-        cells = [f"{number(held[at].mean)} ± {number(held[at].stderr or 0)}" if at in held else "—" for at in columns]
-        share_ = f"{low}%" if low == high else f"{low}–{high}%"
-        lines.append(f"| `{name.removesuffix('()')}` | {share_} | {' | '.join(cells)} |")
+    lines = [f"| method | bytes | {' | '.join(headings)} |", "|---" * (2 + len(columns)) + "|"]
+    for name, cells in nearest.items():
+        if cells:
+            shares = [round(100 * (row.share or 1)) for row in cells.values()]
+            low, high = min(shares), max(shares)
+            scores = [
+                f"{number(cells[at].mean)} ± {number(cells[at].stderr or 0)}" if at in cells else "—" for at in columns
+            ]
+            percent = f"{low}%" if low == high else f"{low}–{high}%"
+            lines.append(f"| `{name.removesuffix('()')}` | {percent} | {' | '.join(scores)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
+    """Run the evaluation and print its tables."""
     if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
     out = Path(sys.argv[2] if len(sys.argv) == 3 else "evaluation")
