@@ -1,8 +1,9 @@
 """Make the tables and the figure of docs/evaluation.md from nothing: python benchmarks/evaluation.py DATA [OUT]
 
-DATA is a folder with LongEval's lines_200.jsonl, tinyshakespeare.txt, wikitext-test.txt and essays/. This takes about 40
-minutes on two cores; when it was interrupted, the same command goes on. It writes OUT/results.jsonl and OUT/figure.png
-(OUT is `evaluation` by default) and prints the tables. Where skimkv is not installed, write PYTHONPATH=src in front.
+DATA is a folder with LongEval's lines_200.jsonl, tinyshakespeare.txt, wikitext-test.txt and essays/. This takes about
+40 minutes on two cores; when it was interrupted, the same command goes on. It writes OUT/results.jsonl and
+OUT/figure.png (OUT is `evaluation` by default) and prints the tables. Where skimkv is not installed, write
+PYTHONPATH=src in front.
 """
 
 from __future__ import annotations
