@@ -19,6 +19,7 @@ class Dense(Method[Full]):
     """softmax(q K^T / sqrt(D)) V over all positions. Reads 2ND + 2D elements (SparQ eq. 3)."""
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        """An empty store of every token."""
         return Full(shape, dtype, device, kv=self.kv)
 
     def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
@@ -32,11 +33,14 @@ class Dense(Method[Full]):
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.dense(store, q, token, scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """2ND + 2D elements (SparQ eq. 3)."""
         rows = 2 * n + 2
         return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of K and V: 2ND elements per KV head."""
         return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)

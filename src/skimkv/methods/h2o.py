@@ -56,6 +56,7 @@ class H2O(Method[Slots]):
         return min(budget, math.ceil(round(share * budget, 6)))
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        """An empty store of scored slots; `take` sets their number."""
         return Slots(shape, dtype, device, self.budget(1), scored=True, kv=self.kv)
 
     def take(
@@ -96,6 +97,7 @@ class H2O(Method[Slots]):
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         recent = [self.recent(budget) for budget in store.budget]
         return kernels.scored_slots(store, q, needed(token), scale=scale, softcap=softcap, recent=recent)
 
@@ -108,6 +110,7 @@ class H2O(Method[Slots]):
         return Traffic.of(shape.B * shape.H, paper, *self.row_format(D).traffic(2 * kept + 2, dtype), (scores, 4))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of at most k rows of K and V, with their scores and positions."""
         kept = shape.B * shape.H * min(self.budget(n), n)
         return self.row_format(shape.D).nbytes(2 * kept, dtype) + 8 * kept
 

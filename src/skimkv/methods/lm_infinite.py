@@ -30,6 +30,7 @@ class LMInfinite(Method[Slots]):
         check_whole("initial", self.initial, 0, self.k - 1)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        """An empty store of k slots, of which the first `initial` are never overwritten."""
         return Slots(shape, dtype, device, self.k, fixed=self.initial, kv=self.kv)
 
     def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
@@ -39,12 +40,15 @@ class LMInfinite(Method[Slots]):
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """2kD + 2D elements."""
         return slots_traffic(self.k, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of at most k rows of K and V."""
         return slots_bound(self.k, n, self, shape, dtype)
 
 

@@ -33,6 +33,7 @@ class LowRank(Method[Full]):
         check_whole("seed", self.seed, 0)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        """An empty store of every token, with an index of K @ P. Raises ValueError if r exceeds the head size."""
         check_whole("r", self.r, 1, shape.D)
         draw = torch.Generator().manual_seed(self.seed)
         normal = torch.randn(shape.H, shape.D, shape.D, generator=draw, dtype=torch.float64)
@@ -56,9 +57,11 @@ class LowRank(Method[Full]):
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.low_rank(store, q, token, scale=scale, softcap=softcap, k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""
         B, H, _, D = shape
         paper = n * self.r + 2 * self.k * D + 2 * D
         rows = self.row_format(D).traffic(2 * min(self.k, n) + 2, dtype)
@@ -66,6 +69,7 @@ class LowRank(Method[Full]):
         return Traffic(cache.elements + fixed, cache.bytes + 4 * fixed, cache.paper)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of K and V, of the index (Nr per KV head and row) and of P."""
         B, H, _, D = shape
         index = B * H * n * self.r * dtype.itemsize + 4 * H * D * self.r
         return self.row_format(D).nbytes(2 * B * H * n, dtype) + index

@@ -60,6 +60,10 @@ class SparQ(Method[Full]):
         return shape.G == 1 if self.mean_value is None else self.mean_value
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        """An empty store of every token, with the index and the mean value that this setting reads.
+
+        Raises ValueError if r exceeds the head size.
+        """
         check_whole("r", self.r, 1, shape.D)
         return Full(shape, dtype, device, self.channels, self._uses_mean(shape), kv=self.kv)
 
@@ -84,6 +88,7 @@ class SparQ(Method[Full]):
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.sparq(
             store, q, token, scale=scale, softcap=softcap, r=self.r, k=self.k, local=self._local(),
             temperature=self.temperature, mean_value=self._uses_mean(store.shape),
@@ -119,6 +124,7 @@ class SparQ(Method[Full]):
         return Traffic.of(shape.B * shape.H, n * r + 2 * self.k * D + 4 * D, *parts)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of K and V, of the index with its scales and its open group, and of v_mean."""
         D, size = shape.D, dtype.itemsize
         total = self.row_format(D).nbytes(2 * n, dtype) + (4 * D if self._uses_mean(shape) else 0)
         bits = BITS.get(self.channels)

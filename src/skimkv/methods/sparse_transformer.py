@@ -88,12 +88,15 @@ class _Pattern(Method[Slots]):
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """2kD + 2D elements."""
         return slots_traffic(self.k, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of at most k rows of K and V."""
         return slots_bound(self.k, n, self, shape, dtype)
 
 
@@ -114,6 +117,7 @@ class Strided(_Pattern):
             check_whole("local", self.local, 1, self.k)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        """An empty store of k slots, in the order of this pattern."""
         local = max(1, self.k // 2) if self.local is None else self.local
         return Slots(shape, dtype, device, self.k, order=_strided(self.k, local), kv=self.kv)
 
@@ -143,4 +147,5 @@ class Fixed(_Pattern):
         return size, max(1, size // 16) if self.c is None else self.c
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        """An empty store of k slots, in the order of this pattern."""
         return Slots(shape, dtype, device, self.k, order=_fixed(self.k, *self._sizes()), kv=self.kv)

@@ -60,6 +60,7 @@ class SubGen(Method[Slots]):
         check_whole("recent", self.recent, 1)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
+        """An empty store of k + recent slots, of which the first k are never overwritten."""
         return Slots(shape, dtype, device, self.k + self.recent, fixed=self.k, kv=self.kv)
 
     def take(
@@ -104,12 +105,15 @@ class SubGen(Method[Slots]):
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """2(k + recent)D + 2D elements."""
         return slots_traffic(self.k + self.recent, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of at most k + recent rows of K and V."""
         return slots_bound(self.k + self.recent, n, self, shape, dtype)
 
 
@@ -138,6 +142,7 @@ class SubGenStream(Method[Clusters]):
         check_whole("seed", self.seed, 0)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Clusters:
+        """An empty store of clusters."""
         return Clusters(shape, dtype, device, float(self.delta), self.t, self.s, self.seed, update_data_structure)
 
     def prefill(
@@ -151,6 +156,10 @@ class SubGenStream(Method[Clusters]):
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        """Dense causal attention of the first block; later blocks are decoded token by token.
+
+        Raises ValueError if a later block is padded, because no history is kept.
+        """
         if not any(store.lengths):
             return super().prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         if pad is not None and any(pad):
@@ -195,6 +204,7 @@ class SubGenStream(Method[Clusters]):
         scale: float,
         softcap: float | None,
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         refuse_softcap(softcap)
         return kernels.clusters(store, q, token, scale=scale)
 
@@ -207,6 +217,7 @@ class SubGenStream(Method[Clusters]):
         return Traffic.of(1, paper, (cache, dtype.itemsize), (m + heads, 4), (2 * heads, 8))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of one cluster a token, the reservoir, mu and m."""
         heads, size = shape.B * shape.H, dtype.itemsize
         return heads * (n * ((1 + self.t) * shape.D * size + 4) + 2 * self.s * shape.D * size + 16)
 

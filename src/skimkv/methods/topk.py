@@ -32,6 +32,7 @@ class TopK(Method[Full]):
             raise ValueError(f"oracle = {self.oracle!r} must be True or False")
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        """An empty store of every token."""
         return Full(shape, dtype, device, kv=self.kv)
 
     def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
@@ -52,12 +53,15 @@ class TopK(Method[Full]):
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
     ) -> Tensor:
+        """The same step by a backend's kernel."""
         return kernels.top_k(store, q, token, scale=scale, softcap=softcap, k=self.k, oracle=self.oracle)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """ND + kD + 2D elements; for the oracle 2kD + 2D."""
         k = min(self.k, n)
         rows = 2 + (2 * k if self.oracle else n + k)
         return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of K and V: 2ND elements per KV head."""
         return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)
