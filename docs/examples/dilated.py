@@ -1,6 +1,6 @@
-"""A method in a script of one's own: read a window of recent tokens, and every tenth token before it.
+"""A method in a script of your own: read a window of recent tokens and every tenth before it.
 
-python dilated.py
+Run it with `python dilated.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import skimkv
+from skimkv.ops import Token
 from skimkv.ops.blocks import attend_rows
 from skimkv.stores.base import compute_dtype
 from skimkv.stores.full import Full
@@ -27,13 +28,23 @@ class Dilated(skimkv.Method[Full]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window < 0 or self.stride < 1:
-            raise ValueError(f"window = {self.window} must be at least 0 and stride = {self.stride} at least 1")
+            raise ValueError(f"{self}: window must be at least 0, and stride at least 1")
 
-    def store(self, shape: skimkv.Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+    def store(
+        self, shape: skimkv.Shape, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Full:
         """Keep every token."""
         return Full(shape, dtype, device, kv=self.kv)
 
-    def step(self, store: Full, q: Tensor, token: tuple | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(
+        self,
+        store: Full,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         """q (B,H,G,D) attends to the chosen tokens; the result has the shape of q."""
         if token is not None:
             store.append_token(*token)
@@ -46,22 +57,28 @@ class Dilated(skimkv.Method[Full]):
     def positions(self, store: Full) -> tuple[Tensor, Tensor]:
         """The chosen positions (B,H,m), the current token among them, and which of them count.
 
-        The rows of a batch may have different lengths; a short row is filled up with positions that do not count.
+        The rows of a batch may have different lengths. A short row is filled up with positions
+        that do not count.
         """
-        rows = [[*range(0, max(n - 1 - self.window, 0), self.stride), *range(max(n - 1 - self.window, 0), n)]
-                for n in store.lengths]  # fmt: skip
+        rows = []
+        for n in store.lengths:  # the last of n tokens is the current one
+            first_recent = max(n - 1 - self.window, 0)
+            rows.append([*range(0, first_recent, self.stride), *range(first_recent, n)])
         most = max(len(row) for row in rows)
         index = torch.tensor([row + [0] * (most - len(row)) for row in rows], device=store.device)
-        valid = torch.tensor([[i < len(row) for i in range(most)] for row in rows], device=store.device)
+        valid = torch.tensor(
+            [[i < len(row) for i in range(most)] for row in rows], device=store.device
+        )
         shape = (len(rows), store.shape.H, most)
         return index[:, None].expand(shape), valid[:, None].expand(shape)
 
     def traffic(self, n: int, shape: skimkv.Shape, dtype: torch.dtype) -> skimkv.Traffic:
-        """What a step moves with n cached tokens: the chosen keys and values, and the current ones, which it writes."""
+        """What a step moves: it reads the chosen keys and values, and writes the current ones."""
         recent = min(self.window, n)
         older = -(-(n - recent) // self.stride)
         rows = 2 * (recent + older) + 2
-        return skimkv.Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
+        heads, moved = shape.B * shape.H, self.row_format(shape.D).traffic(rows, dtype)
+        return skimkv.Traffic.of(heads, rows * shape.D, *moved)
 
     def bound(self, n: int, shape: skimkv.Shape, dtype: torch.dtype) -> int:
         """An upper bound of the bytes that n tokens occupy."""
