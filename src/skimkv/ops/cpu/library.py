@@ -1,4 +1,4 @@
-"""The C library behind the cpu backend: where it is, its structures (csrc/include/skimkv.h), and the threads it borrows."""
+"""The C library behind the cpu backend: where it is, its structures (those of skimkv.h), and the threads it borrows."""
 
 from __future__ import annotations
 
