@@ -86,7 +86,8 @@ def test_a_folder_or_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match="no config"):
         options.check_model(str(tmp_path))
-    with pytest.raises(ValueError, match="not a GGUF file"):
+    with pytest.raises(ValueError, match="not a model folder; give the folder of a checkpoint"):
         options.check_model(str(tmp_path / "notes.txt"))
     (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
     assert options.check_model(str(tmp_path)) is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import typer
@@ -19,7 +20,9 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
     program and is raised with its traceback.
     """
     try:
-        status = commands(argv, prog_name=name, standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            status = commands(argv, prog_name=name, standalone_mode=False)
     except KeyboardInterrupt:
         return fail("interrupted", INTERRUPTED)
     except (ValueError, OSError) as error:
@@ -44,3 +47,8 @@ def fail(message: str, status: int = MISTAKE) -> int:
     """Print the message as one line on stderr, and return the exit status."""
     print("skimkv:", " ".join(message.split()), file=sys.stderr)
     return status
+
+
+def _print_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    """Print a warning as one line on stderr, without the place in the source."""
+    print("skimkv: warning:", " ".join(str(message).split()), file=sys.stderr)

@@ -10,11 +10,11 @@ import typer
 
 from . import output
 from .errors import INTERRUPTED, fail
-from .options import MODEL_OPTIONS, Dtype, Json, Model, input_file, quiet
+from .options import MODEL_OPTIONS, Dtype, Json, Method, Model, input_file, quiet
 
 if TYPE_CHECKING:
     from ..eval.generate import Result
-    from ..methods.base import Method
+    from ..methods.base import Method as AnyMethod
 
 
 def generate(
@@ -26,9 +26,7 @@ def generate(
         Path | None, input_file("A text file (UTF-8) that holds the prompt.", "--prompt-file")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template first.")] = False,
-    method: Annotated[
-        str, typer.Option(metavar="SPEC", help="The method with its parameters; `skimkv info` lists all methods.")
-    ] = "Dense()",
+    method: Method = "Dense()",
     compare: Annotated[
         bool, typer.Option("--compare", help="Run dense attention as well, and show where the two texts differ.")
     ] = False,
@@ -61,18 +59,18 @@ def generate(
         raise ValueError("give --prompt or --prompt-file, not both")
     if weights not in (None, "int8"):
         raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
+    text = _read_prompt(prompt, prompt_file)
+    quiet(model)
+    from ..hf.load import load
     from ..methods import parse
 
     parsed = parse(method)
-    text = _read_prompt(prompt, prompt_file)
-    quiet(model)
-    from ..eval import generate as generation
-    from ..hf.load import load
-
     network, tokenizer = load(model, dtype=dtype, weights=weights)
+    from ..eval import generate as generation  # after `load`, which finds mistakes before it imports transformers
+
     ids = generation.encode(tokenizer, text, chat)
 
-    def run(method: Method) -> Result:
+    def run(method: AnyMethod) -> Result:
         if as_json:
             return generation.run(network, tokenizer, ids, method, max_new_tokens, temperature, seed)
         if compare:
@@ -88,7 +86,7 @@ def generate(
     if compare and not interrupted:
         dense = run(parse("Dense()"))
         interrupted = dense.interrupted
-        differs_at = generation.part(result.text, dense.text)
+        differs_at = generation.first_difference(result.text, dense.text)
         answer["compare"] = {"dense": dense.json(), "differs_at": differs_at}
         if not as_json:
             print(_difference(result.text, dense.text, differs_at))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.text import Text
 
 from . import output
 from .options import Json
+
+if TYPE_CHECKING:
+    from ..methods.base import Method
 
 
 def info(as_json: Json = False) -> None:
@@ -33,9 +36,10 @@ def collect() -> dict[str, Any]:
     import torch
 
     from .. import __version__, ops
-    from ..methods import METHODS
+    from ..methods import METHODS, load_announced_methods
     from ..ops.gpu import backend as gpu
 
+    load_announced_methods()
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
     versions = {"skimkv": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in packages}
@@ -44,7 +48,7 @@ def collect() -> dict[str, Any]:
         devices[f"cuda:{i}"] = torch.cuda.get_device_name(i)
     backends = {}
     for device in dict.fromkeys(name.split(":")[0] for name in devices):
-        name, why = ops.chosen(device)
+        name, why = ops.select_backend(device)
         backends[device] = {"backend": name, "why": why}
     kernels = gpu.unavailable() or "Triton, wherever a cache is on a CUDA device"
     methods = [describe(name, method) for name, method in METHODS.items()]
@@ -53,20 +57,23 @@ def collect() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def describe(name: str, method: Any) -> dict[str, str]:
-    """Return what a method class says about itself: its file, arguments, paper and store, and what it reads."""
+def describe(name: str, method: type[Method]) -> dict[str, Any]:
+    """Return what a method class says about itself: its paper, what it reads, its store and kernels."""
     import inspect
 
     signature = inspect.signature(method)
     defaults = ("" if p.default is p.empty else f"={p.default!r}" for p in signature.parameters.values())
+    folder, _, module = method.__module__.rpartition(".")
+    store = inspect.signature(method.store).return_annotation
     return {
         "name": name,
         "spec": f"{name}({', '.join(map(str.__add__, signature.parameters, defaults))})",
-        "file": f"methods/{method.__module__.rsplit('.', 1)[1]}.py",
+        "file": f"methods/{module}.py" if folder == "skimkv.methods" else method.__module__,
         "arguments": "".join(c for c in str(signature).split(" -> ")[0] if c not in "'\""),
         "paper": _first_paragraph(inspect.getmodule(method)),
-        "store": str(inspect.signature(method.store).return_annotation),
+        "store": getattr(store, "__name__", str(store)),
         "reads": _first_paragraph(method),
+        "kernels": ["cpu", "gpu"] if method.has_kernel() else [],
     }
 
 
@@ -88,5 +95,6 @@ def _print(facts: dict[str, Any]) -> None:
     for method in facts["methods"]:
         console.print()
         console.print(Text(method["spec"], "bold"))
-        for line in (method["reads"], method["paper"], f"store {method['store']}, in {method['file']}"):
+        runs = f"kernels on {' and '.join(method['kernels'])}" if method["kernels"] else "reference on every device"
+        for line in (method["reads"], method["paper"], f"{runs}; store {method['store']}; {method['file']}"):
             console.print(Padding(Text(line), (0, 0, 0, 4), expand=False))

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .. import spec
+from ..hf import load
 
 if TYPE_CHECKING:
     import torch
@@ -21,22 +25,16 @@ if TYPE_CHECKING:
 MODEL_OPTIONS = "Model options"
 OUTPUT_OPTIONS = "Output options"
 
-DTYPES = {
-    "float32": "float32", "fp32": "float32", "float": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float16": "float16", "fp16": "float16", "half": "float16",
-    "float64": "float64",
-}  # fmt: skip
+HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
 FIGURE_FORMATS = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".tif", ".tiff")
 
 
 def check_dtype(name: str) -> str:
     """Return PyTorch's name of a number format: "bfloat16" for "bf16". Raises ValueError if the name is unknown."""
-    try:
-        return DTYPES[name]
-    except KeyError:
-        known = "float32 (fp32), bfloat16 (bf16) and float16 (fp16, half)"
-        raise ValueError(f"unknown dtype {name!r}; known are {known}") from None
+    full_name = load.check_dtype(name)
+    if full_name is None:
+        raise ValueError(f"dtype {name!r} is only for a model that has one of its own; write for example bfloat16")
+    return full_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -111,20 +109,25 @@ def check_readable(option: str, path: Path) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raise ValueError if `model` can be nothing that exists: neither builtin, a file, a folder, nor a Hub id."""
-    path = Path(model).expanduser()
-    if model == "builtin":
-        return
-    if not model:
-        raise ValueError("--model is empty: give builtin, a folder, a GGUF file, or a Hugging Face id")
-    if path.is_dir():
-        if any(path.iterdir()) and not (path / "config.json").is_file():
-            raise ValueError(f"--model {model}: no config.json; give the folder of a Hugging Face checkpoint")
-    elif path.exists():
-        if not model.endswith(".gguf"):
-            raise ValueError(f"--model {model}: this file is not a GGUF file; give a folder, or a file *.gguf")
-    elif model[0] in "./~" or model.count("/") > 1 or model.endswith((".gguf", "/")):
-        raise ValueError(f"--model {model}: there is no such file or folder")
+    """Raise ValueError if `model` names a file or folder that does not exist or is no model.
+
+    An id of the Hugging Face hub is not looked up; `load` does that.
+    """
+    is_local = Path(model).expanduser().exists() or model.endswith(".gguf")
+    if is_local or not re.fullmatch(HUB_ID, model):
+        try:
+            load.check_source(model)
+        except ValueError as error:
+            raise ValueError(f"--model {error}") from None
+
+
+def check_method(text: str) -> None:
+    """Raise ValueError if the spec of a method has a mistake. PyTorch is not imported for it.
+
+    Where the methods are imported already, their bounds are checked too, and registered methods are known.
+    """
+    methods: Any = sys.modules.get("skimkv.methods")
+    (spec.check_method if methods is None else methods.parse)(text)
 
 
 # What typer calls with the option's value when it has parsed it.
@@ -135,7 +138,7 @@ def _name(param: typer.CallbackParam) -> str:
 
 
 def _dtype(value: str | None) -> str | None:
-    return None if value in (None, "auto") else check_dtype(value)
+    return None if value is None else load.check_dtype(value)
 
 
 def _device(value: str) -> str:
@@ -146,6 +149,17 @@ def _device(value: str) -> str:
 
 def _model(value: str) -> str:
     check_model(value)
+    return value
+
+
+def _method(value: str) -> str:
+    check_method(value)
+    return value
+
+
+def _methods(value: list[str] | None) -> list[str] | None:
+    for text in value or ():
+        check_method(text)
     return value
 
 
@@ -218,10 +232,17 @@ Device = Annotated[
         help="The device to run on: cpu, cuda, or cuda:1 for the second GPU.",
     ),
 ]  # fmt: skip
+Method = Annotated[
+    str,
+    typer.Option(
+        "--method", metavar="SPEC", callback=_method,
+        help="The method with its parameters, such as 'SparQ(r=32, k=128)'; `skimkv info` lists all methods.",
+    ),
+]  # fmt: skip
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--method", metavar="SPEC",
+        "--method", metavar="SPEC", callback=_methods,
         help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
     ),
 ]  # fmt: skip
