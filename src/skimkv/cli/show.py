@@ -1,5 +1,0 @@
-"""An old name, until no command uses it any more."""
-
-from .output import console as wide
-
-__all__ = ["wide"]
