@@ -4,58 +4,31 @@ in Triton's interpreter, on small shapes. Unused memory is NaN; where a method c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from skimkv import ops
-from skimkv.methods import parse
-from skimkv.ops import ref
+from skimkv.methods import SubGenStream, parse
 from skimkv.ops.gpu import device, launch
-from skimkv.stores.base import Shape, _map
-from skimkv.stores.clusters import Clusters
+from skimkv.stores.base import Shape
 from skimkv.stores.slots import Slots
-from support.kernels import EPS, TYPES, close, exact, filled, held, margin
+from support import ref, steps
+from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, compare, filled_on_device, random_token
+from support.kernels import EPS, TYPES, close, exact, held, margin
 
-pytestmark = [
-    pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing)),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter: unused memory is NaN
-]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def placed(store):
-    """The same store on the device of the kernels."""
-    twin = _map(store, lambda t: t.to(DEVICE))
-    twin.device = DEVICE
-    return twin
-
-
-def case(*args, **options):
-    q, store = filled(*args, **options)
-    return q.to(DEVICE), placed(store)
-
-
-def compare(name, q, store, *args):
-    want = getattr(ref, name)(exact(store), q.double(), *args)
-    assert not want.isnan().any()
-    with ops.backend("gpu"):
-        got = getattr(ops, name)(store, q, *args)
-    assert got.dtype == q.dtype and got.shape == q.shape
-    close(got, want, store, q, args[0], 512.0 if store.bits else 16.0)
-
-
-def token(store):
-    B, H, _, D = store.shape
-    return tuple(torch.randn(2, D, H, B, device=DEVICE).to(store.dtype).permute(0, 3, 2, 1))  # strided
+pytestmark = [NEEDS_TRITON, NAN_MEMORY]
 
 
 @pytest.fixture(params=["split", "fused", "tiles"])
 def launched(request, monkeypatch):
     """Step 1 in a launch of its own, in one with the rest, and with more tiles than programs."""
-    monkeypatch.setitem(launch.LAUNCH["fused"], "heads", 0 if request.param == "fused" else 10**6)
+    heads = 0 if request.param == "fused" else 10**6
+    monkeypatch.setattr(launch.SETTINGS, "fused", replace(launch.SETTINGS.fused, heads=heads))
     if request.param == "tiles":
-        monkeypatch.setitem(launch.LAUNCH["choose"], "TILE", 128)
-        monkeypatch.setitem(launch.LAUNCH["choose"], "fill", 2)
+        choose = replace(launch.SETTINGS.choose, tile=128, programs=2)
+        monkeypatch.setattr(launch.SETTINGS, "choose", choose)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +41,7 @@ def launched(request, monkeypatch):
     ],
 )
 def test_dense(D, lengths, dtype, G):
-    q, store = case(D, lengths, TYPES[dtype], G, "none", H=1)
+    q, store = filled_on_device(D, lengths, TYPES[dtype], G, "none", H=1)
     for cap in (None, 5.0):
         compare("dense", q, store, D**-0.5, cap)
 
@@ -83,45 +56,45 @@ def test_dense(D, lengths, dtype, G):
     ],
 )
 def test_sparq(D, lengths, dtype, G, channels, r, k, local, temperature, mean, cap, launched):
-    q, store = case(D, lengths, TYPES[dtype], G, channels, r, k, local, H=1)
+    q, store = filled_on_device(D, lengths, TYPES[dtype], G, channels, r, k, local, H=1)
     twin, x = exact(store), q.double()
     i1 = ref.top_channels(x, r)
     part = x.gather(-1, i1[:, :, None].expand(-1, -1, G, -1))
-    logits = part @ twin.columns(i1) * ref.temperature_scale(x, i1, D**-0.5, temperature)
-    logits = ref.softcapped(logits, cap).masked_fill(~twin.mask()[:, :, None], -torch.inf)
+    logits = part @ twin.read_channels(i1) * ref.inverse_temperature(x, i1, D**-0.5, temperature)
+    logits = ref.apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
     assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
     compare("sparq", q, store, D**-0.5, cap, r, k, local, temperature, mean)
 
 
 @pytest.mark.parametrize("channels", ["copy", "int8"])
 def test_choosing_everything_is_dense(channels, launched):
-    q, store = case(64, [300, 17], torch.float32, 2, channels, H=1)
+    q, store = filled_on_device(64, [300, 17], torch.float32, 2, channels, H=1)
     with ops.backend("gpu"):
-        y = ops.sparq(store, q, 0.125, None, 8, 1000, 10, "coverage", True)
+        y = steps.sparq(store, q, 0.125, None, 8, 1000, 10, "coverage", True)
     close(y, ref.dense(exact(store), q.double(), 0.125, None), store, q, 0.125)
 
 
 def test_ties_go_to_the_lower_positions(launched):
     """Equal keys: every weight is 1/n, and the chosen are the first k - local and the last local + 1."""
-    q, store = case(16, [400], torch.float32, 1, "copy", H=1)
+    q, store = filled_on_device(16, [400], torch.float32, 1, "copy", H=1)
     for chunk in store.chunks:
         chunk.k[:], chunk.index[:] = 1.0, 1.0
     k, local, n = 150, 7, 400
     with ops.backend("gpu"):
-        y = ops.sparq(store, q, 0.25, None, 4, k, local, "coverage", True)
-    v = store.whole("v")
+        y = steps.sparq(store, q, 0.25, None, 4, k, local, "coverage", True)
+    v = store.uncounted("v")
     mean = torch.cat([v[:, :, : k - local], v[:, :, n - 1 - local : n]], 2).mean(2)
     want = (k + 1) / n * mean + (1 - (k + 1) / n) * store.v_mean
     torch.testing.assert_close(y[:, :, 0], want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_nan_spoils_its_head_and_no_other():
-    q, store = case(32, [300, 280], torch.float32, 2, "copy", 6, 12, 4)
+    q, store = filled_on_device(32, [300, 280], torch.float32, 2, "copy", 6, 12, 4)
     q[0, 1, 0, 3] = store.chunks[0].k[1, 0, 5, :] = store.chunks[0].index[1, 0, :, 5] = torch.nan
     for name, args in {"dense": (), "sparq": (6, 12, 4, "coverage", True), "topk": (9, True)}.items():
         want = getattr(ref, name)(store, q, 0.2, None, *args)
         with ops.backend("gpu"):
-            got = getattr(ops, name)(store, q, 0.2, None, *args)
+            got = getattr(steps, name)(store, q, 0.2, None, *args)
         assert torch.equal(got[..., 0].isnan(), want[..., 0].isnan()), name
         assert 0 < want.isnan().sum() < want.numel(), name
 
@@ -129,13 +102,13 @@ def test_a_nan_spoils_its_head_and_no_other():
 @pytest.mark.parametrize(("D", "dtype", "G"), [(32, "float32", 3), (128, "float16", 1)])
 def test_exact_scores_and_low_rank(D, dtype, G):
     k, scale, lengths = 16, D**-0.5, [400, 30]
-    q, store = case(D, lengths, TYPES[dtype], G, "none", k=k, H=1)
-    weights = ref.attend_rows(q.double(), *[exact(store).rows("k")] * 2, exact(store).mask(), scale, None)[1]
+    q, store = filled_on_device(D, lengths, TYPES[dtype], G, "none", k=k, H=1)
+    weights = ref.attend_rows(q.double(), *[exact(store).read_keys()] * 2, exact(store).valid(), scale, None)[1]
     assert margin(weights.sum(2), lengths, k, 0) > 1.05
     for oracle in (False, True):
         compare("topk", q, store, scale, None, k, oracle)
     P = torch.linalg.qr(torch.randn(1, D, D)).Q[..., : D - 8].contiguous()
-    q, store = case(D, lengths, TYPES[dtype], G, "copy", k=k, mean=False, projection=P, H=1)
+    q, store = filled_on_device(D, lengths, TYPES[dtype], G, "copy", k=k, mean=False, projection=P, H=1)
     compare("lowrank", q, store, scale, None, k)
 
 
@@ -144,30 +117,32 @@ def test_exact_scores_and_low_rank(D, dtype, G):
     [("float32", "int8"), ("bfloat16", "int4"), ("float16", "copy"), ("bfloat16", "none"), ("float16", "int8")],
 )
 def test_append_writes_what_the_reference_writes(dtype, channels):
-    q, one = case(32, [254, 510, 3], TYPES[dtype], 2, channels, H=1)  # a group fills, then a chunk; a short row
+    q, one = filled_on_device(
+        32, [254, 510, 3], TYPES[dtype], 2, channels, H=1
+    )  # a group fills, then a chunk; a short row
     two = one.fork()
     with ops.backend("gpu"):
         for _ in range(4):
-            new = token(one)
+            new = random_token(one)
             ref.append(one, *new)
-            ops.append(two, *new)
+            steps.append(two, *new)
         held(one, two)
         twin = exact(two)
-        y = ops.dense(two, q, 0.2, None, new)
+        y = steps.dense(two, q, 0.2, None, new)
         close(y, ref.dense(twin, q.double(), 0.2, None, tuple(x.double() for x in new)), two, q, 0.2)
 
 
 def test_a_cache_grows_and_nothing_is_replaced():
     """Chunks are added; the table that kernels read is filled in place until it has to double."""
-    _, store = case(16, [250], torch.float32, 1, "copy", H=1)
+    _, store = filled_on_device(16, [250], torch.float32, 1, "copy", H=1)
     with ops.backend("gpu"):
-        ops.append(store, *token(store))
-        table, before = device.pages(store).table, device.epoch()
+        steps.append(store, *random_token(store))
+        table, before = device.page_view(store).table, device.footing([store])
         for n in (300, 500):
             store.append(*torch.randn(2, 1, 1, n, 16, device=DEVICE))
-        ops.append(store, *token(store))
-    assert device.pages(store).table is table and device.epoch() == before
-    assert len(store.chunks) > 2 and device.pages(store).lengths.tolist() == store.lengths == [1052]
+        steps.append(store, *random_token(store))
+    assert device.page_view(store).table is table and device.footing([store]) == before
+    assert len(store.chunks) > 2 and device.page_view(store).lengths.tolist() == store.lengths == [1052]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +161,10 @@ def test_slots(D, G, dtype, scored):
                 store.pos[b, :, :n] = torch.arange(n)
         twin = exact(store)
         for _ in range(2):
-            q, new = torch.randn(2, 1, G, D, device=DEVICE).to(type_), token(store)
+            q, new = torch.randn(2, 1, G, D, device=DEVICE).to(type_), random_token(store)
             want = ref.slots(twin, q.double(), *(x.double() for x in new), D**-0.5, 9.0, [3, 0])
             with ops.backend("gpu"):
-                got = ops.slots(store, q, *new, D**-0.5, 9.0, [3, 0])
+                got = steps.slots(store, q, *new, D**-0.5, 9.0, [3, 0])
             close(got, want, store, q, D**-0.5)
             assert (twin.filled, twin.lengths) == (store.filled, store.lengths)
             for b, n in enumerate(store.filled):
@@ -202,35 +177,35 @@ def test_slots(D, G, dtype, scored):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stream_and_its_append(dtype):
-    one = Clusters(Shape(2, 1, 3, 32), TYPES[dtype], DEVICE, delta=6.9, t=3, s=5, seed=7)
+    one = SubGenStream(delta=6.9, t=3, s=5, seed=7).store(Shape(2, 1, 3, 32), TYPES[dtype], DEVICE)
     two = one.fork()
     with ops.backend("gpu"):
         for step in range(20):
-            new = token(one)
+            new = random_token(one)
             ref.append(one, *new)
-            ops.append(two, *new)
+            steps.append(two, *new)
             assert torch.equal(one.m, two.m), step
         assert 1 < (m := int(one.m.max())) < 20
         for name in ("rep", "samples", "size"):
-            assert torch.equal(one.whole(name)[:, :, :m], two.whole(name)[:, :, :m]), name
+            assert torch.equal(one.uncounted(name)[:, :, :m], two.uncounted(name)[:, :, :m]), name
         assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
         torch.testing.assert_close(one.mu, two.mu, rtol=1e-12, atol=0)
         q = torch.randn(2, 1, 3, 32, device=DEVICE).to(TYPES[dtype])
-        want, got = ref.stream(exact(one), q.double(), 0.2), ops.stream(two, q, 0.2)
+        want, got = ref.stream(exact(one), q.double(), 0.2), steps.stream(two, q, 0.2)
     torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2.0**63), ("float16", 65504)])
 def test_a_stream_whose_sum_is_missed_stays_finite(dtype, limit):
     """The one sample of all keys has a logit 1000 below that of the key in M: z / tau = e^1000 v."""
-    store = Clusters(Shape(1, 1, 1, 32), TYPES[dtype], DEVICE, delta=20.0, t=1, s=1, seed=0)
+    store = SubGenStream(delta=20.0, t=1, s=1, seed=0).store(Shape(1, 1, 1, 32), TYPES[dtype], DEVICE)
     key, value = torch.zeros(2, 1, 1, 32, device=DEVICE, dtype=store.dtype)
     for _ in range(2):
         ref.append(store, key, value)
     key[..., 0], value[..., :2] = 10, torch.tensor([-4, 5])
     store.k[:], store.v[:], store.mu[:] = key[:, :, None], value[:, :, None], 41
     with ops.backend("gpu"):
-        y = ops.stream(store, 10 * key[:, :, None], 1.0)
+        y = steps.stream(store, 10 * key[:, :, None], 1.0)
     assert y.flatten().tolist() == [-limit, limit] + 30 * [0]
 
 

@@ -6,18 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops.test_gpu import case, close, exact, token
 from skimkv import ops
 from skimkv.methods import parse
-from skimkv.ops import ref
-from skimkv.ops.gpu import device, launch, tables
+from skimkv.ops.gpu import device, tables
 from skimkv.stores.base import Shape
+from support import ref, steps
+from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, filled_on_device, random_token
+from support.kernels import close, exact
 
-pytestmark = [
-    pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing)),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter: unused memory is NaN
-]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [NEEDS_TRITON, NAN_MEMORY]
 B, H, G, D = SHAPE = Shape(2, 1, 2, 16)
 
 
@@ -42,7 +39,7 @@ def recorded(step):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", keep)
-        patch.setattr(tables, "_outside", touched)
+        patch.setattr(tables, "require_no_capture", touched)
         y = step()
     return y, lambda: [run(kernel, *args, **kwargs) for kernel, args, kwargs in launches]
 
@@ -74,16 +71,18 @@ def test_a_replayed_step_is_right_as_the_cache_grows(spec):
             want = method.decode(one, *now, scale=0.25)
         with ops.backend("gpu"):
             device.prepare(two)
+            if step == 6 and spec == "Dense()":  # nothing of a row is given to its kernel but tables
+                assert device.footing([two]) == standing
             if step == 0:
                 y = method.decode(two, *now, scale=0.25)  # makes tables and scratch
-            elif step == 1 or (step == 6 and device.footing(two) != standing):
-                standing = device.footing(two)
+            elif step == 1 or (step == 6 and device.footing([two]) != standing):
+                standing = device.footing([two])
                 y, again = recorded(lambda: method.decode(two, *now, scale=0.25))
             else:
                 again()
                 device.advance(two)
         assert two.lengths == one.lengths
-        assert step == 0 or device.footing(two) == standing
+        assert step == 0 or device.footing([two]) == standing
         torch.testing.assert_close(y, want, rtol=1e-4, atol=2e-5)
     if hasattr(one, "filled"):
         assert two.filled == one.filled
@@ -109,24 +108,44 @@ def test_a_step_is_taken_back(spec):
         assert store.lengths == [40, 40] and y.isfinite().all()
         if spec.startswith("SparQ"):
             assert torch.equal(y, first)
-        assert device._views[store].lengths.tolist() == [41] * (B * H)
+        assert store.view.lengths.tolist() == [41] * (B * H)
+
+
+def test_scratch_memory_belongs_to_the_workspace():
+    """Stores that share a workspace share buffers, and keep sharing them when rows change places; no others do."""
+    now = torch.randn(B, H, G, D, device=DEVICE), *torch.randn(2, B, H, D, device=DEVICE)
+    one, two, alone = (parse("SparQ(r=4, k=20)").store(SHAPE, torch.float32, DEVICE) for _ in range(3))
+    two.workspace = one.workspace
+    with ops.backend("gpu"):
+        for store in (one, two, alone):
+            parse("SparQ(r=4, k=20)").decode(store, *now, scale=0.25)
+        buffers = dict(one.workspace.buffers)
+        two.select(torch.tensor([1, 0]))
+        parse("SparQ(r=4, k=20)").decode(two, *now, scale=0.25)
+    assert two.workspace is one.workspace and one.workspace is not one.fork().workspace
+    assert buffers and all(one.workspace.buffers[name] is buffer for name, buffer in buffers.items())
+    addresses = {buffer.data_ptr() for buffer in buffers.values()}
+    assert addresses.isdisjoint(buffer.data_ptr() for buffer in alone.workspace.buffers.values())
 
 
 def test_what_would_allocate_is_refused_inside_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    store = parse("Dense()").store(SHAPE, torch.float32, "cpu")
+    store.device = torch.device("cuda")
     with pytest.raises(RuntimeError, match="inside a captured step"):
-        device.scratch(torch.device("cuda"), "logits", 10**9)
+        tables.scratch(store, "logits", 10**9)
+    assert not store.workspace.buffers
 
 
 @pytest.mark.parametrize("channels", ["copy", "int4"])
 def test_rows_that_share_memory(channels):
     """Forks of one row read it where it lies until a kernel needs it dense, and write beside it."""
-    _, one = case(16, [300], torch.float32, 2, channels, H=1)
+    _, one = filled_on_device(16, [300], torch.float32, 2, channels, H=1)
     q = torch.randn(3, 1, 2, 16, device=DEVICE)
     with ops.backend("gpu"):
-        twin, before = one.share([0, 0, 0]), one.whole("k").clone()
+        twin, before = one.share([0, 0, 0]), one.uncounted("k").clone()
         for _ in range(3):
-            new = token(twin)
+            new = random_token(twin)
             want = ref.dense(exact(twin), q.double(), 0.25, None, tuple(x.double() for x in new))
-            close(ops.dense(twin, q, 0.25, None, new), want, twin, q, 0.25)
-    assert torch.equal(one.whole("k"), before) and one.lengths == [300] and twin.lengths == [303] * 3
+            close(steps.dense(twin, q, 0.25, None, new), want, twin, q, 0.25)
+    assert torch.equal(one.uncounted("k"), before) and one.lengths == [300] and twin.lengths == [303] * 3

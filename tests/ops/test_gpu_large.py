@@ -8,14 +8,12 @@ import torch
 import skimkv
 from skimkv import ops
 from skimkv.methods import parse
-from skimkv.ops import ref
-from skimkv.ops.gpu import launch
 from skimkv.stores.base import Shape
+from support import ref, steps
+from support.gpu import DEVICE, compare, filled_on_device
 from support.tiny_models import build, prompt
 
 pytestmark = pytest.mark.gpu
-if launch.missing is None:
-    from ops.test_gpu import DEVICE, case, compare
 
 
 @pytest.mark.parametrize("channels", ["copy", "int8", "int4", "none"])
@@ -24,7 +22,7 @@ if launch.missing is None:
 )
 def test_sparq_and_dense(channels, lengths, H, G, D):
     r, k, local = 32, 200, 50
-    q, store = case(D, lengths, torch.bfloat16, G, channels, r, k, local, H=H)
+    q, store = filled_on_device(D, lengths, torch.bfloat16, G, channels, r, k, local, H=H)
     compare("dense", q, store, D**-0.5, None)
     compare("sparq", q, store, D**-0.5, None, r, k, local, "coverage", G == 1)
 
@@ -62,7 +60,7 @@ def test_many_steps_of_a_captured_graph():
 
 
 def test_the_reference_runs_there_too():
-    q, store = case(64, [500], torch.float16, 2, "copy", H=2)
+    q, store = filled_on_device(64, [500], torch.float16, 2, "copy", H=2)
     with ops.backend("ref"):
-        assert ops.dense(store, q, 0.125, None).device.type == DEVICE.type
+        assert steps.dense(store, q, 0.125, None).device.type == DEVICE.type
     assert ref.dense(store, q, 0.125, None).isfinite().all()

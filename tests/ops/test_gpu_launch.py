@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from skimkv import ops
-from skimkv.cli import show
+from skimkv.cli import info
 from skimkv.methods import parse
 from skimkv.ops.gpu import backend as gpu
-from skimkv.ops.gpu import launch
 from skimkv.stores.base import Shape
+from support import steps
+from support.gpu import DEVICE, NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = NEEDS_TRITON
 
 
 def test_bad_calls_name_what_is_wrong():
@@ -31,16 +31,16 @@ def test_bad_calls_name_what_is_wrong():
     coded = parse("Dense(kv='int8')").store(shape, torch.float32, DEVICE)
     slots = parse("H2O(k=4)").store(shape, torch.float32, DEVICE)
     calls = [
-        (lambda: ops.append(store, kv.half(), kv), "k is torch.float16; the store holds torch.float32"),
-        (lambda: ops.dense(store, q[..., :16], 1.0, None, (kv, kv)), r"q is \(1, 1, 1, 16\) on .*; must be"),
-        (lambda: ops.dense(store, q.double(), 1.0, None, (kv, kv)), "no GPU kernel for a query of torch.float64"),
-        (lambda: ops.dense(store, q, 1.0, -2.0, (kv, kv)), "softcap = -2.0 must be positive"),
-        (lambda: ops.sparq(store, q, 1.0, None, 33, 8, 2, "coverage", True), "r = 33 must be from 1 to 32"),
-        (lambda: ops.sparq(store, q, 1.0, None, 4, 8, 2, "warm", True), "temperature = 'warm' must be one of"),
-        (lambda: ops.append(double, kv.double(), kv.double()), "no GPU kernel for a cache of torch.float64"),
-        (lambda: ops.append(narrow, kv[..., :24], kv[..., :24]), "D = 24; it must be a multiple of 16 up to 256"),
-        (lambda: ops.dense(coded, q, 1.0, None, (kv, kv)), "no GPU kernel for K and V in 8 bits; SKIMKV_BACKEND=ref"),
-        (lambda: ops.slots(slots, q, kv, kv, 1.0, None), "recent = None must be 1 numbers"),
+        (lambda: steps.append(store, kv.half(), kv), "k is torch.float16; the store holds torch.float32"),
+        (lambda: steps.dense(store, q[..., :16], 1.0, None, (kv, kv)), r"q is \(1, 1, 1, 16\) on .*; must be"),
+        (lambda: steps.dense(store, q.double(), 1.0, None, (kv, kv)), "no GPU kernel for a query of torch.float64"),
+        (lambda: steps.dense(store, q, 1.0, -2.0, (kv, kv)), "softcap = -2.0 must be positive"),
+        (lambda: steps.sparq(store, q, 1.0, None, 33, 8, 2, "coverage", True), "r = 33 must be from 1 to 32"),
+        (lambda: steps.sparq(store, q, 1.0, None, 4, 8, 2, "warm", True), "temperature = 'warm' must be one of"),
+        (lambda: steps.append(double, kv.double(), kv.double()), "no GPU kernel for a cache of torch.float64"),
+        (lambda: steps.append(narrow, kv[..., :24], kv[..., :24]), "D = 24; it must be a multiple of 16 up to 256"),
+        (lambda: steps.dense(coded, q, 1.0, None, (kv, kv)), "no GPU kernel for K and V in 8 bits; SKIMKV_BACKEND=ref"),
+        (lambda: steps.slots(slots, q, kv, kv, 1.0, None, [3, 3]), r"recent = \[3, 3\] must be 1 numbers"),
     ]
     for call, match in calls:
         with ops.backend("gpu"), pytest.raises(ValueError, match=match) as caught:
@@ -60,7 +60,7 @@ try:
     ops.backend("gpu").__enter__()
 except ValueError as error:
     print(error)
-print(ops.chosen("cpu")[0] in ("cpu", "ref"))
+print(ops.select_backend("cpu")[0] in ("cpu", "ref"))
 """
     for kind, words in (("missing", "pip install 'skimkv[gpu]'"), ("device", "PyTorch sees no CUDA device")):
         if kind == "device" and DEVICE.type == "cuda":
@@ -71,12 +71,12 @@ print(ops.chosen("cpu")[0] in ("cpu", "ref"))
 
 def test_a_gpu_takes_its_own_kernels_and_nothing_else_does(monkeypatch):
     """Unless it is asked for, the interpreter is left alone: caches on the CPU have kernels of their own."""
-    assert ops.chosen("cpu")[0] != "gpu"
+    assert ops.select_backend("cpu")[0] != "gpu"
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
-    assert ops.chosen("cuda") == ("gpu", "native for cuda tensors")
+    assert ops.select_backend("cuda") == ("gpu", "native for cuda tensors")
     monkeypatch.setattr(gpu, "unavailable", lambda: "no driver")
-    assert ops.chosen("cuda") == ("ref", "backend 'gpu' is unavailable: no driver")
-    assert show.facts()["gpu_kernels"] == "no driver"
+    assert ops.select_backend("cuda") == ("ref", "backend 'gpu' is unavailable: no driver")
+    assert info.collect()["gpu_kernels"] == "no driver"
 
 
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
@@ -87,7 +87,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     names = {"append_kernel", "dense_kernel", "scores_kernel", "choose_kernel", "slots_kernel"}
-    assert {row["kernel"] for row in rows} == names | {"stream_append_kernel", "stream_kernel"}
+    assert {row["kernel"] for row in rows} == names | {"clusters_append_kernel", "clusters_kernel"}
     for row in rows:
         assert row["stack"] <= 64, row  # bytes: none with Triton 3.9, up to 56 with 3.6
         if row["kernel"] in ("dense_kernel", "scores_kernel", "choose_kernel", "slots_kernel"):

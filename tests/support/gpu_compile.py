@@ -1,7 +1,7 @@
-"""Compile the GPU kernels for a device that need not be here; one JSON line per kernel, type and layout.
+"""Compile the GPU kernels for a GPU that need not be here, and print one JSON line for each launch.
 
-python tests/gpu_compile.py [capability [cases]]: 90 is an H100 or H200. The interpreter must be off (TRITON_INTERPRET
-unset).
+python tests/support/gpu_compile.py [capability [cases]]: capability 90 is an H100 or H200. TRITON_INTERPRET must not be
+set. Launches go Triton's own way from the arguments to the types, up to the point where a kernel would be loaded.
 """
 
 from __future__ import annotations
@@ -14,52 +14,58 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from skimkv.ops.gpu import backend as gpu
+from skimkv.methods import SubGenStream
 from skimkv.ops.gpu import launch
+from skimkv.ops.gpu.backend import GpuKernels
 from skimkv.stores.base import Shape
-from skimkv.stores.clusters import Clusters
-from support.kernels import Slots, filled
+from skimkv.stores.slots import Slots
+from support.kernels import filled
 
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
-POINTERS |= {torch.int64: "*i64", torch.uint8: "*u8", torch.float64: "*fp64"}
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 what = ""
 
 
-def compiled(self, *args, grid, warmup=False, **options):
-    """In place of a launch: types from the arguments, and what ptxas and the PTX say."""
-    values = dict(zip(self.arg_names, args, strict=False))
-    values |= {name: options.pop(name) for name in list(options) if name in self.arg_names}
-    types, constants, attributes = {}, {}, {}
-    for i, p in enumerate(self.params):
-        v = values[p.name]
-        if p.is_constexpr or (isinstance(v, int) and v == 1):
-            types[p.name], constants[p.name] = "constexpr", v
-        elif isinstance(v, torch.Tensor):
-            types[p.name], attributes[(i,)] = POINTERS[v.dtype], [["tt.divisibility", 16]]
-        else:
-            types[p.name] = "fp32" if isinstance(v, float) else "i32"
-            if isinstance(v, int) and v % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=self, signature=types, constexprs=constants, attrs=attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+class AbsentGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def tool(name, *args):
+    (path,) = glob.glob(os.path.join(TOOLS, name + "*"))[:1]
+    done = subprocess.run([path, *args], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def instead_of_a_launch(self, *args, grid, warmup=False, **options):
+    """Compile, and print what ptxas, the PTX and the machine code say."""
+    kernel = compile_kernel(self, *args, grid=grid, warmup=True, **options)
     loads = re.findall(r"(?:ld\.global|cp\.async\.c[ag])[.\w:]*", kernel.asm["ptx"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        tool = glob.glob(os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump*"))[0]
-        used = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK):(\d+)", used.stdout + used.stderr)}
+        used = dict(re.findall(r"(REG|STACK):(\d+)", tool("cuobjdump", "-res-usage", file.name)))
+        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?![.\s]|NOP)", tool("nvdisasm", file.name), re.M)
     kinds = collections.Counter(re.sub(r"\.shared.*", "", load) for load in loads)
-    row = {"kernel": self.fn.__name__, "case": what, "registers": numbers["REG"], "stack": numbers["STACK"]}
-    print(json.dumps({**row, "shared": kernel.metadata.shared, "loads": kinds}), flush=True)
+    row = {"kernel": self.fn.__name__, "case": what, "registers": int(used["REG"]), "stack": int(used["STACK"])}
+    row |= {"instructions": len(code), "shared": kernel.metadata.shared, "loads": kinds}
+    print(json.dumps(row), flush=True)
 
 
 def token(store):
@@ -73,28 +79,35 @@ CASES = [
     (128, torch.float16, 8, "int4"),
     (80, torch.float32, 1, "none"),
 ]
+compile_kernel = JITFunction.run
 
 
 def main():
     global what
-    JITFunction.run = compiled
+    driver.set_active(AbsentGpu())
+    JITFunction.run = instead_of_a_launch
     launch.runs = lambda store: True
+    gpu, fused = GpuKernels(), launch.SETTINGS.fused
     for D, dtype, G, channels in CASES[: int(sys.argv[2]) if len(sys.argv) > 2 else None]:
         what = f"{D} {dtype} {G} {channels}"
         q, store = filled(D, [700, 256], dtype, G, channels, 32)
+        plain = {"scale": 0.1, "softcap": None}
         gpu.append(store, *token(store))
         for heads in (0, 10**6):
-            launch.LAUNCH["fused"]["heads"] = heads
-            gpu.sparq(store, q, 0.1, None, 32, 128, 32, "coverage", G == 1)
+            launch.SETTINGS.fused = replace(fused, heads=heads)
+            sparq = {"r": 32, "k": 128, "local": 32, "temperature": "coverage", "mean_value": G == 1}
+            gpu.sparq(store, q, None, **plain, **sparq)
         if G == 4:
             continue
-        gpu.dense(store, q, 0.1, 5.0 if G == 8 else None)
-        slots = Slots(Shape(2, 2, G, D), dtype, "cpu", 512, scored=True)
-        gpu.slots(slots, q, *token(slots), 0.1, None, [3, 3])
-        gpu.stream(Clusters(Shape(2, 2, G, D), dtype, "cpu", 3.0, 8, 128, 7), q, 0.1, token(slots))
+        gpu.dense(store, q, None, scale=0.1, softcap=5.0 if G == 8 else None)
+        shape = Shape(2, 2, G, D)
+        slots = Slots(shape, dtype, "cpu", 512, scored=True)
+        gpu.scored_slots(slots, q, token(slots), **plain, recent=[3, 3])
+        gpu.clusters(SubGenStream(3.0, 8, 128, 7).store(shape, dtype), q, token(slots), scale=0.1)
         if dtype == torch.float32:
-            gpu.topk(store, q, 0.1, None, 32, True)
-            gpu.slots(Slots(Shape(2, 2, G, D), dtype, "cpu", 512), q, *token(slots), 0.1, None)
+            gpu.top_k(store, q, None, **plain, k=32, oracle=True)
+            slots = Slots(shape, dtype, "cpu", 512)
+            gpu.ring_slots(slots, q, token(slots), **plain)
 
 
 if __name__ == "__main__":

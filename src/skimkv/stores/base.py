@@ -7,8 +7,10 @@ tokens at positions 0 .. lengths[b]-1.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,10 @@ class Workspace:
 
     def __deepcopy__(self, memo: object) -> Workspace:
         return Workspace()
+
+
+class LastingView:
+    """A backend's view that holds none of the store's tensors and finds them anew: it outlives a change of all rows."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,9 +97,32 @@ class Store(Part):
         self.bytes = 0
         self.view: Any = None
         self.workspace = Workspace()
+        self._in_use = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "view": None, "workspace": Workspace()}
+        return {**vars(self), "view": None, "workspace": Workspace(), "_in_use": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _in_use=threading.Lock())
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Let one thread change this store. Raises RuntimeError if another thread is about to."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("this cache is in use by another thread; give every request a cache of its own")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def detach_from_saved(self) -> None:
+        """Put copies in the place of all tensors, so that what autograd saved of them is not overwritten."""
+        vars(self).update(vars(map_tensors(self, torch.clone)))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a cached number depends on a tensor that requires a gradient."""
+        return any(t.requires_grad for t in _tensors(self))
 
     @property
     def lengths(self) -> list[int]:
@@ -181,9 +210,14 @@ class Store(Part):
     def select(self, index: Tensor) -> None:
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
         order = index.to(self.device)
-        vars(self).update(vars(map_tensors(self, lambda t: t.index_select(0, order))))
+        self._become(map_tensors(self, lambda t: t.index_select(0, order)))
         self._lengths = [self._lengths[i] for i in order.tolist()]
         self.shape = self.shape._replace(B=len(self._lengths))
+
+    def _become(self, twin: Store) -> None:
+        """Take over the tensors and numbers of a copy. The workspace stays, and so does a view that can."""
+        view = self.view if isinstance(self.view, LastingView) else None
+        vars(self).update({**vars(twin), "view": view, "workspace": self.workspace})
 
     def fork(self) -> Store:
         """An independent copy: every tensor and every list of numbers."""

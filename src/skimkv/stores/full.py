@@ -285,7 +285,8 @@ class Full(Store):
         if not 0 <= n <= min(self._lengths):
             raise ValueError(f"cannot forget {n} tokens of rows that have {self._lengths}")
         if min(self._lengths) - n < self.shared_tokens:
-            vars(self).update(vars(self.fork()), shared_tokens=0)
+            self._become(self.fork())
+            self.shared_tokens = 0
         old, self._lengths = self._lengths, [length - n for length in self._lengths]
         for b, (was, now) in enumerate(zip(old, self._lengths, strict=True)):
             row = slice(b, b + 1)

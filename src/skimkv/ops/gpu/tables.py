@@ -14,7 +14,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ...stores.base import Shape, Store
+from ...stores.base import LastingView, Shape, Store
 from ...stores.clusters import UNIT, Block, Clusters
 from ...stores.full import Chunk, Full
 from ...stores.quantise import BLOCK, GROUP
@@ -52,7 +52,7 @@ def scratch(store: Store, name: str, n: int, dtype: torch.dtype = torch.float32)
     return buffer
 
 
-class View:
+class View(LastingView):
     """What the host told the device about a store, and the tensors that it told of.
 
     lengths (B*H,) int32, on the device. known_lengths: what they are, one for each row of the batch.
