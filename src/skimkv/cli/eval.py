@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..spec import check_method
 from . import output
 from .options import MODEL_OPTIONS, Batch, Device, Dtype, Json, Methods, Model, Records, Seed, quiet, resolve_device
 
@@ -97,18 +96,17 @@ def evaluate(
     if not method and sweep is None:
         raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'SparQ(r=32, k=128)'")
     parsed_tasks = [tasks.parse(text) for text in dict.fromkeys(task)]
-    for text in method or ():
-        check_method(text)  # before anything heavy is imported
     quiet(model)
 
-    from ..eval.plan import plan_evaluation
     from ..eval.results import Results, summary
-    from ..eval.run import run_evaluation
     from ..methods import parse
 
     methods = [parse(text) for text in method or ()]
     with Results(out) as results:
         setup = _load(model, dtype, device, seed, batch, count)
+        from ..eval.plan import plan_evaluation
+        from ..eval.run import run_evaluation
+
         plan = plan_evaluation(setup, parsed_tasks, methods, sweep and sweep.value, mode.value, data, limit)
         console = output.console(stderr=as_json)
         for note in plan.notes:
@@ -131,12 +129,13 @@ def evaluate(
 
 def _load(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Setup:
     """Load the model and put it on its device."""
-    from ..eval.plan import Setup, fingerprint
-    from ..hf.attach import load
+    from ..hf.load import load
 
     place = resolve_device(device)
     network: Any
-    network, tokenizer = load(model, dtype=dtype)
+    network, tokenizer = load(model, dtype=dtype)  # finds mistakes before transformers is imported
+    from ..eval.plan import Setup, fingerprint
+
     return Setup(network.to(place), tokenizer, model, seed, batch, count, fingerprint(network))
 
 

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from . import output
-from .options import (
-    Batch,
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Plot,
-    Records,
-    input_file,
-    quiet,
-    resolve_device,
-)
+from .options import Batch, Device, Dtype, Json, Model, Plot, Records, input_file, quiet, resolve_device
 
 if TYPE_CHECKING:
     from ..eval.tune import Loss, Trial
@@ -54,10 +43,7 @@ def tune(
     text: Annotated[Path, input_file("Text file like those that the model will read.", "--text", TEXT_OPTIONS)],
     target_loss: Annotated[
         str,
-        typer.Option(
-            metavar="SHARE",
-            help="The greatest increase of the loss over dense attention's: 1%, or 0.01.",
-        ),
+        typer.Option(metavar="SHARE", help="The greatest increase of the loss over dense attention's: 1%, or 0.01."),
     ] = "1%",
     channels: Annotated[
         list[str] | None,
@@ -110,12 +96,14 @@ def tune(
     place = resolve_device(device)
 
     from ..eval.results import Results
-    from ..eval.tune import Scorer
-    from ..hf.attach import check_length, load
+    from ..hf.load import load
 
     with Results(out) as results:
         network: Any
-        network, tokenizer = load(model, dtype=dtype)
+        network, tokenizer = load(model, dtype=dtype)  # finds mistakes before transformers is imported
+        from ..eval.tune import Scorer
+        from ..hf.attach import check_length
+
         network = network.to(place)
         check_length(network, prompt + scored + 1)
         cut = _cut(text, tokenizer, prompt + scored + 1, pieces)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..hf.attach import Cache, check_length, load
+from ..hf.attach import Cache, check_length
+from ..hf.load import load
 from ..methods import Dense
 from ..methods.base import Method
 from ..stores.base import Shape

@@ -23,10 +23,9 @@ from ..methods.base import Method
 from ..stores.base import Store, Workspace
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
-from .load import load
 from .supported import model_layers
 
-__all__ = ["Attached", "Cache", "attach", "check_length", "detach", "load"]
+__all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 
 
 class Cache(LibraryCache):
