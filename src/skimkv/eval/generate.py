@@ -125,7 +125,7 @@ def run(
     )  # fmt: skip
 
 
-def part(a: str, b: str) -> int | None:
+def first_difference(a: str, b: str) -> int | None:
     """The position of the first character at which two texts differ; None if they are equal."""
     shorter = min(len(a), len(b))
     return None if a == b else next((i for i in range(shorter) if a[i] != b[i]), shorter)

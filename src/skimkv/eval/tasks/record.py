@@ -37,7 +37,7 @@ skirt sky snow soap soldier spoon spring square stable star station stone storm 
 swan table tailor tea temple thorn throne thunder tiger tower town train tree trumpet tulip tunnel turtle valley velvet
 village violin wagon wall walnut water wheat wheel whistle willow window winter wolf wood wool yard
 """.split()
-MOST = len(WORDS) ** 2 // 4  # lines: of all pairs of words a part, so that new ones are found at once
+MOST_LINES = len(WORDS) ** 2 // 4  # a part of all pairs of words, so that a new pair is drawn at once
 
 
 class Record(NamedTuple):
@@ -53,8 +53,8 @@ def records(number: int = 1, lines: int = 180, asked: int = 10, seed: int = 0) -
     No key comes twice, and up to 191 lines no word. A line is about 15 tokens of the bundled model. Raises ValueError
     if more lines are asked for than written.
     """
-    if not 1 <= asked <= lines <= MOST:
-        raise ValueError(f"asked = {asked}, lines = {lines}: need 1 <= asked <= lines <= {MOST}")
+    if not 1 <= asked <= lines <= MOST_LINES:
+        raise ValueError(f"asked = {asked}, lines = {lines}: need 1 <= asked <= lines <= {MOST_LINES}")
     rng = random.Random(seed)
     made = []
     for _ in range(number):

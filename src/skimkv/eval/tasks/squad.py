@@ -32,10 +32,10 @@ def examples(*, data: Path | None = None, seed: int = 0, confusions: int = 7) ->
     lines = sorted(paragraphs)
     if len(lines) <= confusions:
         raise ValueError(f"squad: {len(lines)} paragraphs are too few for confusions = {confusions}")
-    asked = [(line, question) for line in lines for question in paragraphs[line]]
-    random.Random(seed).shuffle(asked)
-    everything = sorted(question for asked in paragraphs.values() for question in asked)
-    for line, question in asked:
+    pairs = [(line, question) for line in lines for question in paragraphs[line]]
+    random.Random(seed).shuffle(pairs)
+    everything = sorted(question for questions in paragraphs.values() for question in questions)
+    for line, question in pairs:
         rng = random.Random(f"{seed} {question.id}")
         shown = [line, *rng.sample([other for other in lines if other != line], confusions)]
         rng.shuffle(shown)
