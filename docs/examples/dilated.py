@@ -92,5 +92,5 @@ if __name__ == "__main__":
 
     model, tokenizer = skimkv.load("builtin")
     inputs = tokenizer("red-fox: 31425\nold-oak: 27182\nred-fox: ", return_tensors="pt")
-    with skimkv.attach(model, "Dilated(window=16, stride=2)"):
+    with skimkv.attach(model, "Dilated(window=24)"):
         print(tokenizer.decode(model.generate(**inputs, max_new_tokens=5)[0]))
