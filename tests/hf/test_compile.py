@@ -31,7 +31,7 @@ def tokens(model, spec, backend, **inputs):
         return model.generate(**(inputs or {"input_ids": prompt(1, 24)}), **GREEDY).tolist()
 
 
-@pytest.mark.parametrize("name", with_slow(FAMILIES))
+@pytest.mark.parametrize("name", with_slow(FAMILIES, quick=("llama", "gpt2")))
 def test_every_family_gives_the_same_tokens_and_is_compiled_once(name):
     model, spec = family(name), "SparQ(r=4, k=8)"
     expected = tokens(model, spec, False)

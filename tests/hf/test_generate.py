@@ -67,7 +67,11 @@ def test_dense_is_the_models_own_attention(name, mode):
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [*((name, spec) for name in ("llama", "gemma2", "gpt2") for spec in FULL), *(("llama", spec) for spec in MORE)],
+    [
+        *((name, spec) for name in ("llama", "gemma2") for spec in FULL),
+        *(("llama", spec) for spec in MORE),
+        *(pytest.param("gpt2", spec, marks=pytest.mark.slow) for spec in FULL),
+    ],
 )
 def test_every_method_at_full_budget(name, spec, mode):
     compare(name, mode, spec)

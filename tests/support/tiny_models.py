@@ -50,9 +50,9 @@ WITH_FULL_ATTENTION = [name for name in FAMILIES if name != "mistral-sliding"]
 QUICK = ("llama", "gemma2", "gpt2", "gpt_neox", "qwen3", "mixtral")
 
 
-def with_slow(names: Iterable[str]) -> list[object]:
-    """These families as parameters of a test; those that are not in QUICK run only where slow tests do."""
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def with_slow(names: Iterable[str], quick: Iterable[str] = QUICK) -> list[object]:
+    """These families as parameters of a test; those that are not in `quick` run only where slow tests do."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def build(kind: str, **options: object) -> torch.nn.Module:
