@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def backends() -> list[str]:
     """Return the backends that a test of the fixture `backend` runs with: ref, and cpu where its library was built."""
-    return ["ref", "cpu"] if ops.chosen("cpu")[0] == "cpu" else ["ref"]
+    return ["ref", "cpu"] if ops.select_backend("cpu")[0] == "cpu" else ["ref"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..methods import LowRank
-from ..ops import ref
-from ..ops.prefill import softcapped
+from ..methods.sparq import inverse_temperature, top_channels
+from ..ops.blocks import apply_softcap
 from ..stores.base import Shape
 
 GAUSSIAN_TAIL = 0.0026998  # the mass of a normal distribution beyond three standard deviations
@@ -24,7 +24,7 @@ QUERY_BLOCK = 128  # queries that are scored at a time where every query of a pr
 
 def logits(q: Tensor, k: Tensor, at: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Compute causal attention logits, -inf after each query's own position -> (H,G,m,n). SparQ eq. 4."""
-    x = softcapped(q @ k[:, None].mT * scale, softcap)
+    x = apply_softcap(q @ k[:, None].mT * scale, softcap)
     return x.masked_fill(torch.arange(k.shape[1], device=k.device) > at[:, None], -torch.inf)
 
 
@@ -88,9 +88,9 @@ def estimated_alpha(
     the method SparQ.
     """
     x = q.permute(2, 0, 1, 3)  # (m,H,G,D): the queries as the batch
-    index = ref.top_channels(x, r)
+    index = top_channels(x, r)
     chosen = torch.zeros_like(x[:, :, 0]).scatter_(-1, index, 1)[:, :, None]
-    x = x * chosen * ref.temperature_scale(x, index, scale, temperature)
+    x = x * chosen * inverse_temperature(x, index, scale, temperature)
     return top_mass(logits(x.permute(1, 2, 0, 3), k, at, 1.0, softcap).softmax(-1), count)
 
 
