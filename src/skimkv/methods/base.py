@@ -7,7 +7,9 @@ command line, result files and Python share it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
@@ -100,8 +102,11 @@ class Method(Generic[S]):
         Raises ValueError if shapes, types or padding do not fit.
         """
         store.validate(k, v, pad)
-        y = ops.causal_attention(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
-        self.take(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        with store.exclusive():
+            if _needs_gradient(store, q, k, v):
+                store.detach_from_saved()
+            y = ops.causal_attention(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+            self.take(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         return y
 
     def take(
@@ -130,12 +135,19 @@ class Method(Generic[S]):
     def attend(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None = None) -> Tensor:
         """`decode`, by the kernel of the backend in use if this method has one, otherwise by `step`.
 
+        Where a gradient is needed, `step` computes, because kernels have no backward pass; it warns once.
         token None: the current token was appended before (stores that keep every token only).
         """
-        kernels = ops.kernels_for(store.device) if self.has_kernel() else None
-        if kernels is None:
-            return self.step(store, q, token, scale=scale, softcap=softcap)
-        return self.fused(kernels, store, q, token, scale=scale, softcap=softcap)
+        with store.exclusive():
+            kernels = ops.kernels_for(store.device) if self.has_kernel() else None
+            if _needs_gradient(store, q, *(token or ())):
+                if kernels is not None:
+                    _warn_of_gradients()
+                kernels = None
+                store.detach_from_saved()
+            if kernels is None:
+                return self.step(store, q, token, scale=scale, softcap=softcap)
+            return self.fused(kernels, store, q, token, scale=scale, softcap=softcap)
 
     def step(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
         """The algorithm of one decode step in PyTorch, on the store's counted accessors, on any device.
@@ -162,3 +174,16 @@ class Method(Generic[S]):
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """An upper bound of `store.nbytes` after n tokens."""
         raise NotImplementedError
+
+
+def _needs_gradient(store: Store, *inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and (any(x.requires_grad for x in inputs) or store.requires_grad)
+
+
+@functools.cache
+def _warn_of_gradients() -> None:
+    warnings.warn(
+        "skimkv decodes with its slow reference, because a gradient is needed and kernels have no backward pass; "
+        "use torch.no_grad() or torch.inference_mode() to decode without gradients",
+        stacklevel=4,
+    )

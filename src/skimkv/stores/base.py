@@ -117,7 +117,7 @@ class Store(Part):
 
     def detach_from_saved(self) -> None:
         """Put copies in the place of all tensors, so that what autograd saved of them is not overwritten."""
-        vars(self).update(vars(map_tensors(self, torch.clone)))
+        self._become(map_tensors(self, torch.clone))
 
     @property
     def requires_grad(self) -> bool:
@@ -217,7 +217,8 @@ class Store(Part):
     def _become(self, twin: Store) -> None:
         """Take over the tensors and numbers of a copy. The workspace stays, and so does a view that can."""
         view = self.view if isinstance(self.view, LastingView) else None
-        vars(self).update({**vars(twin), "view": view, "workspace": self.workspace})
+        own = {"view": view, "workspace": self.workspace, "_in_use": self._in_use}
+        vars(self).update({**vars(twin), **own})
 
     def fork(self) -> Store:
         """An independent copy: every tensor and every list of numbers."""

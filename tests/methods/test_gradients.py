@@ -1,0 +1,73 @@
+"""Decode steps through which gradients flow: they are those of dense attention, and nothing is cut in silence."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import skimkv
+from skimkv.methods import base, parse
+from skimkv.testing import SHAPE, Sequences
+from support.tiny_models import family
+
+FULL = ["Dense()", "SparQ(r=16, k=400)", "TopK(k=400)", "LMInfinite(k=400)", "H2O(k=400)", "LowRank(r=16, k=400)"]
+FULL += ["Strided(k=400)", "SubGen(k=300, recent=64)", "SparQ(r=16, k=400, mean_value=True)"]
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_yet():
+    base._warn_of_gradients.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("spec", FULL)
+def test_gradients_are_those_of_dense_attention(spec, backend):
+    """A prompt of 12 tokens and 4 steps: the gradient of every q, k and v."""
+    x, method = Sequences.random(SHAPE, 16), parse(spec)
+    own, exact = ([t.clone().double().requires_grad_() for t in x] for _ in range(2))
+    weight = torch.randn(4, *SHAPE, dtype=torch.float64)
+    store = method.store(SHAPE, torch.float64)
+    q, k, v = own
+    method.prefill(store, q[..., :12, :], k[:, :, :12], v[:, :, :12], scale=0.25)
+    y = torch.stack([method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.25) for i in range(12, 16)])
+    (y * weight).sum().backward()
+    q, k, v = exact
+    for i in range(12, 16):
+        logits = q[..., i, :] @ k[:, :, : i + 1].transpose(-1, -2) * 0.25
+        (logits.softmax(-1) @ v[:, :, : i + 1] * weight[i - 12]).sum().backward()
+    for mine, theirs in zip(own, exact, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_models_step_with_gradients_warns_once_and_trains():
+    model = family("llama")
+    ids = torch.arange(9)[None] % 60
+    grads = []
+    for cache in (skimkv.Cache(model, "SparQ(r=8, k=64)"), None):
+        model.zero_grad()
+        out = model(ids[:, :8], past_key_values=cache, use_cache=True)
+        if cache is not None:
+            with pytest.warns(UserWarning, match="no backward pass"):
+                out = model(ids[:, 8:], past_key_values=cache)
+        else:
+            out = model(ids[:, 8:], past_key_values=out.past_key_values)
+        assert out.logits.requires_grad
+        out.logits.square().sum().backward()
+        grads.append([layer.self_attn.q_proj.weight.grad.clone() for layer in model.model.layers])
+        skimkv.detach(model)
+    for mine, theirs in zip(*grads, strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_without_gradients_the_kernel_computes():
+    x, method = Sequences.random(SHAPE, 5), parse("Dense()")
+    store = method.store(SHAPE, torch.float32)
+    method.prefill(store, x.q.requires_grad_(), x.k, x.v, scale=0.25)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        method.decode(store, x.q[..., 0, :], x.k[:, :, 0], x.v[:, :, 0], scale=0.25)
