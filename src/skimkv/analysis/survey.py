@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,17 +174,17 @@ def survey(
     measured: list[dict[str, Tensor]] = []
     values = []
     for piece in pieces:
-        blocks = list(record_prompt(model, torch.tensor([piece], device=model.device)).recorded.items())
-        grid = _grid(_one_shape(blocks), len(piece))
+        layers = record_prompt(model, torch.tensor([piece], device=model.device)).recorded
+        grid = _grid(_one_shape(layers.values()), len(piece))
         of_layers = []
-        for _, block in blocks:
-            of_layers.append(_measure_layer(block, at, grid))
+        for layer in layers.values():
+            of_layers.append(_measure_layer(layer, at, grid))
             tick("scores")
-        measured.append({name: torch.stack([layer[name] for layer in of_layers]) for name in of_layers[0]})
-        values.append(torch.stack([block.v[0].cpu() for _, block in blocks], 1))  # (H,L,n,D)
+        measured.append({name: torch.stack([found[name] for found in of_layers]) for name in of_layers[0]})
+        values.append(torch.stack([layer.v[0].cpu() for layer in layers.values()], 1))  # (H,L,n,D)
     x = {name: torch.stack([of_piece[name] for of_piece in measured]) for name in measured[0]}  # each (E,L,...)
     return Findings(
-        layers=[i for i, _ in blocks],
+        layers=list(layers),
         tokens=len(pieces[0]),
         grid=grid,
         ids=torch.tensor(pieces),
@@ -195,12 +195,12 @@ def survey(
         sparsity=x["sparsity"].mean(0),
         accumulated=x["accumulated"],
         correlation_ratio=_correlation_ratios(torch.stack(values)),
-        clouds=list(_clouds(blocks, clouds, random.Random(seed), tick)),
+        clouds=list(_clouds(layers, clouds, random.Random(seed), tick)),
     )
 
 
-def _one_shape(blocks: Sequence[tuple[int, RecordedLayer]]) -> Shape:
-    shapes = {block.shape for _, block in blocks}
+def _one_shape(layers: Iterable[RecordedLayer]) -> Shape:
+    shapes = {layer.shape for layer in layers}
     if len(shapes) > 1:
         raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")
     return shapes.pop()
@@ -212,10 +212,10 @@ def _grid(shape: Shape, n: int) -> Grid:
     return Grid(r, [k for k in (32, 64, 128) if 4 * k <= n], channels, (max(1, shape.D // 4), min(128, n // 4)))
 
 
-def _measure_layer(block: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Tensor]:
+def _measure_layer(layer: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Tensor]:
     """One layer's statistics of one piece, on the CPU; `heads` are the H G query heads."""
-    q, k = block.q[0].float(), block.k[0].float()  # (H,G,n,D), (H,n,D)
-    scale, softcap = block.scale, block.softcap
+    q, k = layer.q[0].float(), layer.k[0].float()  # (H,G,n,D), (H,n,D)
+    scale, softcap = layer.scale, layer.softcap
     at = at.to(q.device)
     x = q[:, :, at]
     exact = statistics.logits(x, k, at, scale, softcap)
@@ -252,19 +252,20 @@ def _correlation_ratios(values: Tensor) -> dict[str, float]:
 
 
 def _clouds(
-    blocks: Sequence[tuple[int, RecordedLayer]], most: int, draw: random.Random, tick: Callable[[str], None]
+    layers: Mapping[int, RecordedLayer], most: int, draw: random.Random, tick: Callable[[str], None]
 ) -> Iterator[Cloud]:
     """One head, drawn at random, of up to `most` layers from the first to the last (SubGen fig. 1)."""
     manifold: Any = importlib.import_module("sklearn.manifold")
-    count = min(most, len(blocks))
-    chosen = sorted({round(i * (len(blocks) - 1) / max(1, count - 1)) for i in range(count)})
-    for layer, block in (blocks[i] for i in chosen):
-        head = draw.randrange(block.shape.H)
-        for kind, x in (("keys", block.k[0, head]), ("values", block.v[0, head])):
+    count, numbers = min(most, len(layers)), list(layers)
+    chosen = sorted({round(i * (len(layers) - 1) / max(1, count - 1)) for i in range(count)})
+    for number in (numbers[i] for i in chosen):
+        layer = layers[number]
+        head = draw.randrange(layer.shape.H)
+        for kind, x in (("keys", layer.k[0, head]), ("values", layer.v[0, head])):
             x = x.float().cpu()
             places = manifold.TSNE(perplexity=min(30, len(x) // 4), random_state=0).fit_transform(x.numpy())
             deltas = [share * statistics.median_distance(x) for share in DELTAS]
             clusters = [statistics.cluster_founders(x, delta).cumsum(0) for delta in deltas]
             centres = k_centres(x[None], min(CENTRES, len(x)))[0]
-            yield Cloud(layer, head, kind, torch.from_numpy(places), centres, deltas, clusters)
+            yield Cloud(number, head, kind, torch.from_numpy(places), centres, deltas, clusters)
             tick("clusters")
