@@ -101,6 +101,15 @@ def test_every_command_is_described():
         assert re.search(rf"^skimkv {name}\b", page, re.MULTILINE), f"command-line.md has no example of skimkv {name}"
 
 
+@pytest.mark.parametrize("page", ["command-line.md", "kernels.md"])
+def test_instruction_sets_are_those_of_the_library(page):
+    source = (ROOT / "csrc" / "instruction_sets.cpp").read_text(encoding="utf-8")
+    names = re.findall(r'^ *{"(\w+)", &', source, re.MULTILINE)
+    assert "scalar" in names
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert not [name for name in names if f"`{name}`" not in text and f"SKIMKV_ISA={name}`" not in text]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_compile(page):
     for number, code in enumerate(blocks(page, "python")):
