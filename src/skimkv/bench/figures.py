@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..methods import parse
 from ..plotting import STYLES, label_axes, length_axis, line_styles, new_figure, panel_grid, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]  # of the JSON contract
 LENGTHS = "cached tokens N (log scale)"
@@ -35,7 +39,7 @@ def attention(rows: Rows, path: Path) -> None:
     label_axes(ax, f"Decode attention: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
                "times as fast as our dense attention")  # fmt: skip
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    _legend_below(fig, ax, 2)
     save(fig, path)
 
 
@@ -98,7 +102,7 @@ def token(rows: Rows, path: Path) -> None:
     share.set_ylim(0, 100)
     for ax in (faster, share):
         length_axis(ax, sorted({row["length"] for row in rows}))
-        ax.legend(frameon=False, fontsize=8, loc="upper left")
+    _legend_below(fig, share, 3)
     shape = "{shape}, {layers} layers, {weights} weights".format(**rows[0])
     label_axes(faster, f"A whole token: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
                "times as fast as our dense decoding")  # fmt: skip
@@ -123,8 +127,14 @@ def memory(rows: Rows, path: Path, shape: str) -> None:
     ax.yaxis.set_major_formatter("{x:g}")
     title = f"Memory of a layer's cache: {shape}\nline: the cache, hollow: growth of the process's peak"
     label_axes(ax, title, LENGTHS, "MiB (log scale)")
-    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    _legend_below(fig, ax, 2)
     save(fig, path)
+
+
+def _legend_below(fig: Figure, ax: Axes, columns: int) -> None:
+    """Put the legend of a panel's lines below all panels, where it hides none of them."""
+    handles, names = ax.get_legend_handles_labels()
+    fig.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def roofline(

@@ -10,7 +10,7 @@ import typer
 
 from . import output
 from .help import App
-from .options import MODEL_OPTIONS, Device, Json, Methods, Plot, check_dtype, resolve_device, torch_dtype
+from .options import MODEL_OPTIONS, Device, Json, Plot, check_dtype, resolve_device, torch_dtype
 
 if TYPE_CHECKING:
     from ..bench.machine import Machine
@@ -30,32 +30,48 @@ METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, chan
 MEMORY_METHODS = [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
 LENGTHS = [4096, 16384]
 
-# Key of a row -> (heading of its column, format)
-COLUMNS = {
-    "method": ("method", ""),
-    "batch": ("batch", ""),
-    "length": ("cached\ntokens", ","),
-    "ms": ("ms", ".3f"),
-    "ms_min": ("least\nms", ".3f"),
-    "ms_max": ("most\nms", ".3f"),
-    "ms_attention": ("ms in\nattention", ".3f"),
-    "ms_weights": ("ms in\nthe rest", ".3f"),
-    "floor_ms": ("ms at\nbandwidth", ".3f"),
-    "bytes_predicted": ("bytes\nread", ","),
-    "bytes_read": ("cache bytes\nread", ","),
-    "weight_bytes": ("weight bytes\nread", ","),
-    "gb_per_s": ("GB/s", ".1f"),
-    "share_of_peak": ("of band-\nwidth", ".0%"),
-    "speedup_dense": ("speed-up\nto dense", ".2f"),
-    "speedup_torch": ("to torch's\nbest", ".2f"),
-    "speedup_transformers": ("to trans-\nformers", ".2f"),
-    "speedup_theory": ("to dense\nby bytes", ".2f"),
-    "speedup_allowed": ("to dense\nby bytes", ".2f"),
-    "nbytes": ("bytes\nheld", ","),
-    "allocated": ("bytes\nallocated", ","),
-    "peak_rss_growth": ("growth of the\nprocess's peak", ","),
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:,.3f}" if ms < 100 else f"{ms:,.1f}"
+
+
+# Key of a row -> (heading of its column, how its numbers are written)
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "method": ("method", str),
+    "batch": ("batch", str),
+    "length": ("cached\ntokens", "{:,}".format),
+    "ms": ("ms", _milliseconds),
+    "ms_min": ("least\nms", _milliseconds),
+    "ms_max": ("most\nms", _milliseconds),
+    "ms_attention": ("ms in\nattention", _milliseconds),
+    "ms_weights": ("ms in\nthe rest", _milliseconds),
+    "floor_ms": ("ms at\nbandwidth", _milliseconds),
+    "bytes_predicted": ("bytes\nread", "{:,}".format),
+    "bytes_read": ("cache bytes\nread", "{:,}".format),
+    "weight_bytes": ("weight bytes\nread", "{:,}".format),
+    "gb_per_s": ("GB/s", "{:.1f}".format),
+    "share_of_peak": ("of the\nbandwidth", "{:.0%}".format),
+    "speedup_dense": ("speed-up\nto dense", "{:.2f}".format),
+    "speedup_torch": ("to torch's\nbest", "{:.2f}".format),
+    "speedup_transformers": ("to trans-\nformers", "{:.2f}".format),
+    "speedup_theory": ("to dense\nby bytes", "{:.2f}".format),
+    "speedup_allowed": ("to dense\nby bytes", "{:.2f}".format),
+    "nbytes": ("bytes\nheld", "{:,}".format),
+    "allocated": ("bytes\nallocated", "{:,}".format),
+    "peak_rss_growth": ("growth of the\nprocess's peak", "{:,}".format),
 }
 
+
+def _method_option(default: str) -> Any:
+    """An option for the methods to measure; default says in words which they are."""
+    return typer.Option(
+        "--method", metavar="SPEC", show_default=default,
+        help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
+    )  # fmt: skip
+
+
+Methods = Annotated[list[str] | None, _method_option("Dense and three kinds of SparQ")]
+MemoryMethods = Annotated[list[str] | None, _method_option("Dense, SparQ, H2O, LMInfinite and SubGen")]
 Lengths = Annotated[
     list[int] | None,
     typer.Option(
@@ -189,7 +205,7 @@ def token(
         ),
     ] = "llama-2-7b",
     layers: Annotated[
-        int, typer.Option(min=0, rich_help_panel=MODEL_OPTIONS, help="Number of its layers; 0 takes all of them.")
+        int, typer.Option(min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all.")
     ] = 8,
     weights: Annotated[
         str,
@@ -228,8 +244,8 @@ def token(
     if as_json:
         output.print_json(result)
         return
-    columns = ["method", "length", "ms", "ms_min", "ms_max", "ms_attention", "ms_weights", "floor_ms", "bytes_read"]
-    columns += ["weight_bytes", "speedup_dense", "speedup_allowed", "speedup_transformers"]
+    columns = ["method", "length", "ms", "ms_attention", "ms_weights", "floor_ms", "bytes_read", "weight_bytes"]
+    columns += ["speedup_dense", "speedup_allowed", "speedup_transformers"]
     _print_table(result, columns, f"a whole token: {shape}, {result['rows'][0]['layers']} layers, {weights} weights")
     if not all(row["interleaved"] for row in result["rows"]):
         print(
@@ -240,7 +256,7 @@ def token(
 
 @app.command()
 def memory(
-    method: Methods = None,
+    method: MemoryMethods = None,
     length: Lengths = None,
     heads: Annotated[int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of KV heads.")] = 8,
     group: Annotated[
@@ -309,12 +325,12 @@ def _print_table(result: Mapping[str, Any], columns: Sequence[str], title: str) 
     table = output.table(title, *(COLUMNS[name][0] for name in columns))
     table.columns[0].no_wrap = True
     for row in result["rows"]:
-        table.add_row(*(format(row[name], COLUMNS[name][1]) for name in columns))
+        table.add_row(*(COLUMNS[name][1](row[name]) for name in columns))
     table.caption = result["machine"]
     if "peak" in result:
         does = "copies" if result["peak"] == "copy" else "reads"
         table.caption += f"; {does} {result['peak_gb_per_s']:.1f} GB/s at best"
-    output.console(150).print(table)
+    output.console(160).print(table)
 
 
 def _faster(result: Mapping[str, Any], name: str) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import output
-from .bench import METHODS
-from .options import MODEL_OPTIONS, Json, Methods, Plot, check_dtype
+from .bench import METHODS, Methods
+from .options import MODEL_OPTIONS, Json, Plot, check_dtype
 
 if TYPE_CHECKING:
     import torch
