@@ -15,6 +15,7 @@ from ...stores.slots import Slots
 from ..protocol import Token
 from . import device, launch
 from .launch import (
+    APPEND_WARPS,
     LAYOUTS,
     LEAST_RUN,
     SETTINGS,
@@ -63,7 +64,7 @@ class Selection(NamedTuple):
 
 
 def unavailable() -> str | None:
-    """Why this backend cannot run here, or None if it can."""
+    """Return why this backend cannot run here, or None if it can."""
     if launch.missing is None and not torch.cuda.is_available() and not launch.interpreted():
         return "PyTorch sees no CUDA device; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly"
     return launch.missing
@@ -100,7 +101,7 @@ class GpuKernels:
         append_kernel[B * H,](
             token, x, *x.stride()[:2], _cached_pages(store, view), H,
             D=D, DP=pad(D), TYPE=types()[store.dtype], LAYOUT=LAYOUTS[store.channels], MEAN=store.v_mean is not None,
-            num_warps=4,
+            num_warps=APPEND_WARPS,
         )  # fmt: skip
         device.advance(store)
 
@@ -108,12 +109,12 @@ class GpuKernels:
         (B, H, _, D), view = store.shape, device.cluster_view(store, more=True)
         clusters_append_kernel[B * H,](
             _token_rows(k, v), _cached_clusters(store, view), view.seed, store.delta, H,
-            D=D, DP=pad(D), TP=pad(store.t, 1), TYPE=types()[store.dtype], num_warps=4,
+            D=D, DP=pad(D), TP=pad(store.t, 1), TYPE=types()[store.dtype], num_warps=APPEND_WARPS,
         )  # fmt: skip
         device.advance(store)
 
     def dense(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
-        """Softmax attention to all positions: equation 2 of SparQ. Reads 2ND elements per KV head."""
+        """Attend to all positions: equation 2 of SparQ. It reads 2ND elements per KV head."""
         self._start(store, q, token, softcap)
         (B, H, _, _), view, settings = store.shape, device.page_view(store), SETTINGS.dense
         query, count = _query(q, scale, softcap), count_splits(store, view.room // PAGE_TOKENS, settings.programs)
@@ -129,7 +130,7 @@ class GpuKernels:
         self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, r: int, k: int,
         local: int, temperature: str, mean_value: bool,
     ) -> Tensor:  # fmt: skip
-        """Algorithm 1 of SparQ, grouped as in section 4. Reads Nr + 2kD elements per KV head, and v_mean.
+        """Run algorithm 1 of SparQ, grouped as in section 4. It reads Nr + 2kD elements per KV head, and v_mean.
 
         r channels score, and k positions besides the current one are attended to, of which `local` are the last ones.
         temperature: how scores are scaled ("coverage" is equation 9). mean_value: v_mean takes the rest of the weight.
@@ -145,7 +146,7 @@ class GpuKernels:
     def top_k(
         self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int, oracle: bool
     ) -> Tensor:
-        """Exact scores of all positions, then the k best values and the current one, not renormalised: FlexGen's.
+        """Run FlexGen's step: score all positions exactly, and weigh the k best values and the current one by the scores.
 
         oracle: the softmax is taken anew over the chosen positions (figure 7a of SparQ).
         """
@@ -155,7 +156,7 @@ class GpuKernels:
     def low_rank(
         self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
     ) -> Tensor:
-        """Scores from a fixed random projection of K (figure 7a of SparQ), then the k best rows and the current one."""
+        """Score in a fixed random projection of K, then attend to the k best rows and the current one: SparQ, figure 7a."""
         if store.projection is None:
             raise ValueError("the store has no projection of K; LowRank makes one that has")
         self._start(store, q, token, softcap)
@@ -163,7 +164,7 @@ class GpuKernels:
         return _attend_selected(store, _query(q, scale, softcap), selection)
 
     def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
-        """Attend to the slots in use and to the current token, then put it into its slot. Reads 2CD per KV head.
+        """Attend to the slots in use and to the current token, then put it into its slot. It reads 2CD per KV head.
 
         For stores without scores: rings, and stores with an order.
         """
@@ -174,7 +175,7 @@ class GpuKernels:
     def scored_slots(
         self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None, recent: Sequence[int]
     ) -> Tensor:
-        """Algorithm 1 of H2O: attend as in ring_slots, add the weights to the scores, and replace the lowest score.
+        """Run algorithm 1 of H2O: attend as in ring_slots, add the weights to the scores, and replace the lowest score.
 
         The weights are averaged over the group. The recent[b] latest positions of row b are not replaced.
         """
@@ -213,7 +214,7 @@ class GpuKernels:
         return query.y
 
     def clusters(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float) -> Tensor:
-        """QueryStreamAttn of SubGen's algorithm 1: y = z / tau. Reads O(D (mt + s)) elements per KV head.
+        """Run QueryStreamAttn of SubGen's algorithm 1: y = z / tau. It reads O(D (mt + s)) elements per KV head.
 
         Where no sample stands for the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504).
         """
@@ -259,20 +260,20 @@ def _cached_clusters(store: Clusters, view: ClusterView) -> CachedClusters:
 
 
 def _splits(store: Store, count: int) -> Splits:
-    """Scratch memory for so many splits."""
+    """Return scratch memory for so many splits."""
     B, H, G, D = store.shape
     parts = scratch(store, "parts", B * H * count * G * (D + 2))
     return Splits(parts, scratch(store, "counter", B * H, torch.int32), count)
 
 
 def _sizes(store: Store, q: Tensor) -> dict[str, Any]:
-    """What is constant in all kernels of attention: the sizes, padded, and the type of products."""
+    """Return what is constant in all kernels of attention: the sizes, padded, and the type of products."""
     D = q.shape[-1]
     return {"D": D, "GP": pad(q.shape[2]), "DP": pad(D), "DOT": dot_type(store, q)}
 
 
 def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
-    """Steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
+    """Run steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
     (B, H, _, _), view = store.shape, device.page_view(store)
     fused = selection.projected is None and _heads_fill_device(store)
     step_1 = SETTINGS.quantised_scores if store.bits else SETTINGS.scores
@@ -303,19 +304,19 @@ def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
 
 
 def _heads_fill_device(store: Full) -> bool:
-    """Whether one program for each row and KV head is enough, so that step 1 needs no launch of its own."""
+    """Return whether one program for each row and KV head is enough, so that step 1 needs no launch of its own."""
     return SETTINGS.fused.heads * multiprocessors(store.device) <= store.shape.B * store.shape.H
 
 
 def _scores(store: Full, width: int, splits: int, r: int, tile: int) -> Scores:
-    """Scratch memory for the scores of `width` positions; a tile may be read past their end."""
+    """Return scratch memory for the scores of `width` positions; a tile may be read past their end."""
     B, H, G, _ = store.shape
     logits = scratch(store, "logits", B * H * G * width + tile)
     return Scores(logits, scratch(store, "stats", B * H * splits * G * 2), width, splits, r)
 
 
 def _candidates(store: Full, selection: Selection, width: int, tile: int, programs: int) -> Candidates:
-    """Scratch memory for the best positions of every tile."""
+    """Return scratch memory for the best positions of every tile."""
     heads, k = store.shape.B * store.shape.H, min(selection.k - selection.local, width)
     room = -(-width // tile) * min(k, tile)
     return Candidates(
@@ -328,7 +329,7 @@ def _candidates(store: Full, selection: Selection, width: int, tile: int, progra
 
 
 def _score_block(store: Full, selection: Selection, block: int) -> int:
-    """Positions that step 1 takes at a time; the settings are meant for a quarter of the channels."""
+    """Return the positions that step 1 takes at a time; the settings are meant for a quarter of the channels."""
     if selection.layout == LAYOUTS["none"]:
         return fit_block(block, 4 * _row_bytes(store))
     least = INT4_BLOCK if selection.layout == LAYOUTS["int4"] else LEAST_RUN
@@ -336,5 +337,5 @@ def _score_block(store: Full, selection: Selection, block: int) -> int:
 
 
 def _row_bytes(store: Store) -> int:
-    """The size of a row of K, padded as the kernels do."""
+    """Return the bytes of a row of K, padded as the kernels do."""
     return pad(store.shape.D) * store.dtype.itemsize

@@ -21,7 +21,7 @@ STORE_TENSORS = ("tail", "v_mean", "projection", "k", "v", "score", "pos", "m", 
 
 
 def page_view(store: Full) -> PageView:
-    """The view of a Full store, up to date."""
+    """Return the view of a Full store, up to date."""
     view = store.view
     if not isinstance(view, PageView) or not view.fits(store):
         view = store.view = PageView(store)
@@ -30,7 +30,7 @@ def page_view(store: Full) -> PageView:
 
 
 def slot_view(store: Slots, recent: Sequence[int] | None) -> SlotView:
-    """The view of a Slots store, up to date. recent: the recent window of every row; None: as it was."""
+    """Return the view of a Slots store, up to date. recent: the recent window of every row; None: as it was."""
     view = store.view
     if not isinstance(view, SlotView) or not view.fits(store):
         view = store.view = SlotView(store)
@@ -39,7 +39,7 @@ def slot_view(store: Slots, recent: Sequence[int] | None) -> SlotView:
 
 
 def cluster_view(store: Clusters, more: bool = False) -> ClusterView:
-    """The view of a Clusters store, up to date. more: with room for a cluster that the next token may make."""
+    """Return the view of a Clusters store, up to date. more: with room for a cluster that the next token may make."""
     view = store.view
     if not isinstance(view, ClusterView) or not view.fits(store):
         view = store.view = ClusterView(store)
@@ -68,10 +68,7 @@ def advance(store: Store) -> None:
 
 
 def rewind(store: Store) -> Callable[[], None]:
-    """A function that takes the store's numbers back to what they are now, so that a step can be taken again.
-
-    The view must be the same then: prepare() comes first, here.
-    """
+    """Return a function that takes the store's numbers back to what they are now, so that a step can be taken again."""
     prepare(store)
     view: View = store.view
     mark = store.mark()
@@ -89,7 +86,10 @@ def rewind(store: Store) -> Callable[[], None]:
 
 
 def footing(stores: Sequence[Store]) -> tuple[int, ...]:
-    """What a step of these stores gives its kernels: addresses and sizes. A captured step is valid while they stay."""
+    """Return the addresses and sizes that a step of these stores gives its kernels.
+
+    A captured step is valid while they stay the same.
+    """
     batch = [store.shape.B for store in stores]
     tensors: list[Tensor | None] = []
     workspaces = {}

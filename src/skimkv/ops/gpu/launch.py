@@ -24,6 +24,7 @@ LARGEST_HEAD = 256  # the largest head size D that has kernels
 TENSOR_CORE = 16  # the least rows and columns of a product on tensor cores; D is a multiple of it
 ROW_BYTES = 256  # the size of a row of K or V that the settings' blocks are meant for
 MOST_SPLITS = 64  # programs that share a row of the batch and a KV head, at most
+APPEND_WARPS = 4  # of the kernels that append a token
 LEAST_RUN = 32  # positions of a channel that step 1 loads at a time, at least
 
 # Where channels of K are read, by a store's `channels`; the quantised layouts are numbered by the bits of a code.
@@ -200,17 +201,17 @@ class Candidates(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, which takes tensors of any device."""
+    """Return whether Triton's interpreter runs the kernels, which takes tensors of any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs(store: Store) -> bool:
-    """Whether the kernels can run on this store's device."""
+    """Return whether the kernels can run on this store's device."""
     return store.device.type == "cuda" or interpreted()
 
 
 def types() -> dict[torch.dtype, Any]:
-    """The types of caches and queries that have kernels, and Triton's names for them."""
+    """Return the types of caches and queries that have kernels, and Triton's names for them."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -238,7 +239,7 @@ def validate(store: Store, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
 
 
 def dot_type(store: Store, q: Tensor) -> Any:
-    """The type that tensor cores multiply in: the cache's if the query has it too, else float32.
+    """Return the type that tensor cores multiply in: the cache's if the query has it too, else float32.
 
     The interpreter has no product of bfloat16.
     """
@@ -248,12 +249,12 @@ def dot_type(store: Store, q: Tensor) -> Any:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has; a few where the kernels are interpreted."""
+    """Return how many multiprocessors the device has; a few where the kernels are interpreted."""
     return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def count_splits(store: Store, most: int, programs: int) -> int:
-    """How many programs, at most `most`, share each row and KV head so that the device is full.
+    """Return how many programs, at most `most`, share each row and KV head so that the device is full.
 
     The cache's length is no part of it, so a CUDA graph can hold the launch.
     """
@@ -262,10 +263,10 @@ def count_splits(store: Store, most: int, programs: int) -> int:
 
 
 def fit_block(positions: int, row_bytes: int, least: int = TENSOR_CORE) -> int:
-    """The positions of a block, fewer where each of them takes more than ROW_BYTES."""
+    """Return the positions of a block, fewer where each of them takes more than ROW_BYTES."""
     return max(least, min(positions, positions * ROW_BYTES // row_bytes))
 
 
 def pad(n: int, least: int = TENSOR_CORE) -> int:
-    """The next power of two, which is what a block in Triton has, but not below `least`."""
+    """Return the next power of two, which is what a block in Triton has, but not below `least`."""
     return max(least, int(triton.next_power_of_2(n)))

@@ -44,7 +44,7 @@ def _zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def scratch(store: Store, name: str, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """At least n elements that outlive the call, zero at first; stores that share a workspace share them."""
+    """Return at least n elements that outlive the call, zero at first; stores that share a workspace share them."""
     buffers, key = store.workspace.buffers, f"{store.device} {name}"
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < n:
@@ -66,23 +66,23 @@ class View(LastingView):
         self.known_lengths = [0] * store.shape.B
 
     def fits(self, store: Store) -> bool:
-        """Whether the store still has the shape and the device that this view was made for."""
+        """Return whether the store still has the shape and the device that this view was made for."""
         return self.shape == store.shape and self.device == store.device
 
     def device_tensors(self) -> list[Tensor]:
-        """What a captured step points into."""
+        """Return what a captured step points into."""
         return [self.lengths]
 
     def counts(self, store: Store) -> list[Tensor]:
-        """Numbers on the device that a step changes."""
+        """Return the numbers on the device that a step changes."""
         return [self.lengths]
 
     def known(self) -> dict[str, list[int]]:
-        """What the host knows of the numbers on the device, by attribute."""
+        """Return what the host knows of the numbers on the device, by attribute."""
         return {"known_lengths": self.known_lengths}
 
     def replaced(self, tensors: list[Tensor]) -> bool:
-        """Note the store's tensors. True if they are others than before."""
+        """Note the store's tensors, and return True if they are others than before."""
         same = len(tensors) == len(self.tensors)
         if same and all(ref() is tensor for ref, tensor in zip(self.tensors, tensors, strict=True)):
             return False
@@ -114,11 +114,11 @@ class TableView(View):
 
     @property
     def pages(self) -> int:
-        """Pages that the table has place for."""
+        """Return how many pages the table has place for."""
         return self.table.numel() // TABLE_COLUMNS
 
     def device_tensors(self) -> list[Tensor]:
-        """What a captured step points into."""
+        """Return what a captured step points into."""
         return [self.table, self.lengths]
 
     def write_table(self, parts: list[Tensor]) -> None:
@@ -135,7 +135,7 @@ class PageView(TableView):
 
     @property
     def room(self) -> int:
-        """Tokens that the table and the scratch memory have place for."""
+        """Return how many tokens the table and the scratch memory have place for."""
         return self.pages * PAGE_TOKENS
 
     def update(self, store: Full) -> None:
@@ -200,15 +200,15 @@ class ClusterView(TableView):
 
     @property
     def room(self) -> int:
-        """Clusters that the table has place for."""
+        """Return how many clusters the table has place for."""
         return self.pages * PAGE_CLUSTERS
 
     def device_tensors(self) -> list[Tensor]:
-        """What a captured step points into."""
+        """Return what a captured step points into."""
         return [*super().device_tensors(), self.seed]
 
     def counts(self, store: Store) -> list[Tensor]:
-        """Numbers on the device that a step changes."""
+        """Return the numbers on the device that a step changes."""
         assert isinstance(store, Clusters)
         return [self.lengths, store.m]
 
@@ -265,15 +265,15 @@ class SlotView(View):
         self.order = torch.zeros(0, dtype=torch.int32, device=store.device)
 
     def device_tensors(self) -> list[Tensor]:
-        """What a captured step points into."""
+        """Return what a captured step points into."""
         return [self.lengths, self.filled, self.limits, self.order]
 
     def counts(self, store: Store) -> list[Tensor]:
-        """Numbers on the device that a step changes."""
+        """Return the numbers on the device that a step changes."""
         return [self.lengths, self.filled]
 
     def known(self) -> dict[str, list[int]]:
-        """What the host knows of the numbers on the device, by attribute."""
+        """Return what the host knows of the numbers on the device, by attribute."""
         return {"known_lengths": self.known_lengths, "known_filled": self.known_filled}
 
     def advance(self, store: Store) -> None:

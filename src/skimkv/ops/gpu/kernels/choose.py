@@ -35,7 +35,7 @@ ABOVE_ALL = constant(0x7F800001)  # above the bits of +inf
 
 @triton.jit
 def normaliser(scores, bh, g, G, SP: tl.constexpr):
-    """The maximum and the sum of exponentials of query heads g over the splits of step 1, as g is shaped."""
+    """Return the maximum and the sum of exponentials of query heads g over the splits of step 1, as g is shaped."""
     split = tl.arange(0, SP)
     stats = scores.stats + ((bh * scores.splits + split[:, None]) * G + g[None, :]) * 2
     mask = (split < scores.splits)[:, None] & (g < G)[None, :]
@@ -47,7 +47,7 @@ def normaliser(scores, bh, g, G, SP: tl.constexpr):
 
 @triton.jit
 def bisect(low, high, reached, middle, want):
-    """One step of the bisection for a threshold; where exactly `want` numbers reach it, the search ends."""
+    """Take one step of the bisection for a threshold; where exactly `want` numbers reach it, the search ends."""
     low = tl.where(reached >= want, middle, low)
     high = tl.where(reached >= want, high, middle)
     return low, tl.where(reached == want, low + 1, high)
@@ -55,7 +55,7 @@ def bisect(low, high, reached, middle, want):
 
 @triton.jit
 def threshold_of_tile(x, want):
-    """The largest number that at least `want` of x (TILE,) reach."""
+    """Find the largest number that at least `want` of x (TILE,) reach."""
     low, high = tl.full([], BELOW_ALL, tl.int32), tl.max(x, 0) + 1
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -65,7 +65,7 @@ def threshold_of_tile(x, want):
 
 @triton.jit
 def count_reaching(weights, n, threshold, TILE: tl.constexpr):
-    """How many of n numbers in memory reach the threshold."""
+    """Count how many of n numbers in memory reach the threshold."""
     t = tl.arange(0, TILE)
     total = tl.full([], 0, tl.int32)
     for i in range(0, n, TILE):
@@ -75,7 +75,7 @@ def count_reaching(weights, n, threshold, TILE: tl.constexpr):
 
 @triton.jit
 def threshold_of_list(weights, n, want, TILE: tl.constexpr):
-    """The largest number that at least `want` of n numbers in memory reach."""
+    """Find the largest number that at least `want` of n numbers in memory reach."""
     low, high = tl.full([], BELOW_ALL, tl.int32), tl.full([], ABOVE_ALL, tl.int32)
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -85,9 +85,9 @@ def threshold_of_list(weights, n, want, TILE: tl.constexpr):
 
 @triton.jit
 def best_of_tile(scores, weights, positions, bh, i, n, k, G, SP: tl.constexpr, TILE: tl.constexpr):
-    """Of positions i .. i+TILE-1 below n, the k best by the sum of s_hat over the group.
+    """Find the k best of positions i .. i+TILE-1 below n, by the sum of s_hat over the group.
 
-    Stored are the bits of their weights and their positions, (k,) each; where there are fewer, weights are BELOW_ALL.
+    The bits of their weights and their positions are stored, (k,) each; where there are fewer, weights are BELOW_ALL.
     """
     t, first_head = tl.arange(0, TILE), tl.arange(0, 1)
     cached = i + t < n
@@ -113,7 +113,7 @@ def best_of_tile(scores, weights, positions, bh, i, n, k, G, SP: tl.constexpr, T
 
 @triton.jit
 def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
-    """Of n candidates in memory, the positions of the `want` best, to `chosen`."""
+    """Store the positions of the `want` best of n candidates in memory in `chosen`."""
     threshold = threshold_of_list(weights, n, want, TILE)
     room = want - count_reaching(weights, n, threshold + 1, TILE)
     t = tl.arange(0, TILE)

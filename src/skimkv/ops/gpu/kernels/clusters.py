@@ -38,7 +38,7 @@ WORD_RANGE = constant(4294967296.0)  # 2^32
 
 @triton.jit
 def mix(h):
-    """The finaliser of a 32-bit hash."""
+    """Apply the finaliser of a 32-bit hash."""
     h = (h ^ (h >> 16)) * tl.full([], HASH_FIRST, tl.uint32)
     h = (h ^ (h >> 13)) * tl.full([], HASH_SECOND, tl.uint32)
     return h ^ (h >> 16)
@@ -46,13 +46,13 @@ def mix(h):
 
 @triton.jit
 def hash_next(h, x):
-    """The hash of what h is the hash of, and then x."""
+    """Hash one more number x after those that h is the hash of."""
     return mix(h * tl.full([], HASH_STEP, tl.uint32) + x.to(tl.uint32))
 
 
 @triton.jit
 def coins(seed, stream: tl.constexpr, token, head, slot):
-    """Numbers uniform in [0,1), float64, one for each slot."""
+    """Return a random number for each slot, float64, uniform in [0,1)."""
     h = mix(tl.full([], 0, tl.uint32) + seed.to(tl.uint32))
     h = hash_next(hash_next(hash_next(h, tl.full([], stream, tl.int32)), token), head)
     return hash_next(h, slot).to(tl.float64) / WORD_RANGE
@@ -60,7 +60,7 @@ def coins(seed, stream: tl.constexpr, token, head, slot):
 
 @triton.jit
 def find_cluster(clusters, key, count, delta, bh, D: tl.constexpr, DP: tl.constexpr, TYPE: tl.constexpr):
-    """The cluster of a key among `count`: the nearest representative's, or a new one if none is within delta.
+    """Find the cluster of a key among `count`: the nearest representative's, or a new one if none is within delta.
 
     Returns its number, and whether it is new.
     """
@@ -91,7 +91,7 @@ def clusters_append_kernel(
     token, clusters, seed, delta, H,
     D: tl.constexpr, DP: tl.constexpr, TP: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """UpdateSoftmaxNormalizer and UpdateMatrixProduct of algorithm 1 for one token of every row. Grid (B*H,)."""
+    """Run UpdateSoftmaxNormalizer and UpdateMatrixProduct of algorithm 1 for one token of every row. Grid (B*H,)."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // H, (bh % H).to(tl.int32)
     T, S = clusters.t, clusters.s
@@ -130,7 +130,7 @@ def clusters_append_kernel(
 
 @triton.jit
 def raise_maximum(logits, maximum):
-    """The new maximum (GP,) after logits (GP,BLOCK), its finite form, and the factor for what was summed before."""
+    """Return the new maximum (GP,) after logits (GP,BLOCK), its finite form, and the factor for the sums so far."""
     new_maximum = tl.maximum(maximum, tl.max(logits, 1))
     reference = finite_maximum(new_maximum)
     return new_maximum, reference, tl.exp(maximum - reference)
@@ -142,7 +142,7 @@ def clusters_kernel(
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
     DOT: tl.constexpr, TINY: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """QueryStreamAttn of algorithm 1: y = z / tau, which stops at +-LIMIT; a tau below TINY counts as TINY.
+    """Run QueryStreamAttn of algorithm 1: y = z / tau, which stops at +-LIMIT; a tau below TINY counts as TINY.
 
     Entries 0 .. m*t-1 are the samples of clusters, the s after them those of the reservoir. Grid (B*H, splits).
     """

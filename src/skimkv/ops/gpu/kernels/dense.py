@@ -27,7 +27,7 @@ def dense_kernel(
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TYPE: tl.constexpr, DOT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """y = softmax(scale q K^T) V over the positions below lengths[bh]. Reads 2ND elements per KV head.
+    """Compute y = softmax(scale q K^T) V over the positions below lengths[bh]; 2ND elements are read per KV head.
 
     Grid (B*H, splits).
     """

@@ -14,7 +14,7 @@ from .. import launch, tables
 
 
 def constant(value):
-    """A number that kernels take from their module. The interpreter computes with Python's own numbers."""
+    """Make a number that kernels take from their module. The interpreter computes with Python's own numbers."""
     return value if launch.interpreted() else tl.constexpr(value)
 
 
@@ -45,19 +45,19 @@ INT4_MASK = constant(15)
 
 @triton.jit
 def page_start(table, page, COLUMN: tl.constexpr, TYPE: tl.constexpr):
-    """Where a page begins in row 0 of the batch and KV head 0, as a pointer to TYPE."""
+    """Return where a page begins in row 0 of the batch and KV head 0, as a pointer to TYPE."""
     return tl.load(table + page * TABLE_COLUMNS + COLUMN).to(tl.pointer_type(TYPE), bitcast=True)
 
 
 @triton.jit
 def page_capacity(table, page):
-    """Tokens (or clusters) in the chunk of a page: the distance between its KV heads."""
+    """Return the tokens (or clusters) in the chunk of a page: the distance between its KV heads."""
     return tl.load(table + page * TABLE_COLUMNS + COLUMN_CAPACITY)
 
 
 @triton.jit
 def apply_softcap(logits, softcap, CAPPED: tl.constexpr):
-    """softcap * tanh(logits / softcap)."""
+    """Return softcap * tanh(logits / softcap), or the logits where they are not capped."""
     if CAPPED:
         logits = softcap * (1 - 2 / (tl.exp(2 * (logits / softcap)) + 1))
     return logits
@@ -65,7 +65,7 @@ def apply_softcap(logits, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def product(a, b, DOT: tl.constexpr):
-    """a @ b, with a in float32 and not rounded: where b is half precision, a becomes a sum of two of that type."""
+    """Multiply a, in float32, by b. Where b is half precision, a becomes a sum of two such numbers, not rounded."""
     b = b.to(DOT)
     high = a.to(DOT)
     y = tl.dot(high, b, input_precision="tf32x3")
@@ -76,20 +76,20 @@ def product(a, b, DOT: tl.constexpr):
 
 @triton.jit
 def load_query(q, bh, G, D, GP: tl.constexpr, DP: tl.constexpr):
-    """The queries of a KV head: q (B,H,G,D) contiguous -> (GP,DP), zero where padded."""
+    """Load the queries of a KV head: q (B,H,G,D) contiguous -> (GP,DP), zero where padded."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     return tl.load(q + (bh * G + g[:, None]) * D + d[None, :], (g < G)[:, None] & (d < D)[None, :], 0.0)
 
 
 @triton.jit
 def finite_maximum(maximum):
-    """0 in the place of -inf, the maximum of no logits, so that a difference to it is no NaN."""
+    """Replace -inf, the maximum of no logits, by 0, so that a difference to it is no NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def online_softmax(logits, v, maximum, total, values, DOT: tl.constexpr):
-    """One block of the running softmax: logits (GP,BLOCK), v (BLOCK,DP).
+    """Take one block into the running softmax: logits (GP,BLOCK), v (BLOCK,DP).
 
     Returns the new maximum (GP,), the sum of exponentials (GP,), and the values weighted by them (GP,DP).
     """
@@ -102,7 +102,7 @@ def online_softmax(logits, v, maximum, total, values, DOT: tl.constexpr):
 
 @triton.jit
 def is_last_program(counter, programs):
-    """True in the program that arrives last of so many; what the others have stored is then visible to it."""
+    """Return True in the program that arrives last of so many; what the others have stored is then visible to it."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1)
     is_last = arrived == programs - 1
@@ -114,7 +114,7 @@ def is_last_program(counter, programs):
 
 @triton.jit
 def store_part(splits, maximum, total, values, bh, split, G, D, GP: tl.constexpr, DP: tl.constexpr):
-    """Leave the running softmax of one split: parts (B*H, splits, G, D+2)."""
+    """Store the running softmax of one split: parts (B*H, splits, G, D+2)."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     part = splits.parts + ((bh * splits.programs + split) * G + g) * (D + 2)
     tl.store(part[:, None] + d[None, :], values, (g < G)[:, None] & (d < D)[None, :])
@@ -124,7 +124,7 @@ def store_part(splits, maximum, total, values, bh, split, G, D, GP: tl.constexpr
 
 @triton.jit
 def merge_parts(splits, bh, g, G, D, SP: tl.constexpr, DP: tl.constexpr):
-    """The running softmax of query head g over all splits: maximum, sum, and weighted values (DP,)."""
+    """Merge the running softmax of query head g over all splits: maximum, sum, and weighted values (DP,)."""
     split, d = tl.arange(0, SP), tl.arange(0, DP)
     part = splits.parts + ((bh * splits.programs + split) * G + g) * (D + 2)
     maxima = tl.load(part + D, split < splits.programs, float("-inf"))

@@ -15,7 +15,7 @@ from .shared import apply_softcap, is_last_program, load_query, merge_parts, onl
 
 @triton.jit
 def find_victim(slots, bh, now, recent, TILE: tl.constexpr):
-    """The lowest score outside the recent window, and its slot; of equal ones the first slot."""
+    """Find the lowest score outside the recent window, and its slot; of equal ones the first slot."""
     t, first = tl.arange(0, TILE), bh * slots.C
     lowest, victim = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int32)
     for i in range(0, slots.C, TILE):
@@ -46,7 +46,9 @@ def slots_kernel(
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend and replace. Reads 2CD elements per KV head; scores take the mean of the weights over the group.
+    """Attend to the slots and put the token into one; 2CD elements are read per KV head.
+
+    Scores take the mean of the weights over the group.
 
     SCORED: the slot is a free one or the victim's. ORDERED: slots.order says it; else the slots are a ring.
     Grid (B*H, splits).

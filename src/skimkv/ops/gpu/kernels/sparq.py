@@ -42,7 +42,7 @@ TEMPERATURE_SQRT_R = constant(TEMPERATURES["sqrt_r"])
 
 @triton.jit
 def channel_weight(q, bh, channel, G, D, GP: tl.constexpr):
-    """The sum over the group of |q| in these channels; a NaN counts as the largest."""
+    """Sum |q| over the group in these channels; a NaN counts as the largest."""
     g = tl.arange(0, GP)
     mask = (g < G)[:, None] & (channel < D)[None, :]
     x = tl.load(q + (bh * G + g[:, None]) * D + channel[None, :], mask, 0.0)
@@ -52,7 +52,7 @@ def channel_weight(q, bh, channel, G, D, GP: tl.constexpr):
 
 @triton.jit
 def top_channels(q, bh, r, G, D, GP: tl.constexpr, DP: tl.constexpr):
-    """i1 of algorithm 1, grouped as in section 4, as a mask (DP,): the r largest channels, ties to the lower one."""
+    """Choose i1 of algorithm 1, grouped as in section 4, as a mask (DP,): the r largest channels, ties to the lower."""
     d = tl.arange(0, DP)
     weight = channel_weight(q, bh, d, G, D, GP)
     rank = tl.zeros([DP], tl.int32)
@@ -67,7 +67,7 @@ def top_channels(q, bh, r, G, D, GP: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def inverse_temperature(q, chosen, scale, r, D, TEMPERATURE: tl.constexpr):
-    """1/tau for each query head (GP,), scale being 1/sqrt(D). q (GP,DP), chosen (DP,) the mask of i1."""
+    """Return 1/tau for each query head (GP,), scale being 1/sqrt(D). q (GP,DP), chosen (DP,) the mask of i1."""
     whole = tl.sum(tl.abs(q), 1)
     if TEMPERATURE == TEMPERATURE_COVERAGE:
         part = tl.sum(tl.where(chosen[None, :], tl.abs(q), 0.0), 1)
@@ -95,7 +95,7 @@ def store_logits(
 
 @triton.jit
 def load_codes(table, page, offset, row, capacity, real, RP: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):
-    """Codes of BLOCK tokens from `offset` in the page on, for the channels in `row` (RP,1): (RP,BLOCK) int32."""
+    """Load the codes of BLOCK tokens from `offset` in the page on, of the channels in `row` (RP,1): (RP,BLOCK) int32."""
     if LAYOUT == LAYOUT_INT8:
         t = tl.arange(0, BLOCK)
         source = page_start(table, page, COLUMN_INDEX, tl.uint8) + row * capacity + (offset + t[None, :])
@@ -115,7 +115,7 @@ def score_positions(
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TYPE: tl.constexpr, DOT: tl.constexpr, LAYOUT: tl.constexpr, TEMPERATURE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The logits of one split of the positions, their maximum and the sum of their exponentials, to `scores`."""
+    """Store the logits of one split of the positions, their maximum and the sum of their exponentials, in `scores`."""
     G, R, r = query.G, pages.R, scores.r
     n = tl.load(pages.lengths + bh)
     share = tl.cdiv(tl.cdiv(n, PAGE_TOKENS), scores.splits) * PAGE_TOKENS
@@ -183,7 +183,7 @@ def scores_kernel(
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TYPE: tl.constexpr, DOT: tl.constexpr, LAYOUT: tl.constexpr, TEMPERATURE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Step 1 in a launch of its own. Grid (B*H, splits)."""
+    """Run step 1 in a launch of its own. Grid (B*H, splits)."""
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     score_positions(
         query, pages, scores, bh, split, D, GP, DP, RP, BLOCK, STAGES, TYPE, DOT, LAYOUT, TEMPERATURE, CAPPED
