@@ -38,15 +38,14 @@ def test_text_streams_and_figures_follow_on_stderr(capsys: pytest.CaptureFixture
     assert err.count("\n") == 1
 
 
-def test_prompt_from_file_and_from_stdin(tmp_path: Path) -> None:
+def test_prompt_from_file_and_from_stdin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompt = "lamp-stone: 31425\nriver-goat: 27182\noak-drum: 14142\nriver-goat: "
     (tmp_path / "p.txt").write_text(prompt)
-    argv = [*SKIMKV, "generate", "--max-new-tokens", "5"]
-    by_file = subprocess.run([*argv, "--prompt-file", tmp_path / "p.txt"], capture_output=True, text=True)
-    by_stdin = subprocess.run(argv, input=prompt, capture_output=True, text=True)
-    assert by_file.returncode == by_stdin.returncode == 0, by_file.stderr
-    assert by_file.stdout == by_stdin.stdout == "27182\n"
-    assert by_file.stderr.count("\n") == 1  # the figures: no warning, no progress bar
+    argv = ["generate", "--max-new-tokens", "5"]
+    assert run(capsys, *argv, "--prompt-file", str(tmp_path / "p.txt"))[:2] == (0, "27182\n")
+    process = subprocess.run([*SKIMKV, *argv], input=prompt, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "27182\n")
+    assert process.stderr.count("\n") == 1  # the figures: no warning, no progress bar
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +79,7 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -
     [
         (["--method", "SparK(r=8, k=16)"], "unknown method 'SparK'; did you mean SparQ?"),
         (["--method", "SparQ(r=8, kk=16)"], "no argument 'kk'; did you mean k?"),
-        (["--method", "__import__('os').getcwd()"], "is no method spec"),
+        (["--method", "__import__('os').getcwd()"], "is not a method spec"),
         (["--method", "TopK(k=0)"], "k = 0 must be"),
         (["--method", "SparQ(r=65, k=4)"], "r = 65 must be at most 64"),
         (["--prompt", " \n"], "the prompt is empty"),

@@ -20,8 +20,8 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 NO_BREAK = "\N{NO-BREAK SPACE}"
 LONGEST_NAME = 24  # the text of an option with a longer name begins on the next line
 # typer's words for a number, a bound and a default in words -> ours
-NAMES = ((r" <?int(eger)?( range)?>?$", " N"), (r" <?float( range)?>?$", " X"))
-NOTES = ((r"\bx>=([\d.]+)\]$", r"at least \1]"), (r"\[default: \((.*?)\)", r"[default: \1"))
+NAMES = ((r" <?int(eger)?( range)?>?$", " N"), (r" <?float( range)?>?$", " X"), (r"^(\w+) <path>$", r"\1"))
+NOTES = ((r"; x>=0(\.0)?\]$", "]"), (r"\bx>=([\d.]+)\]$", r"at least \1]"), (r"\[default: \((.*?)\)", r"[default: \1"))
 
 
 class App(typer.Typer):
@@ -40,6 +40,10 @@ class App(typer.Typer):
 
 class Command(TyperCommand):
     """A command whose help has an example and groups of options."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line, an argument without the braces that typer puts around it."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write what the command does, and its example."""
@@ -80,7 +84,7 @@ def _write_text(command: Any, formatter: Any) -> None:
             for line in paragraph.splitlines():
                 formatter.write(_fold(line[2:], formatter.width) + "\n")
         else:
-            formatter.write_text(paragraph)
+            formatter.write(textwrap.fill(paragraph, formatter.width, break_on_hyphens=False) + "\n")
 
 
 def _fold(example: str, width: int) -> str:
