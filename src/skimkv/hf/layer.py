@@ -144,7 +144,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.seen
 
     def get_max_length(self) -> int:
-        """-1: the layer has no greatest length."""
+        """Return -1, which means that the layer has no greatest length."""
         return -1
 
 

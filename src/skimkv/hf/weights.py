@@ -1,4 +1,4 @@
-"""8-bit weights: modules that contain packed blocks (ops/linear.py), and models whose matrices are such modules.
+"""8-bit weights: modules that contain packed blocks (ops/packed_weights.py), and models whose matrices are such modules.
 
 No full-precision copy of a model ever exists: its matrices are quantised one by one while they are read.
 """
@@ -93,7 +93,7 @@ class Packed(nn.Module):
 
 
 class Linear8(Packed):
-    """nn.Linear with 8-bit weights, for inference only. Activations are float32, bfloat16 or float16."""
+    """A linear layer (nn.Linear) with 8-bit weights, for inference. Activations are float32, bfloat16 or float16."""
 
     def __init__(
         self,
@@ -116,17 +116,18 @@ class Linear8(Packed):
         return cls(in_features, out_features, weight=packed, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (...,in) -> (...,out) in the type of x. Raises ValueError if a gradient is wanted."""
+        """Multiply x (...,in) -> (...,out), in the type of x. Raises ValueError if a gradient is wanted."""
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("8-bit weights have no gradient: use torch.no_grad()")
         return ops.linear8(x, self.weight, self.out_features, self.bias)
 
     def extra_repr(self) -> str:
+        """Sizes as nn.Linear prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class Embedding8(Packed):
-    """nn.Embedding with 8-bit rows, which are dequantised when they are looked up."""
+    """An embedding (nn.Embedding) with 8-bit rows, which are dequantised when they are looked up."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, weight: Tensor | None = None, dtype: torch.dtype | None = None
@@ -135,7 +136,7 @@ class Embedding8(Packed):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids (...) of any integer type -> (...,embedding_dim). Raises IndexError for an id that does not exist."""
+        """Look up ids (...) of any integer type -> (...,embedding_dim). Raises IndexError for an id out of range."""
         index = ids.flatten().long()
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.num_embeddings:
             raise IndexError(f"token ids must be from 0 to {self.num_embeddings - 1}")
