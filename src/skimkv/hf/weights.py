@@ -1,4 +1,4 @@
-"""8-bit weights: modules that contain packed blocks (ops/packed_weights.py), and models whose matrices are such modules.
+"""8-bit weights: modules that contain packed blocks (ops/packed_weights.py), and models made of such modules.
 
 No full-precision copy of a model ever exists: its matrices are quantised one by one while they are read.
 """
