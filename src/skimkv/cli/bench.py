@@ -10,7 +10,7 @@ import typer
 
 from . import output
 from .help import App
-from .options import MODEL_OPTIONS, Device, Json, Plot, check_dtype, resolve_device, torch_dtype
+from .options import MODEL_OPTIONS, Device, Json, Plot, check_dtype, methods_option, resolve_device, torch_dtype
 
 if TYPE_CHECKING:
     from ..bench.machine import Machine
@@ -61,17 +61,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_rss_growth": ("growth of the\nprocess's peak", "{:,}".format),
 }
 
-
-def _method_option(default: str) -> Any:
-    """An option for the methods to measure; default says in words which they are."""
-    return typer.Option(
-        "--method", metavar="SPEC", show_default=default,
-        help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
-    )  # fmt: skip
-
-
-Methods = Annotated[list[str] | None, _method_option("Dense and three kinds of SparQ")]
-MemoryMethods = Annotated[list[str] | None, _method_option("Dense, SparQ, H2O, LMInfinite and SubGen")]
+Methods = Annotated[list[str] | None, methods_option("Dense and three kinds of SparQ")]
+MemoryMethods = Annotated[list[str] | None, methods_option("Dense, SparQ, H2O, LMInfinite and SubGen")]
 Lengths = Annotated[
     list[int] | None,
     typer.Option(

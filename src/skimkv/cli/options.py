@@ -210,6 +210,14 @@ def input_file(help: str, option: str, panel: str | None = None) -> Any:
     return typer.Option(option, help=help, metavar="FILE", callback=_readable, rich_help_panel=panel)
 
 
+def methods_option(default: str | bool = True) -> Any:
+    """Make the option for several methods; `default` says in words which are taken where none is given."""
+    return typer.Option(
+        "--method", metavar="SPEC", callback=_methods, show_default=default,
+        help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
+    )  # fmt: skip
+
+
 Model = Annotated[
     str,
     typer.Option(
@@ -239,13 +247,7 @@ Method = Annotated[
         help="The method with its parameters, such as 'SparQ(r=32, k=128)'; `skimkv info` lists all methods.",
     ),
 ]  # fmt: skip
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method", metavar="SPEC", callback=_methods,
-        help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
-    ),
-]  # fmt: skip
+Methods = Annotated[list[str] | None, methods_option()]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences that are decoded together.")]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed; the same seed gives the same result.")]
 Records = Annotated[
