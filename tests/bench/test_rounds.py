@@ -11,7 +11,8 @@ def test_candidates_take_turns_and_warm_up_rounds_do_not_count():
     log: list[str] = []
     clock = iter(range(1, 100))
 
-    def seconds(call) -> float:
+    def seconds(name: str, call) -> float:
+        log.append(f"clock {name}")
         call()
         return float(next(clock))
 
@@ -19,7 +20,7 @@ def test_candidates_take_turns_and_warm_up_rounds_do_not_count():
         {"a": lambda: log.append("a"), "b": lambda: log.append("b")}, 2, seconds,
         before=lambda name: log.append(f"before {name}"), warm_up=1, tick=lambda: log.append("tick"),
     )  # fmt: skip
-    assert log == ["before a", "a", "before b", "b", "tick"] * 3
+    assert log == ["before a", "clock a", "a", "before b", "clock b", "b", "tick"] * 3
     assert timings.seconds == {"a": [3, 5], "b": [4, 6]}
 
 

@@ -202,7 +202,7 @@ def race(
         machine.between_calls(candidates[name].refresh if name in candidates else nothing)
 
     both = {**calls, **{name: move for name, (move, _) in moves.items()}}
-    seconds = take_turns(both, rounds, machine.seconds, before, tick=tick).seconds
+    seconds = take_turns(both, rounds, lambda _, call: machine.seconds(call), before, tick=tick).seconds
     for candidate in candidates.values():
         candidate.undo()
     steps = {name: [s / len(candidates[name]) for s in seconds[name]] for name in candidates}

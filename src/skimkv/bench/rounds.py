@@ -35,21 +35,21 @@ class Timings:
 def take_turns(
     calls: Mapping[str, Call],
     rounds: int,
-    clock: Callable[[Call], float],
+    clock: Callable[[str, Call], float],
     before: Callable[[str], None] = lambda name: None,
     warm_up: int = 1,
     tick: Call = nothing,
 ) -> Timings:
     """Time all calls in turn, in `warm_up` rounds that do not count and in `rounds` that do.
 
-    clock runs a call and returns its seconds. before(name) runs in front of each call, outside the clock. tick is
+    clock(name, call) runs the call and returns its seconds. before(name) runs in front of each call, outside the clock. tick is
     called after each round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(warm_up + rounds):
         for name, call in calls.items():
             before(name)
-            took = clock(call)
+            took = clock(name, call)
             if i >= warm_up:
                 seconds[name].append(took)
         tick()

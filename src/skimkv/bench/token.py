@@ -185,8 +185,11 @@ def time_together(
                 attach(model, method, compile=compile and COMPILE)
         machine.between_calls()
 
+    def clock(name: str, call: Call) -> float:
+        return machine.wall_seconds(call) if name in named else machine.seconds(call)
+
     calls |= {name: move for name, (move, _) in moves.items()}
-    seconds = take_turns(calls, rounds, machine.wall_seconds, before, WARM_UP, tick).seconds
+    seconds = take_turns(calls, rounds, clock, before, WARM_UP, tick).seconds
     detach(model)
     measured = {
         decoder: Measured(seconds[name], clocks[name].seconds[WARM_UP:] if name in clocks else [])
