@@ -42,8 +42,8 @@ def take_turns(
 ) -> Timings:
     """Time all calls in turn, in `warm_up` rounds that do not count and in `rounds` that do.
 
-    clock(name, call) runs the call and returns its seconds. before(name) runs in front of each call, outside the clock. tick is
-    called after each round.
+    clock(name, call) runs the call and returns its seconds. before(name) runs in front of each call, outside the clock.
+    tick is called after each round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(warm_up + rounds):
