@@ -55,6 +55,8 @@ def test_files_and_folders(tmp_path: Path) -> None:
         (options.check_folder, missing, "there is no folder"),
         (options.check_folder, file, "this is a file"),
         (options.check_readable, missing, "there is no such file"),
+        (options.check_exists, missing, "there is no such file or folder"),
+        (options.check_figure, file.with_suffix(".doc"), "cannot be saved as .doc"),
         (options.check_readable, folder, "this is a folder"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -11,7 +11,20 @@ import typer
 from rich.table import Table
 
 from . import output
-from .options import MODEL_OPTIONS, Batch, Device, Dtype, Json, Methods, Model, Records, Seed, quiet, resolve_device
+from .options import (
+    MODEL_OPTIONS,
+    Batch,
+    Device,
+    Dtype,
+    Json,
+    Methods,
+    Model,
+    Records,
+    Seed,
+    input_path,
+    quiet,
+    resolve_device,
+)
 
 if TYPE_CHECKING:
     from ..eval.plan import Setup
@@ -63,7 +76,12 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=1, help="Number of examples of each task.")] = 20,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", show_default="the Hub", help="Folder or file with the tasks' data."),
+        input_path(
+            "File or folder with the data of tasks that read texts: needle, repetition, bpc, squad, triviaqa and "
+            "summarise.",
+            "--data",
+            "the Hugging Face hub",
+        ),
     ] = None,
     seed: Seed = 0,
     model: Model = "builtin",

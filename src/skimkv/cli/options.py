@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +109,12 @@ def check_readable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: no permission to read it")
 
 
+def check_exists(option: str, path: Path) -> None:
+    """Raise ValueError unless there is a file or folder at `path`."""
+    if not path.exists():
+        raise ValueError(f"{option} {path}: there is no such file or folder")
+
+
 def check_model(model: str) -> None:
     """Raise ValueError if `model` names a file or folder that does not exist or is no model.
 
@@ -131,10 +138,6 @@ def check_method(text: str) -> None:
 
 
 # What typer calls with the option's value when it has parsed it.
-
-
-def _name(param: typer.CallbackParam) -> str:
-    return max(param.opts, key=len)
 
 
 def _dtype(value: str | None) -> str | None:
@@ -163,28 +166,15 @@ def _methods(value: list[str] | None) -> list[str] | None:
     return value
 
 
-def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    if value is not None:
-        check_writable(_name(param), value)
-    return value
+def _path(check: Callable[[str, Path], None]) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """Make the callback that applies a check to the path that an option names."""
 
+    def callback(param: typer.CallbackParam, value: Path | None) -> Path | None:
+        if value is not None:
+            check(max(param.opts, key=len), value)
+        return value
 
-def _figure(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    if value is not None:
-        check_figure(_name(param), value)
-    return value
-
-
-def _folder(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    if value is not None:
-        check_folder(_name(param), value)
-    return value
-
-
-def _readable(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    if value is not None:
-        check_readable(_name(param), value)
-    return value
+    return callback
 
 
 # Options whose help differs between commands. A command writes: `out: Annotated[Path, output_file("...")] = Path(..)`.
@@ -192,22 +182,33 @@ def _readable(param: typer.CallbackParam, value: Path | None) -> Path | None:
 
 def output_file(help: str, option: str = "--out") -> Any:
     """Make an option for a file to write; the folder of that file must exist."""
-    return typer.Option(option, help=help, metavar="FILE", callback=_writable, rich_help_panel=OUTPUT_OPTIONS)
+    return typer.Option(
+        option, help=help, metavar="FILE", callback=_path(check_writable), rich_help_panel=OUTPUT_OPTIONS
+    )
 
 
 def output_figure(help: str, option: str = "--plot") -> Any:
     """Make an option for a figure to write; the folder of that file must exist."""
-    return typer.Option(option, help=help, metavar="FILE", callback=_figure, rich_help_panel=OUTPUT_OPTIONS)
+    return typer.Option(option, help=help, metavar="FILE", callback=_path(check_figure), rich_help_panel=OUTPUT_OPTIONS)
 
 
 def output_folder(help: str, option: str = "--out") -> Any:
     """Make an option for a folder to write into, which the command may have to create."""
-    return typer.Option(option, help=help, metavar="FOLDER", callback=_folder, rich_help_panel=OUTPUT_OPTIONS)
+    return typer.Option(
+        option, help=help, metavar="FOLDER", callback=_path(check_folder), rich_help_panel=OUTPUT_OPTIONS
+    )
+
+
+def input_path(help: str, option: str, default: str | bool = True, panel: str | None = None) -> Any:
+    """Make an option for a file or folder to read, which must exist; `default` says what is read without it."""
+    return typer.Option(
+        option, help=help, metavar="PATH", callback=_path(check_exists), show_default=default, rich_help_panel=panel
+    )
 
 
 def input_file(help: str, option: str, panel: str | None = None) -> Any:
     """Make an option for a file to read, which must exist."""
-    return typer.Option(option, help=help, metavar="FILE", callback=_readable, rich_help_panel=panel)
+    return typer.Option(option, help=help, metavar="FILE", callback=_path(check_readable), rich_help_panel=panel)
 
 
 def methods_option(default: str | bool = True) -> Any:

@@ -83,15 +83,15 @@ def tune(
 
         skimkv tune --text book.txt --model Qwen/Qwen3-0.6B --target-loss 1% --plot tune.png
     """
-    from ..stores.full import CHANNELS
-
     target = _parse_share(target_loss)
-    for way in channels or ():
-        if way not in CHANNELS:
-            raise ValueError(f"--channels {way!r} is unknown; known: {', '.join(CHANNELS)}")
     for name, value in (("prompt", prompt), ("scored", scored), ("pieces", pieces)):
         if value < LEAST_SIZES[name]:
             raise ValueError(f"--{name} {value} must be at least {LEAST_SIZES[name]}")
+    from ..stores.full import CHANNELS
+
+    for way in channels or ():
+        if way not in CHANNELS:
+            raise ValueError(f"--channels {way!r} is unknown; known: {', '.join(CHANNELS)}")
     quiet(model)
     place = resolve_device(device)
 
