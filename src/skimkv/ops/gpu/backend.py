@@ -146,7 +146,7 @@ class GpuKernels:
     def top_k(
         self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int, oracle: bool
     ) -> Tensor:
-        """Run FlexGen's step: score all positions exactly, and weigh the k best values and the current one by the scores.
+        """Run FlexGen's step: score all positions exactly, and sum the k best values and the current one by the scores.
 
         oracle: the softmax is taken anew over the chosen positions (figure 7a of SparQ).
         """
@@ -156,7 +156,7 @@ class GpuKernels:
     def low_rank(
         self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
     ) -> Tensor:
-        """Score in a fixed random projection of K, then attend to the k best rows and the current one: SparQ, figure 7a."""
+        """Score in a fixed random projection of K, then attend to the k best rows and the current one (figure 7a)."""
         if store.projection is None:
             raise ValueError("the store has no projection of K; LowRank makes one that has")
         self._start(store, q, token, softcap)

@@ -95,7 +95,7 @@ def store_logits(
 
 @triton.jit
 def load_codes(table, page, offset, row, capacity, real, RP: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):
-    """Load the codes of BLOCK tokens from `offset` in the page on, of the channels in `row` (RP,1): (RP,BLOCK) int32."""
+    """Load the codes of BLOCK tokens from `offset` in the page on, of channels `row` (RP,1): (RP,BLOCK) int32."""
     if LAYOUT == LAYOUT_INT8:
         t = tl.arange(0, BLOCK)
         source = page_start(table, page, COLUMN_INDEX, tl.uint8) + row * capacity + (offset + t[None, :])
