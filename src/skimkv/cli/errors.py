@@ -28,7 +28,7 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
     except (ValueError, OSError) as error:
         return fail(str(error))
     except Exception as error:
-        # typer has its own copy of click from 0.26 on: its errors are known by their methods, not by their class
+        # newer versions of typer have their own copy of click: its errors are known by their names and methods
         kind = type(error).__name__
         if kind == "Abort":
             return fail("interrupted", INTERRUPTED)

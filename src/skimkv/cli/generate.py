@@ -71,6 +71,7 @@ def generate(
     ids = generation.encode(tokenizer, text, chat)
 
     def run(method: AnyMethod) -> Result:
+        """Generate with this method; without --json the text streams to stdout and its cost goes to stderr."""
         if as_json:
             return generation.run(network, tokenizer, ids, method, max_new_tokens, temperature, seed)
         if compare:

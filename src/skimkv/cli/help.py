@@ -19,9 +19,14 @@ from .options import OUTPUT_OPTIONS
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 NO_BREAK = "\N{NO-BREAK SPACE}"
 LONGEST_NAME = 24  # the text of an option with a longer name begins on the next line
-# typer's words for a number, a bound and a default in words -> ours
-NAMES = ((r" <?int(eger)?( range)?>?$", " N"), (r" <?float( range)?>?$", " X"), (r"^(\w+) <path>$", r"\1"))
-NOTES = ((r"; x>=0(\.0)?\]$", "]"), (r"\bx>=([\d.]+)\]$", r"at least \1]"), (r"\[default: \((.*?)\)", r"[default: \1"))
+# What typer writes -> what we write: first the names of arguments and numbers, then the notes after a text.
+NAMES = ((r"^(\w+) <path>$", r"\1"), (r" <?int(eger)?( range)?>?$", " N"), (r" <?float( range)?>?$", " X"))
+NOTES = (
+    (r"\\\[", "["),  # older versions escape it for rich, which writes nothing here
+    (r"; x>=0(\.0)?\]$", "]"),
+    (r"\bx>=([\d.]+)\]$", r"at least \1]"),
+    (r"\[default: \((.*?)\)", r"[default: \1"),
+)
 
 
 class App(typer.Typer):

@@ -170,6 +170,7 @@ def _path(check: Callable[[str, Path], None]) -> Callable[[typer.CallbackParam, 
     """Make the callback that applies a check to the path that an option names."""
 
     def callback(param: typer.CallbackParam, value: Path | None) -> Path | None:
+        """Check the path, if there is one, and return it."""
         if value is not None:
             check(max(param.opts, key=len), value)
         return value

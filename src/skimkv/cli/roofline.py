@@ -56,7 +56,8 @@ def roofline(
         typer.Option(
             metavar="SIZES",
             rich_help_panel=MODEL_OPTIONS,
-            help="Sizes instead of --model: hidden,intermediate,heads,kv_heads,layers,vocabulary[,head_dim].",
+            help="Sizes instead of --model, separated by commas: hidden, intermediate, heads, kv_heads, layers, "
+            "vocabulary and, where it is not hidden / heads, head_dim.",
         ),
     ] = None,
     weights: Annotated[
