@@ -50,7 +50,10 @@ def test_help_has_a_sentence_an_example_and_whole_phrases(capsys: pytest.Capture
     sentence, *rest = COMMANDS[name].help.split("\n\n")
     assert sentence[0].isupper() and sentence.rstrip().endswith(".")
     assert "Example:" in [part.strip() for part in rest]
-    assert f"  skimkv {name}" in out
+    examples = [line.split() for part in rest for line in part.splitlines() if line.strip().startswith("skimkv ")]
+    assert examples and all(words[1 : len(name.split()) + 1] == name.split() for words in examples)
+    known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert {word for words in examples for word in words if word.startswith("--")} <= known
     assert "  -h, --help " in out
     for parameter in COMMANDS[name].params:
         assert parameter.help, parameter.name
