@@ -96,7 +96,7 @@ static void finish_dense(const skimkv_op *op, int64_t b, int64_t h, const Online
 }
 
 // The slot that the new row of unit (b, h) overwrites: the one that the caller named, or the one with the lowest score
-// outside the recent window. -1: the new row itself is dropped, because its weight is the lowest.
+// outside the recent window, of equal ones the oldest. -1: the new row itself is dropped, because its weight is lowest.
 static int64_t slot_to_overwrite(const skimkv_op *op, int64_t b, int64_t h, float new_weight) {
     if (op->slot[b] >= 0) return op->slot[b];
     const float *score = op->score + b * op->c_b + h * op->c_h;
@@ -105,7 +105,8 @@ static int64_t slot_to_overwrite(const skimkv_op *op, int64_t b, int64_t h, floa
     int64_t at = -1;
     for (int64_t p = 0; p < n; p++) {
         if (pos[p] > edge || pos[p] < 0) continue;
-        if (at < 0 || score[p] < score[at] || (score[p] != score[p] && score[at] == score[at])) at = p;
+        const bool older = score[p] == score[at < 0 ? p : at] && pos[p] < pos[at < 0 ? p : at];
+        if (at < 0 || score[p] < score[at] || older || (score[p] != score[p] && score[at] == score[at])) at = p;
     }
     if (at < 0) at = 0;  // all slots are recent
     return op->recent[b] == 0 && new_weight < score[at] ? -1 : at;

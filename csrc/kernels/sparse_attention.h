@@ -4,7 +4,8 @@
 // SparQ (Ribar et al., arXiv 2312.04985, algorithm 1): i2 are the `local` last positions and the largest scores of the
 // rest, summed over the group (section 4); alpha is their share of the scores, and y = alpha softmax(q K[i2]^T) V[i2] +
 // (1 - alpha) mean(V). Top-k (appendix G) takes the softmax weights of all positions and drops those that were not
-// selected; the oracle (figure 7a) divides by the sum of the selected ones.
+// selected; the oracle (figure 7a) takes the softmax over the selected ones, whose maximum may be far below that of all
+// positions, because the queries of a group select together.
 #pragma once
 #include <stdint.h>
 
@@ -116,12 +117,12 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
     const skimkv_cache *c = op->cache;
     const int G = c->G, P = padded_head(c->D);
     const OnlineSoftmax o = online_softmax_at(x.online, G);
-    const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
+    const bool keeps_weights = op->method == SKIMKV_TOPK;
     const T *k[ROWS_PER_UPDATE], *v[ROWS_PER_UPDATE];
     reset_softmax(o, G, P);
     for (int64_t from = 0; from < u.chosen_count; from += ROWS_PER_UPDATE) {
         const int n = (int)gather_selected_rows<T>(c, u, from, k, v);
-        if (exact) {
+        if (keeps_weights) {
             for (int g = 0; g < G; g++)
                 for (int j = 0; j < n; j++) {
                     x.s[g * ROWS_PER_UPDATE + j] = softmax_weight(u, z, x, G, g, u.chosen[from + j]);
@@ -135,7 +136,7 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
     }
     for (int g = 0; g < G; g++) {
         const float alpha = op->use_mean ? u.alpha[g] : 1;
-        float scale = alpha / (op->method == SKIMKV_TOPK ? 1 : o.l[g]);
+        float scale = alpha / (keeps_weights ? 1 : o.l[g]);
         // A NaN logit at any position makes the result NaN, as in dense attention.
         if (u.l[g] != u.l[g]) scale = u.l[g];
         const float *mean = op->use_mean ? c->mean + u.b * c->m_b + u.h * c->m_h : nullptr;

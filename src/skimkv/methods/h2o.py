@@ -84,7 +84,7 @@ class H2O(Method[Slots]):
             score[:, : kept_score.shape[1]] += kept_score
             is_recent = pos >= seen[b] - self.recent(store.budget[b])
             rank = score.masked_fill(is_recent, torch.inf)
-            chosen = rank.topk(min(store.budget[b], rank.shape[1]), -1).indices.sort(-1).values
+            chosen = best(rank, pos, min(store.budget[b], rank.shape[1]))
             store.replace(b, chosen, (keys, values, score, pos), seen[b])
 
     def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
@@ -130,8 +130,18 @@ def attend_score_evict(
     return y.to(q.dtype)
 
 
+def best(rank: Tensor, pos: Tensor, n: int) -> Tensor:
+    """The indices of the n largest ranks, ascending; of equal ones the newer tokens. rank, pos (H,m) -> (H,n)."""
+    newest_first = pos.argsort(dim=-1, descending=True, stable=True)
+    order = rank.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+    return newest_first.gather(-1, order[:, :n]).sort(-1).values
+
+
 def victims(store: Slots, weight: Tensor, recent: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """The slot (B,H) that the current token takes: a free one, or that of the lowest score that is not recent.
+
+    Of equal scores the older token goes. Scores that differ by less than 2^-20 relative to each other may be equal on one
+    backend and not on another, because their sums are rounded.
 
     weight (B,H): what the current token received. Without a recent window, the token that algorithm 1 drops from S
     and i may be the current token i itself: then the slot keeps what it has (second result, (B,H) bool).
@@ -145,7 +155,10 @@ def victims(store: Slots, weight: Tensor, recent: Sequence[int]) -> tuple[Tensor
             continue
         pos = store.read_positions(b)
         protected = (pos > now - recent[b]) | (pos < 0)
-        lowest, slot[b] = store.score[b].masked_fill(protected, torch.inf).min(-1)
+        score = store.score[b].masked_fill(protected, torch.inf)
+        lowest = score.amin(-1)
+        oldest = pos.masked_fill(protected | (score > lowest[:, None]), torch.iinfo(pos.dtype).max)
+        slot[b] = oldest.argmin(-1)
         if recent[b] == 0:
             keep = torch.zeros_like(slot, dtype=torch.bool) if keep is None else keep
             keep[b] = weight[b] < lowest

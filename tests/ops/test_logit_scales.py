@@ -1,0 +1,76 @@
+"""Logits of every size: with a standard deviation from 1 to 1000, each kernel computes what the reference computes in
+float64, on every instruction set. Choices are by score margin: the data leave one, or everything is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv.methods import parse
+from skimkv.ops import Token
+from skimkv.stores.base import Shape
+from skimkv.testing import Sequences
+from support.kernels import ISAS, NATIVE, exact, on
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+SPECS = [
+    "Dense()",
+    "SparQ(r=16, k=400)",
+    "SparQ(r=16, k=400, channels='int8', mean_value=True)",
+    "SparQ(r=16, k=400, channels='none')",
+    "TopK(k=400)",
+    "TopK(k=400, oracle=True)",
+    "LowRank(r=16, k=400)",
+    "LMInfinite(k=40)",
+    "H2O(k=400)",
+    "Dense(kv='int8')",
+]
+
+
+def error_of_a_step(method, x, isa):
+    """The error of one decode step in units of the rounding that a logit's size allows."""
+    D, n = x.shape.D, x.k.shape[2]
+    store = method.store(x.shape, x.k.dtype)
+    before = x.tokens(0, n - 1)
+    method.prefill(store, before.q, before.k, before.v, scale=D**-0.5)
+    q, k, v = x.q[..., n - 1, :], x.k[:, :, n - 1], x.v[:, :, n - 1]
+    twin = exact(store)
+    want = method.step(twin, q.double(), Token(k.double(), v.double()), scale=D**-0.5, softcap=None)
+    with on(isa):
+        got = method.decode(store, q, k, v, scale=D**-0.5)
+    assert got.isfinite().all()
+    logit = D**-0.5 * float(q.abs().sum(-1).max() * x.k.abs().max())
+    return float((got.double() - want).abs().max() / (2.0**-24 * (4 + logit) * float(x.v.abs().max())))
+
+
+@pytest.mark.parametrize("size", [1, 10, 40, 90, 110, 300, 1000])
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_operation(isa, size):
+    for seed in range(4):
+        x = Sequences.random(Shape(2, 2, 3, 16), 301, seed=seed)
+        x.q.mul_(size)
+        for spec in SPECS:
+            limit = 512 if "int8" in spec else 24
+            assert error_of_a_step(parse(spec), x, isa) <= limit, (spec, seed)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("gap", [1, 50, 88, 90, 110, 500, 5000])
+def test_a_group_whose_choice_misses_the_mass_of_one_query(isa, gap):
+    """Two queries of a group: the first prefers positions that the second, whose weights are larger, leaves out.
+
+    The choice by the group's sum takes the second's; the first's softmax over the chosen has a maximum `gap` below that
+    of all positions.
+    """
+    D, n, G = 16, 200, 3
+    k = torch.zeros(1, 1, n, D)
+    k[0, 0, :, 3] = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    q = torch.zeros(1, 1, G, D)
+    q[..., 3] = 0.3
+    # query 0 has all its mass on eight equal positions; queries 1 and 2 each have theirs on one position
+    k[0, 0, 20:28, 0], q[0, 0, 0, 0] = gap * 4.0, 1.0
+    k[0, 0, 40, 1], q[0, 0, 1, 1] = 400.0, 1.0
+    k[0, 0, 50, 2], q[0, 0, 2, 2] = 400.0, 1.0
+    x = Sequences(q[:, :, :, None].expand(-1, -1, -1, n, -1).clone(), k, torch.randn(1, 1, n, D))
+    for spec in ("TopK(k=2, oracle=True)", "TopK(k=2)", "SparQ(r=16, k=2, local=0)"):
+        assert error_of_a_step(parse(spec), x, isa) <= 24, spec
