@@ -1,4 +1,4 @@
-"""python -m skimkv.cli"""
+"""Run the command line as a module: `python -m skimkv.cli`."""
 
 import sys
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -58,7 +57,3 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
         print(f"skimkv {__version__}")
         raise typer.Exit
-
-
-if __name__ == "__main__":
-    sys.exit(main())
