@@ -182,6 +182,7 @@ def test_a_block_that_never_reaches_the_attention_function():
     refuses(lambda: model.generate(ids, past_key_values=cache, **GREEDY), "never reached", RuntimeError)
 
 
+@torch.no_grad()
 def test_an_interrupted_forward_spoils_the_cache_and_says_so(monkeypatch):
     model, ids = family("llama"), prompt(1, N)
     cache = skimkv.Cache(model, "Dense()")
