@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skimkv.methods import SubGenStream
+from skimkv.methods.subgen import founding_keys
 from skimkv.stores.base import Shape
 from support import steps
 
@@ -264,3 +265,31 @@ def test_half_precision_is_the_same_stream(dtype):
         y.append(method.decode(store, q.to(dtype).to(as_type), *step, scale=0.3))
     assert y[0].dtype == dtype
     torch.testing.assert_close(y[0], y[1].to(dtype))
+
+
+def test_writes_are_counted_on_acceptance_and_expected_in_closed_form():
+    """Keys in three far groups: the counted acceptances over 400 tokens are near their expected number."""
+    method, shape, n = SubGenStream(delta=3.0, t=4, s=16), Shape(1, 2, 1, 8), 500
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 2, n, 8, generator=generator) * 0.1
+    k[..., 0] += 50.0 * torch.randint(3, (1, 2, n), generator=generator)
+    v = torch.nn.functional.normalize(torch.randn(1, 2, n, 8, generator=generator), dim=-1)
+    store = method.store(shape, torch.float32)
+    store.append(k[:, :, :100], v[:, :, :100])
+    expected, before = 0.0, store.accepted_rows
+    for i in range(100, n):
+        store.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        expected += (method.t * int(store.m.sum()) + 2 * method.s * 2) / (i + 1)
+    counted = store.accepted_rows - before
+    assert int(store.m.sum()) == 6 and counted > 0
+    assert abs(counted - expected) <= 5 * expected**0.5, (counted, expected)
+    worst = method.traffic(n, shape, torch.float32, clusters=6, accepted_rows=2 * (method.t + 2 * method.s))
+    usual = method.traffic(n, shape, torch.float32, clusters=6)
+    assert usual.bytes < worst.bytes
+
+
+def test_keys_that_are_not_finite_found_clusters_of_their_own():
+    near = torch.eye(5, dtype=torch.bool)
+    near[2, 2] = False  # a NaN key is not even near itself
+    near[3, 4] = near[4, 3] = True
+    assert founding_keys(near).tolist() == [True, True, True, True, False]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..methods import LowRank
 from ..methods.sparq import inverse_temperature, top_channels
+from ..methods.subgen import founding_keys
 from ..ops.blocks import apply_softcap
 from ..stores.base import Shape
 
@@ -152,14 +153,7 @@ def cluster_founders(x: Tensor, delta: float) -> Tensor:
     Those are the points farther than delta from every founder before them. The cumulative sum is m(n), the number of
     clusters after n tokens (definition 1).
     """
-    near = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") <= delta
-    covered, founders = (torch.zeros(len(x), dtype=torch.bool) for _ in range(2))
-    while not bool(covered.all()):
-        i = int(covered.int().argmin())
-        founders[i] = True
-        covered |= near[i]
-        covered[i] = True
-    return founders
+    return founding_keys(torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") <= delta)
 
 
 def median_distance(x: Tensor) -> float:

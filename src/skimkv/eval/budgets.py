@@ -10,6 +10,7 @@ import torch
 
 from ..methods import METHODS, Dense
 from ..methods.base import Method
+from ..methods.subgen import founding_keys
 from ..stores.base import Store
 from .sweeps import SHARES
 from .traffic import step_traffic
@@ -81,37 +82,29 @@ def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Method | None:
     """The smallest delta, to two decimals, whose clusters fit; they are counted on the keys themselves."""
-    store, t = dense[0], 2
+    t, n = 2, max(dense[0].lengths)
     build: Callable[..., Method] = method
-    n, D = max(store.lengths), store.shape.D
-    s = max(1, int(n * share / 4))  # a sample is read and may be written, k and v: 4D of dense's 2nD
-    keys = [k for layer in dense for k in layer.history(slice(0, 1))[0][0].float()]
-    distances = [torch.cdist(k, k, compute_mode="donot_use_mm_for_euclid_dist") for k in keys]
+    s = max(
+        1, int(n * share / 2)
+    )  # a sample is a key and a value that are read: 2D of dense's 2nD, for half of the bytes
+    exact = "donot_use_mm_for_euclid_dist"
+    heads = [[k.float() for k in layer.history(slice(0, 1))[0][0]] for layer in dense]
+    distances = [[torch.cdist(k, k, compute_mode=exact) for k in layer] for layer in heads]
     limit = step_traffic(Dense(), dense).bytes * share
+    largest = max(
+        (float(d[d.isfinite()].max()) for layer in distances for d in layer if d.isfinite().any()), default=0.0
+    )
+    most_hundredths = int(largest * 100) + 1
 
-    def delta(hundredths_below: int) -> float:
-        return (most_hundredths - hundredths_below) / 100
+    def at_delta(hundredths_below: int) -> Method:
+        return build((most_hundredths - hundredths_below) / 100, t, s)
 
     def fits(hundredths_below: int) -> bool:
-        clusters = sum(_count_clusters(d <= delta(hundredths_below)) for d in distances)
-        clustered: Any = build(delta(hundredths_below), t, s)
-        samples = len(dense) * clustered.traffic(n, store.shape, store.dtype, clusters=0).bytes
-        return bool(samples + clusters * ((1 + t) * D * store.dtype.itemsize + 4) <= limit)
+        clustered: Any = at_delta(hundredths_below)
+        total = 0
+        for store, layer in zip(dense, distances, strict=True):
+            clusters = sum(int(founding_keys(d <= clustered.delta).sum()) for d in layer)
+            total += clustered.traffic(n, store.shape, store.dtype, clusters=clusters).bytes
+        return bool(total <= limit)
 
-    most_hundredths = int(max(float(d.max()) for d in distances) * 100) + 1
-    if not fits(0):
-        return None
-    return build(delta(_largest(0, most_hundredths, fits)), t, s)
-
-
-def _count_clusters(near: torch.Tensor) -> int:
-    """How many clusters algorithm 1 of SubGen opens: a key founds one if no founder before it is near.
-
-    near (n,n) bool: whether two keys are within delta of each other.
-    """
-    covered = torch.zeros(near.shape[0], dtype=torch.bool)
-    count = 0
-    while not bool(covered.all()):
-        covered |= near[int(covered.int().argmin())]
-        count += 1
-    return count
+    return at_delta(_largest(0, most_hundredths, fits)) if fits(0) else None

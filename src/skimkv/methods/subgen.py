@@ -208,11 +208,25 @@ class SubGenStream(Method[Clusters]):
         refuse_softcap(softcap)
         return kernels.clusters(store, q, token, scale=scale)
 
-    def traffic(self, n: int, shape: Shape, dtype: torch.dtype, clusters: int | None = None) -> Traffic:
-        """`clusters`: how many there are after the step, over all heads and rows; None: the worst case, n + 1 each."""
+    def traffic(
+        self,
+        n: int,
+        shape: Shape,
+        dtype: torch.dtype,
+        clusters: int | None = None,
+        accepted_rows: int | None = None,
+    ) -> Traffic:
+        """O(D(mt + s)) elements, as this code moves it.
+
+        clusters: how many there are after the step, over all heads and rows; None: the worst case, n + 1 each.
+        accepted_rows: rows of D numbers that the step writes into samples and the reservoir; None: the number expected of
+        keys that join a cluster in proportion to its size and values of equal norms, (t m + 2 s) / (n + 1) per head.
+        """
         D, heads = shape.D, shape.B * shape.H
         m = heads * (n + 1) if clusters is None else clusters
-        cache = m * (1 + self.t) * D + heads * (self.t * D + 4 * self.s * D)
+        if accepted_rows is None:
+            accepted_rows = math.ceil((self.t * m + 2 * self.s * heads) / (n + 1))
+        cache = m * (1 + self.t) * D + (2 * self.s * heads + accepted_rows) * D
         paper = D * (m * self.t + heads * self.s)
         return Traffic.of(1, paper, (cache, dtype.itemsize), (m + heads, 4), (2 * heads, 8))
 
@@ -263,7 +277,7 @@ def update_softmax_normalizer(store: Clusters, rows: slice, start: int, k: Tenso
     members = store.uncounted("size")[rows].long().gather(-1, cluster) + (same & before).sum(-1)
     accepted = coins(store.seed, 0, start, H, n, store.t, k.device) < 1 / members.double()[..., None]  # (b,H,n,t)
     later = (same & ~before).to(x.dtype) @ accepted.to(x.dtype)
-    store.assign(rows, k, cluster, founds, accepted & (later == 0))
+    store.assign(rows, k, cluster, founds, accepted, accepted & (later == 0))
 
 
 def update_matrix_product(store: Clusters, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
@@ -276,8 +290,20 @@ def update_matrix_product(store: Clusters, rows: slice, start: int, k: Tensor, v
     mu = torch.cat([store.mu[rows][..., None], norm], -1).cumsum(-1)[..., 1:]  # (b,H,n), added in order of time
     p = torch.where(mu > 0, norm / mu, 0)
     accepted = coins(store.seed, 1, start, H, n, store.s, k.device) < p[..., None]  # (b,H,n,s)
-    source = (accepted * torch.arange(1, n + 1, device=k.device)[:, None]).amax(-2)  # (b,H,s), 0: keep
-    store.resample(rows, k, v, source, mu[..., -1])
+    store.resample(rows, k, v, accepted, mu[..., -1])
+
+
+def founding_keys(near: Tensor) -> Tensor:
+    """Which keys found a cluster in algorithm 1: those that no earlier founder is near. Needs at most n rounds.
+
+    near (n,n) bool: whether two keys are within delta of each other; a key that is not finite is near none. -> (n,) bool.
+    """
+    covered, founds = (torch.zeros(len(near), dtype=torch.bool, device=near.device) for _ in range(2))
+    while not bool(covered.all()):
+        i = int(covered.int().argmin())
+        founds[i] = covered[i] = True
+        covered |= near[i]
+    return founds
 
 
 _WORD = 0xFFFFFFFF

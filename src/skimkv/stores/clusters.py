@@ -55,6 +55,9 @@ class Clusters(Store):
         self.m = torch.zeros(B, H, dtype=torch.int64, device=self.device)
         self.k, self.v = (torch.zeros(B, H, s, D, dtype=dtype, device=self.device) for _ in "kv")
         self.mu = torch.zeros(B, H, dtype=torch.float64, device=self.device)
+        self.accepted_rows = (
+            0  # rows of D numbers written into samples and the reservoir, counted by `assign`, `resample`
+        )
 
     def reserve(self, n: int = 1) -> None:
         """Make room for what n more tokens may found: n clusters in every row and KV head."""
@@ -80,12 +83,14 @@ class Clusters(Store):
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         self._update(self, rows, start, k, v)
 
-    def assign(self, rows: slice, k: Tensor, cluster: Tensor, founds: Tensor, replaces: Tensor) -> None:
+    def assign(self, rows: slice, k: Tensor, cluster: Tensor, founds: Tensor, accepted: Tensor, last: Tensor) -> None:
         """Write a block of n keys into their clusters.
 
         k (b,H,n,D) · cluster (b,H,n) the number of each key's cluster · founds (b,H,n) bool, the key is the
-        representative of a new cluster · replaces (b,H,n,t) bool, the key is the last of the block to take that sample.
-        Counted as n tokens one by one: every representative is read, a cluster's samples and its size are written.
+        representative of a new cluster · accepted (b,H,n,t) bool, the key takes that sample · last (b,H,n,t) bool, and
+        no later key of the block takes it.
+        Counted as n tokens one by one: every representative is read or written, samples are written where a key was
+        accepted, and a size is written.
         """
         n, D, m = k.shape[2], self.shape.D, self.m[rows]
         number = m + founds.sum(-1)
@@ -97,26 +102,30 @@ class Clusters(Store):
             inside = (cluster >= here) & (cluster < stop)
             at = (founds & inside).nonzero(as_tuple=True)
             block.rep[rows][at[0], at[1], cluster[at] - here] = k[at]
-            at = (replaces & inside[..., None]).nonzero(as_tuple=True)
+            at = (last & inside[..., None]).nonzero(as_tuple=True)
             block.samples[rows][at[0], at[1], cluster[at[:3]] - here, at[3]] = k[at[:3]]
             block.size[rows] = size[..., here:stop].int()
         self.m[rows] = number
-        heads, total = m.numel(), int(number.sum())
-        self.count((total * D + heads * self.t * D) * n, k.element_size())
-        self.count(heads * n, 4)
+        taken = int(accepted.sum())
+        self.accepted_rows += taken
+        self.count(int(number.sum()) * D * n + taken * D, k.element_size())
+        self.count(m.numel() * n, 4)
 
-    def resample(self, rows: slice, k: Tensor, v: Tensor, source: Tensor, mu: Tensor) -> None:
+    def resample(self, rows: slice, k: Tensor, v: Tensor, accepted: Tensor, mu: Tensor) -> None:
         """Write a block of n tokens into the reservoir.
 
-        k, v (b,H,n,D) · source (b,H,s): 0 keeps the pair of that place, i+1 takes token i of the block · mu (b,H) the
-        new sum of squared norms. Counted as n tokens one by one: every pair, and mu, is read and written.
+        k, v (b,H,n,D) · accepted (b,H,n,s) bool, the token takes the place of that pair · mu (b,H) the new sum of squared
+        norms. Counted as n tokens one by one: a pair is written where a token was accepted, mu is read and written.
         """
         n = k.shape[2]
+        source = (accepted * torch.arange(1, n + 1, device=k.device)[:, None]).amax(-2)  # (b,H,s), 0: keep
         at = (source - 1).clamp_min(0)[..., None].expand(-1, -1, -1, self.shape.D)
         for reservoir, x in ((self.k, k), (self.v, v)):
             reservoir[rows] = torch.where(source[..., None] > 0, x.gather(2, at), reservoir[rows])
         self.mu[rows] = mu
-        self.count(2 * self.k[rows].numel() * n, k.element_size())
+        taken = 2 * int(accepted.sum())
+        self.accepted_rows += taken
+        self.count(taken * self.shape.D, k.element_size())
         self.count(2 * mu.numel() * n, 8)
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
