@@ -7,10 +7,9 @@ tokens at positions 0 .. lengths[b]-1.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +39,20 @@ class Workspace:
 
 class LastingView:
     """A backend's view that holds none of the store's tensors and finds them anew: it outlives a change of all rows."""
+
+
+class ExclusiveUse:
+    """A context that one thread can be in at a time; another one is refused, it does not wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this cache is in use by another thread; give every request a cache of its own")
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -97,23 +110,18 @@ class Store(Part):
         self.bytes = 0
         self.view: Any = None
         self.workspace = Workspace()
-        self._in_use = threading.Lock()
+        self._in_use = ExclusiveUse()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "view": None, "workspace": Workspace(), "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _in_use=threading.Lock())
+        vars(self).update(state, _in_use=ExclusiveUse())
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Let one thread change this store. Raises RuntimeError if another thread is about to."""
-        if not self._in_use.acquire(blocking=False):
-            raise RuntimeError("this cache is in use by another thread; give every request a cache of its own")
-        try:
-            yield
-        finally:
-            self._in_use.release()
+    def exclusive(self) -> ExclusiveUse:
+        """A context in which one thread changes this store. Entering raises RuntimeError if another thread is inside.
+        """
+        return self._in_use
 
     def detach_from_saved(self) -> None:
         """Put copies in the place of all tensors, so that what autograd saved of them is not overwritten."""

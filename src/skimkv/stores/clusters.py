@@ -114,8 +114,9 @@ class Clusters(Store):
     def resample(self, rows: slice, k: Tensor, v: Tensor, accepted: Tensor, mu: Tensor) -> None:
         """Write a block of n tokens into the reservoir.
 
-        k, v (b,H,n,D) · accepted (b,H,n,s) bool, the token takes the place of that pair · mu (b,H) the new sum of squared
-        norms. Counted as n tokens one by one: a pair is written where a token was accepted, mu is read and written.
+        k, v (b,H,n,D) · accepted (b,H,n,s) bool, the token takes the place of that pair · mu (b,H) the new sum of
+        squared norms. Counted as n tokens one by one: a pair is written where a token was accepted, mu is read and
+        written.
         """
         n = k.shape[2]
         source = (accepted * torch.arange(1, n + 1, device=k.device)[:, None]).amax(-2)  # (b,H,s), 0: keep

@@ -65,7 +65,8 @@ class Full(Store):
         self.shared_tokens = 0  # positions before this one may be other stores' memory too
 
     def reserve(self, n: int = 1) -> None:
-        """Make room for n more tokens in every row: if there is none, one more chunk, at least an eighth of the rest."""
+        """Make room for n more tokens in every row: if there is none, one more chunk, at least an eighth of the rest.
+        """
         self._reserve_total(max(self._lengths) + n)
 
     def _reserve_total(self, total: int) -> None:
