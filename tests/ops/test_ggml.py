@@ -1,4 +1,4 @@
-"""The kernels inside a ggml graph, as a custom operation that ggml's own threads run: as in llama.cpp."""
+"""The kernels as a custom operation of a ggml graph, which the threads of ggml run, as llama.cpp would use them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skimkv import ops
-from skimkv.ops import ref
+from support import ref
 from skimkv.ops.cpu import library as native
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
@@ -22,19 +22,19 @@ TYPES = {torch.float32: ggml.GGML_TYPE_F32, torch.float16: ggml.GGML_TYPE_F16}
 
 
 def tensor(context, values):
-    """A ggml tensor with these values; ggml names the fastest dimension first."""
+    """Make a ggml tensor with these values. ggml names the dimension with stride 1 first."""
     sizes = (ctypes.c_int64 * values.dim())(*reversed(values.shape))
-    made = ggml.ggml_new_tensor(context, TYPES[values.dtype], values.dim(), sizes)
-    ctypes.memmove(ggml.ggml_get_data(made), values.contiguous().data_ptr(), values.nbytes)
-    return made
+    copy = ggml.ggml_new_tensor(context, TYPES[values.dtype], values.dim(), sizes)
+    ctypes.memmove(ggml.ggml_get_data(copy), values.contiguous().data_ptr(), values.nbytes)
+    return copy
 
 
 class Attention:
-    """The custom operation: y, q [D,H*G] and K, V [D,N,H], whose addresses and strides come from ggml."""
+    """The custom operation on y and q [D,H*G] and K and V [D,N,H], whose addresses and strides ggml gives."""
 
     def __init__(self, method: int, index: torch.Tensor | None = None, **hyper: int) -> None:
         self.method, self.index, self.hyper = method, index, hyper
-        self.work, self.seen = None, []
+        self.work, self.calls = None, []
         self.function = ggml.ggml_custom3_op_t(self)
 
     def describe(self, y, q, k, v) -> native.COp:
@@ -54,17 +54,17 @@ class Attention:
         op.y_g, op.y_h = y.nb[1] // 4, y.nb[1] // 4 * cache.G
         for name, value in self.hyper.items():
             setattr(op, name, value)
-        op.parents = chunk, cache, lengths  # every thread has its own
+        op.parents = chunk, cache, lengths  # they must live as long as the operation does
         return op
 
     def __call__(self, y, q, k, v, ith, nth, _) -> None:
         op = self.describe(*(t.contents for t in (y, q, k, v)))
         native.library().skimkv_share(ctypes.byref(op), self.work, ith, nth)
-        self.seen.append((ith, nth))
+        self.calls.append((ith, nth))
 
 
 def computed(x, wq, wo, k, v, attention=None, threads=1):
-    """Wo attention(Wq x), by the custom operation or by ggml's own; y (E)."""
+    """Compute Wo attention(Wq x) (E) in a ggml graph: with the custom operation, or with the operations of ggml."""
     context = ggml.ggml_init(ggml.ggml_init_params(mem_size=64 << 20, mem_buffer=None, no_alloc=False))
     x, wq, wo, k, v = (tensor(context, t) for t in (x, wq, wo, k, v))
     q = ggml.ggml_reshape_2d(context, ggml.ggml_mul_mat(context, wq, x), D, H * G)
@@ -72,7 +72,7 @@ def computed(x, wq, wo, k, v, attention=None, threads=1):
         lib = native.library()
         lib.skimkv_work.restype = ctypes.c_size_t
         op = attention.describe(*(t.contents for t in (q, q, k, v)))
-        op.q = op.y = 64  # not read by the checks
+        op.q = op.y = 64  # validation does not read them
         error = lib.skimkv_check(op)
         assert error is None, error
         attention.work = ctypes.create_string_buffer(lib.skimkv_work(ctypes.byref(op), threads))
@@ -106,7 +106,7 @@ def test_dense_is_what_ggml_computes_itself(layer, isa, threads):
     attention = Attention(native.DENSE)
     with on(isa):
         got = computed(*layer, attention, threads)
-    assert sorted(attention.seen) == [(i, threads) for i in range(threads)]
+    assert sorted(attention.calls) == [(i, threads) for i in range(threads)]
     torch.testing.assert_close(got, computed(*layer), atol=2e-3, rtol=2e-3)
 
 

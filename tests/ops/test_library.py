@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from skimkv import ops
+from support import steps
 from skimkv.ops.cpu import library as native
 from support.kernels import ISAS, NATIVE, compare, filled, on
 
@@ -171,7 +172,7 @@ def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
         calls.append(name)
 
     with on(isa):
-        want = getattr(ops, name)(store, q, 0.125, None, *args)
+        want = getattr(steps, name)(store, q, 0.125, None, *args)
     calls = []
     monkeypatch.setattr(native, "step", shares)
     got = compare(name, isa, q, store, 0.125, None, *args)
@@ -190,5 +191,5 @@ def test_the_kernels_run_on_pytorchs_threads():
         before = len(os.listdir("/proc/self/task"))
         for _ in range(3):
             x @ w
-            ops.sparq(store, q, 0.125, None, 8, 32, 8, "coverage", True)
+            steps.sparq(store, q, 0.125, None, 8, 32, 8, "coverage", True)
         assert len(os.listdir("/proc/self/task")) == before
