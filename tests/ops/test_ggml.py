@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from skimkv import ops
-from support import ref
 from skimkv.ops.cpu import library as native
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
+from support import ref
 from support.kernels import ISAS, NATIVE, on
 
 ggml = pytest.importorskip("ggml", reason="ggml-python is not installed")

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from skimkv import ops
-from support import steps
 from skimkv.ops.cpu import library as native
+from support import steps
 from support.kernels import ISAS, NATIVE, compare, filled, on
 
 ROOT = Path(__file__).parents[2]

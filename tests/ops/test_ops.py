@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from skimkv.methods import SubGenStream
 from skimkv.stores.base import Shape
 from skimkv.stores.slots import Slots
-from support import ref, steps, steps
+from support import ref, steps
 from support.kernels import EPS, ISAS, NATIVE, TYPES, close, compare, exact, filled, held, margin, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")

@@ -9,7 +9,7 @@ from skimkv.ops.cpu import library as native
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
-from support import ref, steps, steps
+from support import ref, steps
 from support.kernels import ISAS, NATIVE, TYPES, close, compare, exact, filled, held, on
 
 pytestmark = [
