@@ -13,9 +13,10 @@ from skimkv import ops
 from skimkv.methods import SubGenStream, parse
 from skimkv.ops.gpu import device, launch
 from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 from support import ref, steps
-from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, compare, filled_on_device, random_token
+from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, compare, filled_on_device, on_device, random_token
 from support.kernels import EPS, TYPES, close, exact, held, margin
 
 pytestmark = [NEEDS_TRITON, NAN_MEMORY]
@@ -112,6 +113,28 @@ def test_exact_scores_and_low_rank(D, dtype, G):
     compare("lowrank", q, store, scale, None, k)
 
 
+@pytest.mark.parametrize("gap", [1, 90, 110, 500])
+def test_a_group_whose_choice_misses_the_mass_of_one_query(gap, launched):
+    """Query 0 of a group has its mass on eight positions, and the sum over the group chooses those of queries 1 and 2.
+
+    So the largest logit of query 0 over the chosen positions is `gap` below its largest logit over all positions.
+    """
+    D, n = 16, 200
+    torch.manual_seed(0)
+    k, q = torch.zeros(1, 1, n, D), torch.zeros(1, 1, 3, D)
+    k[..., 3], q[..., 3] = torch.randn(n), 0.3
+    k[0, 0, 20:28, 0], q[0, 0, 0, 0] = gap * 4.0, 1.0
+    k[0, 0, 40, 1], q[0, 0, 1, 1] = 400.0, 1.0
+    k[0, 0, 50, 2], q[0, 0, 2, 2] = 400.0, 1.0
+    store = Full(Shape(1, 1, 3, D), torch.float32, "cpu", "copy", True)
+    store.append(k, torch.randn(1, 1, n, D))
+    q, store = q.to(DEVICE), on_device(store)
+    for oracle in (True, False):
+        compare("topk", q, store, 0.25, None, 2, oracle)
+    for mean in (True, False):
+        compare("sparq", q, store, 0.25, None, D, 2, 0, "coverage", mean)
+
+
 @pytest.mark.parametrize(
     ("dtype", "channels"),
     [("float32", "int8"), ("bfloat16", "int4"), ("float16", "copy"), ("bfloat16", "none"), ("float16", "int8")],
@@ -173,6 +196,24 @@ def test_slots(D, G, dtype, scored):
                     if x is not None:
                         atol, rtol = (1e-6, 1e-4) if name == "score" else (0, 0)
                         torch.testing.assert_close(x[b, :, :n].double(), y[b, :, :n].double(), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("tile", [16, 1024])
+def test_of_equal_scores_the_older_token_goes(tile, monkeypatch):
+    """Slots are in no order, and a query of zeros gives all of them the same weight: the oldest token goes each time.
+
+    The scores lie in one tile or in several.
+    """
+    monkeypatch.setattr(launch.SETTINGS, "slots", replace(launch.SETTINGS.slots, tile=tile))
+    store = Slots(Shape(1, 2, 1, 16), torch.float32, DEVICE, 40, scored=True)
+    store.append(*torch.randn(2, 1, 2, 40, 16, device=DEVICE))
+    store.pos[0] = torch.stack([torch.randperm(40) for _ in range(2)])
+    q = torch.zeros(1, 2, 1, 16, device=DEVICE)
+    for step in range(40, 46):
+        store.score.fill_(1.0)
+        with ops.backend("gpu"):
+            steps.slots(store, q, *random_token(store), 1.0, None, [3])
+        assert store.pos[0].sort(-1).values.tolist() == [list(range(step - 39, step + 1))] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

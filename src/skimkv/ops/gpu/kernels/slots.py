@@ -10,21 +10,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shared import apply_softcap, is_last_program, load_query, merge_parts, online_softmax, store_part
+from .shared import apply_softcap, constant, is_last_program, load_query, merge_parts, online_softmax, store_part
+
+NO_POSITION = constant(0x7FFFFFFF)  # beyond the position of any token
 
 
 @triton.jit
 def find_victim(slots, bh, now, recent, TILE: tl.constexpr):
-    """Find the lowest score outside the recent window, and its slot; of equal ones the first slot."""
+    """Find the lowest score outside the recent window, and its slot; of equal scores that of the oldest token."""
     t, first = tl.arange(0, TILE), bh * slots.C
     lowest, victim = tl.full([], float("inf"), tl.float32), tl.full([], 0, tl.int32)
+    oldest = tl.full([], NO_POSITION, tl.int32)
     for i in range(0, slots.C, TILE):
         inside = i + t < slots.C
         pos = tl.load(slots.pos + first + i + t, inside, -1)
         score = tl.load(slots.score + first + i + t, inside, float("inf"))
-        score = tl.where((pos > now - recent) | (pos < 0), float("inf"), score)
-        tile_lowest, tile_victim = tl.min(score, 0), i + tl.argmin(score, 0)
-        victim = tl.where(tile_lowest < lowest, tile_victim, victim)
+        protected = (pos > now - recent) | (pos < 0)
+        score = tl.where(protected, float("inf"), score)
+        tile_lowest = tl.min(score, 0)
+        pos = tl.where(protected | (score > tile_lowest), NO_POSITION, pos)
+        tile_oldest = tl.min(pos, 0)
+        replaces = (tile_lowest < lowest) | ((tile_lowest == lowest) & (tile_oldest < oldest))
+        victim = tl.where(replaces, i + tl.argmin(pos, 0), victim)
+        oldest = tl.where(replaces, tile_oldest, oldest)
         lowest = tl.minimum(tile_lowest, lowest)
     return lowest, victim
 
