@@ -30,17 +30,17 @@ def test_a_torn_run_goes_on_where_it_was(tmp_path, capsys):
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     assert main(eval_argv(whole)) == 0
     lines = whole.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 18 and "18 records" in capsys.readouterr().out
-    ends = [0, 1, 5, len(lines[0]), len(b"".join(lines[:7])) - 1, len(b"".join(lines[:11])) + 40]
+    assert len(lines) == 19 and "18 records" in capsys.readouterr().out, "a header and the records"
+    ends = [0, 40, len(lines[0]), len(lines[0]) + 1, len(b"".join(lines[:7])) - 1, len(b"".join(lines[:11])) + 40]
     for end in ends:
         torn.write_bytes(whole.read_bytes()[:end])
         assert main(eval_argv(torn)) == 0
-        assert torn.read_bytes().count(b"\n") == 18
+        assert torn.read_bytes().count(b"\n") == 19
         assert sorted(torn.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines()), end
     before = torn.read_bytes()
     assert main(eval_argv(torn)) == 0 and torn.read_bytes() == before
     assert main(eval_argv(torn, limit=9)) == 0 and torn.read_bytes().startswith(before), "a larger limit adds"
-    assert torn.read_bytes().count(b"\n") == 27
+    assert torn.read_bytes().count(b"\n") == 28
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path):
 
 
 def test_a_full_disk_ends_it_in_one_line(tmp_path, capsys, monkeypatch):
-    """The third line is cut: the two before are kept, and the next run makes the rest."""
+    """The third line is cut: the header and the record before are kept, and the next run makes the rest."""
     out, write, left = tmp_path / "r.jsonl", os.write, [2]
 
     def full(file: int, data: bytes) -> int:
@@ -116,7 +116,7 @@ def test_records_of_another_model_or_other_data_are_not_taken(tmp_path, capsys, 
     out = tmp_path / "r.jsonl"
     assert main(eval_argv(out)) == 0
     before = out.read_bytes()
-    rows = [json.loads(line) for line in before.splitlines()]
+    rows = results.load(out)
     assert len({row["source"] for row in rows}) == 6, "one for each example"
     weights = plan.fingerprint
     monkeypatch.setattr(plan, "fingerprint", lambda model: weights(model)[::-1])
@@ -124,11 +124,61 @@ def test_records_of_another_model_or_other_data_are_not_taken(tmp_path, capsys, 
     assert "r.jsonl has record(lines=12, asked=3), blind, Dense(), 0-0 of another model" in capsys.readouterr().err
 
 
-def test_other_files_are_left_alone(tmp_path, capsys):
-    path = tmp_path / "notes.txt"
-    path.write_text("hello\n")
-    assert main(eval_argv(path)) == 2
-    assert path.read_text() == "hello\n" and "line 1: no record" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["hello\n", '{"model": "mine", "value": 1}', '{"skimkv": "settings"}\n'])
+@pytest.mark.parametrize("options", [[], ["--task", "passkey(length=90000)"], ["--resume-anyway"]])
+def test_other_files_are_left_alone(tmp_path, capsys, text, options):
+    """Also where the command fails later."""
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    assert main([*eval_argv(path), *options]) == 2
+    assert path.read_text() == text and "line 1: no record" in capsys.readouterr().err
+
+
+def test_a_results_file_is_left_as_it_was_when_the_command_fails(tmp_path, capsys):
+    """Even its torn last line stays until a record is added."""
+    out = tmp_path / "r.jsonl"
+    assert main(eval_argv(out)) == 0
+    out.write_bytes(out.read_bytes()[:-20])
+    before = out.read_bytes()
+    assert main([*eval_argv(out), "--task", "passkey(length=90000)"]) == 2
+    assert out.read_bytes() == before and "no example fits" in capsys.readouterr().err
+
+
+def test_a_file_of_another_version_or_backend_asks_for_resume_anyway(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "r.jsonl"
+    assert main(eval_argv(out)) == 0
+    header, *records = out.read_text().splitlines(keepends=True)
+    backend = json.loads(header)["backend"]
+    assert json.loads(header)["versions"]["skimkv"] == skimkv.__version__
+    foreign = "".join([header.replace(skimkv.__version__, "0.0.9"), *records])
+    out.write_text(foreign)
+    assert main(eval_argv(out, limit=9)) == 2 and out.read_text() == foreign
+    error = capsys.readouterr().err
+    assert f"written by skimkv 0.0.9 with the backend {backend}" in error and "--resume-anyway" in error
+    assert main(eval_argv(out, "--resume-anyway", limit=9)) == 0
+    assert out.read_text().startswith(foreign) and out.read_text().count("\n") == 28
+    out.write_text("".join(records))  # a file of a version that wrote no header
+    before = out.read_text()
+    assert main(eval_argv(out, "--count")) == 2 and out.read_text() == before
+    assert "this is skimkv" in (error := capsys.readouterr().err) and "with the backend ref: give" in error
+    assert main(eval_argv(out)) == 0 and out.read_text() == before, "the same version and backend"
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    out, write, left = tmp_path / "r.jsonl", os.write, [8]
+
+    def interrupted(file: int, data: bytes) -> int:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return write(file, data)
+
+    monkeypatch.setattr(results.os, "write", interrupted)
+    assert main(eval_argv(out)) == 130
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error == f"skimkv: interrupted: 6 records are in {out}; the same command goes on where it stopped"
+    monkeypatch.undo()
+    assert main(eval_argv(out)) == 0 and len(results.load(out)) == 18
 
 
 def test_options_name_what_there_is():

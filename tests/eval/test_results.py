@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,8 @@ from skimkv.eval.statistics import mean_and_interval, standard_error, student_qu
 
 def record(method, id_, score, **more):
     base = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "task": "lines", "mode": "blind"}
-    return {**base, "method": method, "id": id_, "score": score, "steps": 2, "bytes": 10, "dense_bytes": 40, **more}
+    return {**base, "method": method, "id": id_, "score": score, "prompt_tokens": 9, "steps": 2, "bytes": 10,
+            "dense_bytes": 40, **more}  # fmt: skip
 
 
 def test_summary():
@@ -40,28 +43,63 @@ def test_intervals():
     assert student_quantile(30) == pytest.approx(2.0423, abs=1e-3)
 
 
-@pytest.mark.parametrize("text", ["hello", "hello\n", '{"a": 1}\n', '{"model": 1}\n{"mo'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello", "hello\n", '{"a": 1}\n', '{"model": 1}\n{"mo', '{"model": "gpt", "layers": 3}', "{", "\n",
+        '{"skimkv": "result', '{"skimkv": 1}\n', "[" * 100_000 + "\n", "\0\0\0", "7\n",
+        json.dumps(record("Dense()", "0", 1.0)),
+    ],
+)  # fmt: skip
 def test_other_files_are_left_alone(tmp_path, text):
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match="line 1: no record"):
-        Results(path)
+        Results(path, "cpu", resume_anyway=True)
     assert path.read_text() == text
+
+
+def test_a_file_of_a_later_format_is_left_alone(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"skimkv": "results", "format": 2}\n')
+    with pytest.raises(ValueError, match="of format 2, of another version of skimkv"):
+        Results(path, "cpu")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs named pipes and devices")
+def test_only_regular_files_hold_records(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/full"), Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        for call in (lambda path=path: Results(path, "cpu"), lambda path=path: load(path)):
+            with pytest.raises(ValueError, match="records are kept in a regular file") as error:
+                call()
+            assert str(path) in str(error.value)
+
+
+def test_nothing_is_written_before_the_first_record(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with Results(path, "cpu") as results:
+        assert path.read_bytes() == b""
+        results.add(record("Dense()", "0", 1.0))
+        results.add(record("Dense()", "1", 1.0))
+    header, *records = map(json.loads, path.read_text().splitlines())
+    assert (header["skimkv"], header["format"], header["backend"]) == ("results", 1, "cpu")
+    assert set(header["versions"]) == {"skimkv", "torch", "transformers"} and records == load(path)
 
 
 def test_a_torn_line_is_dropped(tmp_path):
     path, lines = tmp_path / "r.jsonl", [json.dumps(record("Dense()", str(i), 1.0)) + "\n" for i in range(2)]
     path.write_text(lines[0] + lines[1][:30])
     assert len(load(path)) == 1
-    with Results(path) as results:
-        assert [row["id"] for row in results.records] == ["0"] and path.read_text() == lines[0]
+    with Results(path, "cpu") as results:
+        assert [row["id"] for row in results.records] == ["0"] and path.read_text() == lines[0] + lines[1][:30]
         results.add(json.loads(lines[1]))
     assert path.read_text() == "".join(lines)
 
 
 def test_one_writer_at_a_time(tmp_path):
     pytest.importorskip("fcntl")
-    with Results(tmp_path / "r.jsonl"), pytest.raises(ValueError, match="another run"):
-        Results(tmp_path / "r.jsonl")
-    with Results(tmp_path / "r.jsonl") as again:
+    with Results(tmp_path / "r.jsonl", "cpu"), pytest.raises(ValueError, match="another run"):
+        Results(tmp_path / "r.jsonl", "cpu")
+    with Results(tmp_path / "r.jsonl", "cpu") as again:
         assert again.records == []

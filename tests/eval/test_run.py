@@ -34,7 +34,7 @@ def test_records():
 def test_only_missing_records_are_made(tmp_path):
     setup, job = small_job()
     plan, calls = Plan([job], []), []
-    with Results(tmp_path / "r.jsonl") as results:
+    with Results(tmp_path / "r.jsonl", "cpu") as results:
         first = run_evaluation(setup, plan, results, lambda *call: calls.append(call))
         assert [(done, total) for done, total, _ in calls] == [(i, 18) for i in range(19)]
         assert [RecordKey.of(record) for record in first] == list(plan.sources(setup))

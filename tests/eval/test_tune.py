@@ -59,7 +59,7 @@ def test_compare():
 def scorer(tmp_path):
     """Three pieces of 20 prompt tokens and 9 more, the first of them not scored."""
     pieces = prompt(3, 29).tolist()
-    with Results(tmp_path / "t.jsonl") as results:
+    with Results(tmp_path / "t.jsonl", "cpu") as results:
         key = {"model": "m", "dtype": "float32", "task": "tune", "mode": "x"}
         yield tune.Scorer(family("llama"), tokenizer(), pieces, 20, results, key, batch=2)
 

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from . import output
+from .errors import INTERRUPTED, fail
 from .options import (
     MODEL_OPTIONS,
     Batch,
@@ -20,6 +21,7 @@ from .options import (
     Methods,
     Model,
     Records,
+    ResumeAnyway,
     Seed,
     input_path,
     quiet,
@@ -27,6 +29,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from ..eval.plan import Setup
     from ..eval.results import Record, Row
 
@@ -97,8 +101,9 @@ def evaluate(
         ),
     ] = False,
     out: Records = Path("skimkv-results.jsonl"),
+    resume_anyway: ResumeAnyway = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Compare methods on the papers' tasks: the quality of their answers, and the bytes that these took.
 
     A run that was interrupted goes on where it was when the same command is given again.
@@ -116,12 +121,15 @@ def evaluate(
     parsed_tasks = [tasks.parse(text) for text in dict.fromkeys(task)]
     quiet(model)
 
+    from .. import ops
     from ..eval.results import Results, summary
     from ..methods import parse
 
     methods = [parse(text) for text in method or ()]
-    with Results(out) as results:
-        setup = _load(model, dtype, device, seed, batch, count)
+    place = resolve_device(device)
+    backend = "ref" if count else ops.select_backend(place.type)[0]
+    with Results(out, backend, resume_anyway) as results:
+        setup = _load(model, dtype, place, seed, batch, count)
         from ..eval.plan import plan_evaluation
         from ..eval.run import run_evaluation
 
@@ -136,20 +144,26 @@ def evaluate(
                 what = "" if record is None else f"{record.key.task} {record.key.mode} {record.key.method}"
                 bar.update(bar_task, completed=done, total=total, description=what if done < total else "done")
 
-            records = run_evaluation(setup, plan, results, show)
+            try:
+                records = run_evaluation(setup, plan, results, show)
+            except KeyboardInterrupt:
+                records = None
+    if records is None:
+        kept = f"{len(results.records)} records are in {out}"
+        return fail(f"interrupted: {kept}; the same command goes on where it stopped", INTERRUPTED)
     rows = summary(records)
     if as_json:
         output.print_json({"rows": [row.json() for row in rows], "out": str(out)})
-        return
+        return 0
     output.console(130).print(_table(rows))
     output.console().print(f"{len(records)} records in {out}", soft_wrap=True, markup=False)
+    return 0
 
 
-def _load(model: str, dtype: str | None, device: str, seed: int, batch: int, count: bool) -> Setup:
+def _load(model: str, dtype: str | None, place: torch.device, seed: int, batch: int, count: bool) -> Setup:
     """Load the model and put it on its device."""
     from ..hf.load import load
 
-    place = resolve_device(device)
     network: Any
     network, tokenizer = load(model, dtype=dtype)  # finds mistakes before transformers is imported
     from ..eval.plan import Setup, fingerprint

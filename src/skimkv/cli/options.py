@@ -256,6 +256,13 @@ Records = Annotated[
     Path,
     output_file("File of records (JSON Lines). New records are added; those it already holds are not computed again."),
 ]
+ResumeAnyway = Annotated[
+    bool,
+    typer.Option(
+        "--resume-anyway", rich_help_panel=OUTPUT_OPTIONS,
+        help="Add to a file of records even if another version of skimkv, or another backend, has written it.",
+    ),
+]  # fmt: skip
 Plot = Annotated[Path | None, output_figure("Save a figure to this file (.png, .pdf or .svg).")]
 Json = Annotated[
     bool,

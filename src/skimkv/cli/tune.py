@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from . import output
-from .options import Batch, Device, Dtype, Json, Model, Plot, Records, input_file, quiet, resolve_device
+from .options import (
+    Batch,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Plot,
+    Records,
+    ResumeAnyway,
+    input_file,
+    quiet,
+    resolve_device,
+)
 
 if TYPE_CHECKING:
     from ..eval.tune import Loss, Trial
@@ -71,6 +83,7 @@ def tune(
     device: Device = "cpu",
     batch: Batch = 8,
     out: Records = Path("skimkv-tune.jsonl"),
+    resume_anyway: ResumeAnyway = False,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -95,10 +108,11 @@ def tune(
     quiet(model)
     place = resolve_device(device)
 
+    from .. import ops
     from ..eval.results import Results
     from ..hf.load import load
 
-    with Results(out) as results:
+    with Results(out, ops.select_backend(place.type)[0], resume_anyway) as results:
         network: Any
         network, tokenizer = load(model, dtype=dtype)  # finds mistakes before transformers is imported
         from ..eval.tune import Scorer

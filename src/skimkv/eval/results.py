@@ -1,24 +1,37 @@
 """Records of an evaluation, the file that holds them, and their summary.
 
-A file is JSON Lines, one record per line, written so that a killed run loses nothing and repeats nothing.
+A file is JSON Lines, a header and then one record per line, written so that a killed run loses nothing and repeats
+nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
+import reprlib
+import stat
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from .. import __version__
 from .statistics import mean_and_interval, standard_error
 
-FIRST_BYTES = b'{"model": '  # of every line
+FORMAT = 1  # of the file; it changes when a reader of this version would misread it
+HEADER_START = b'{"skimkv": "results", "format": '  # of the first line of every file
 REQUIRED = {"model", "task", "mode", "method", "id", "score"}  # keys without which a line is no record
+FOR_SUMMARY = {"dtype", "seed", "counted", "prompt_tokens", "steps", "bytes", "dense_bytes"}  # `load` needs these too
+TEXTS = {"model", "dtype", "task", "mode", "method", "id", "source", "output", "backend"}
+COUNTS = {
+    "prompt_tokens", "fed_tokens", "new_tokens", "steps", "elements", "bytes", "paper_elements", "dense_elements",
+    "dense_bytes", "batch",
+}  # fmt: skip
 
 
 class RecordKey(NamedTuple):
@@ -73,36 +86,33 @@ class Record(NamedTuple):
 class Results:
     """A results file, open for appending; `records` are those it holds.
 
-    A line is one write. A torn last line, of a run that was killed in it, is dropped and its record made again.
-    Raises ValueError if the file is no results file (it is not touched then) or another run is writing to it.
+    The first line is a header, which says that the file is skimkv's; a file of an earlier version begins with a record
+    instead. A line is one write. Nothing is changed before the first record is added: then a new file gets its
+    header, and a torn last line, of a run that was killed in it, is dropped, since its record is made again.
+
+    backend: the one that makes the records to come. resume_anyway: add to records of another version or backend.
+    Raises ValueError if the file is no results file, if another run is writing to it, or, without resume_anyway, if
+    its records are of another version of skimkv or of another backend. The file is not touched then.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, backend: str, resume_anyway: bool = False) -> None:
         self.path = path
         try:
+            check_regular(path)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
         try:
             _lock(self._file, path)
-            self.records = self._read()
+            content = _read(path)
+            if not resume_anyway:
+                _check_same_origin(path, content, backend)
         except BaseException:
             os.close(self._file)
             raise
-
-    def _read(self) -> list[dict[str, Any]]:
-        *lines, torn = self.path.read_bytes().split(b"\n")
-        records = []
-        for number, line in enumerate(lines, 1):
-            record = _parse(line)
-            if record is None:
-                raise ValueError(f"{self.path}, line {number}: no record of an evaluation; choose another file")
-            records.append(record)
-        if torn:
-            if not (torn.startswith(FIRST_BYTES) or FIRST_BYTES.startswith(torn)):
-                raise ValueError(f"{self.path}, line {len(lines) + 1}: no record of an evaluation; choose another file")
-            os.ftruncate(self._file, sum(len(line) + 1 for line in lines))
-        return records
+        self.records = content.records
+        self._whole_bytes, self._is_torn = content.whole_bytes, content.is_torn
+        self._backend = backend
 
     def find(self, sources: Mapping[RecordKey, str]) -> dict[RecordKey, dict[str, Any]]:
         """The records with these keys that the file holds.
@@ -126,14 +136,26 @@ class Results:
 
         Raises OSError where the disk is full; the next run drops what was written of the line.
         """
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        if self._is_torn:
+            os.ftruncate(self._file, self._whole_bytes)
+            self._is_torn = False
+        if not self._whole_bytes:
+            header = {"skimkv": "results", "format": FORMAT, "backend": self._backend, "versions": package_versions()}
+            self._write(header)
+        self._write(record)
+        self.records.append(record)
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        """Append one line. Raises OSError if not all of it could be written."""
+        line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
         try:
             written = os.write(self._file, line)
         except OSError as error:
             raise OSError(f"{self.path}: {error.strerror}; what it holds is kept") from None
         if written < len(line):
+            self._is_torn = True
             raise OSError(f"{self.path}: {written} of {len(line)} bytes were written: the disk is full")
-        self.records.append(record)
+        self._whole_bytes += written
 
     def __enter__(self) -> Results:
         return self
@@ -144,27 +166,123 @@ class Results:
         os.close(self._file)
 
 
+class _Content(NamedTuple):
+    """What a results file holds. whole_bytes: of its whole lines; is_torn: the last line has no end."""
+
+    header: dict[str, Any] | None
+    records: list[dict[str, Any]]
+    whole_bytes: int
+    is_torn: bool
+
+
+def check_regular(path: Path) -> None:
+    """Raise ValueError if there is something at `path` that is no regular file: a folder, a pipe or a device."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise ValueError(f"{path}: this is {kind}; records are kept in a regular file")
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """The versions of skimkv and of the packages that its answers depend on."""
+    return {"skimkv": __version__, **{name: version(name) for name in ("torch", "transformers")}}
+
+
 def load(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file, except a torn last line. Raises ValueError at a line that is no record."""
-    if not path.is_file():
+    """Read the records of an evaluation, without the header and without a torn last line.
+
+    Raises ValueError if the file is no results file, or if a record lacks what a summary needs.
+    """
+    check_regular(path)
+    if not path.exists():
         raise ValueError(f"{path}: no such file")
-    *lines, _ = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        record = _parse(line)
-        if record is None:
-            raise ValueError(f"{path}, line {number}: no record of an evaluation")
-        records.append(record)
+    records = _read(path).records
+    for record in records:
+        missing = sorted(FOR_SUMMARY - set(record))
+        if missing:
+            raise ValueError(f"{path}: the record {record['id']!r} has no {missing[0]!r}; no record of an evaluation")
     return records
 
 
+def _read(path: Path) -> _Content:
+    """Read a results file without changing it. Raises ValueError at the first line that skimkv did not write."""
+    *lines, torn = path.read_bytes().split(b"\n")
+    header, records = None, []
+    for number, line in enumerate(lines, 1):
+        parsed = _parse(line)
+        if number == 1 and parsed is not None and parsed.get("skimkv") == "results":
+            if parsed.get("format") != FORMAT:
+                raise ValueError(
+                    f"{path}: a results file of format {parsed.get('format')!r}, of another version of skimkv; this "
+                    f"one reads format {FORMAT}"
+                )
+            header = parsed
+        elif parsed is None or (problem := _problem(parsed)) is not None:
+            reason = "no record of an evaluation" if parsed is None else problem
+            raise ValueError(f"{path}, line {number}: {reason}; choose another file")
+        else:
+            records.append(parsed)
+    if torn and not lines and not torn.startswith(HEADER_START):
+        raise ValueError(f"{path}, line 1: no record of an evaluation; choose another file")
+    return _Content(header, records, sum(len(line) + 1 for line in lines), bool(torn))
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if it is none."""
+    """The JSON object of a line; None if it is none."""
     try:
-        record = json.loads(line)
-    except ValueError:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and set(record) >= REQUIRED else None
+    return content if isinstance(content, dict) else None
+
+
+def _problem(record: Mapping[str, Any]) -> str | None:
+    """Why an object is no record of an evaluation; None if it is one."""
+    if missing := REQUIRED - set(record):
+        return f"no record of an evaluation, it has no {min(missing)!r}"
+    for name, value in record.items():
+        if not _has_type(name, value):
+            return f"no record of an evaluation, its {name} is {reprlib.repr(value)}"
+    return None
+
+
+def _has_type(name: str, value: Any) -> bool:
+    """Whether this can be the value of the field of that name; fields of later versions may be anything."""
+    if name in TEXTS:
+        return isinstance(value, str)
+    if name in COUNTS or name == "seed":
+        least = -(2**63) if name == "seed" else 0
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+    if name == "counted":
+        return isinstance(value, bool)
+    if name == "score":
+        return _is_number(value)
+    if name == "at":
+        return isinstance(value, list) and all(_is_number(x) and math.isfinite(x) for x in value)
+    if name == "versions":
+        return isinstance(value, dict)
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+
+
+def _check_same_origin(path: Path, content: _Content, backend: str) -> None:
+    """Raises ValueError if something in the file is of another version of skimkv, or of another backend."""
+    for part in (*([] if content.header is None else [content.header]), *content.records):
+        versions = part.get("versions")
+        written_by = versions.get("skimkv", __version__) if isinstance(versions, dict) else __version__
+        made_with = part.get("backend", backend)
+        if (written_by, made_with) != (__version__, backend):
+            raise ValueError(
+                f"{path} was written by skimkv {written_by} with the backend {made_with}; this is skimkv {__version__} "
+                f"with the backend {backend}: give --resume-anyway to add to it, or choose another --out"
+            )
 
 
 def _lock(file: int, path: Path) -> None:

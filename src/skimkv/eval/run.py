@@ -7,19 +7,17 @@ that no method could choose for it in advance. Question-aware: the question belo
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
 
-from .. import __version__, ops
+from .. import ops
 from ..hf.attach import Cache
 from ..methods.base import Method
 from .answer import Answer, answer_questions
 from .plan import Job, Plan, PlannedExample, Setup, record_key
-from .results import Record, RecordKey, Results
+from .results import Record, RecordKey, Results, package_versions
 from .shared_prompt import RecordedPrompt, copy_rows, record_prompt
 from .traffic import depends_on_data
 
@@ -161,11 +159,6 @@ def _pad_left(prompts: list[list[int]], device: Any) -> tuple[torch.Tensor, torc
     return ids, torch.tensor([[0] * (n - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
 
-@functools.cache
-def _versions() -> dict[str, str]:
-    return {"skimkv": __version__, **{name: version(name) for name in ("torch", "transformers")}}
-
-
 def _make_record(setup: Setup, job: Job, method: Method, planned: PlannedExample, answer: Answer) -> Record:
     example = planned.example
     return Record(
@@ -181,5 +174,5 @@ def _make_record(setup: Setup, job: Job, method: Method, planned: PlannedExample
         **answer.cost._asdict(),
         batch=_batch_size(setup),
         backend="ref" if setup.counted else ops.select_backend(setup.model.device.type)[0],
-        versions=_versions(),
+        versions=package_versions(),
     )
