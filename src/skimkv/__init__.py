@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .header import include_dir
     from .hf.attach import Cache, attach, detach
     from .hf.load import load
-    from .header import include_dir
     from .methods import METHODS, parse, register
     from .methods.base import Method, Traffic
     from .ops import backend

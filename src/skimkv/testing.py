@@ -33,7 +33,7 @@ class Sequences(NamedTuple):
 
     @classmethod
     def random(cls, shape: Shape, n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Sequences:
-        """n tokens of standard normal numbers, the same for the same seed."""
+        """Draw n tokens of standard normal numbers, the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         B, H, G, D = shape
         sizes = ((G, n, D), (n, D), (n, D))
@@ -69,6 +69,12 @@ def decode(method: Method, store: Store, x: Sequences, softcap: float | None = N
     )
 
 
+def require(holds: bool, problem: str) -> None:
+    """Raise AssertionError with a description of the problem unless `holds`, in optimised Python too."""
+    if not holds:
+        raise AssertionError(problem)
+
+
 def assert_close(a: Tensor, b: Tensor, dtype: torch.dtype, what: str, tolerance: float = 0.0) -> None:
     """Raise AssertionError unless a equals b up to the rounding of dtype, or a larger tolerance.
 
@@ -76,14 +82,14 @@ def assert_close(a: Tensor, b: Tensor, dtype: torch.dtype, what: str, tolerance:
     """
     error = (a.double() - b.double()).abs().max().item()
     bound = max(TOLERANCE[dtype], tolerance) * max(1.0, b.double().abs().max().item())
-    assert error <= bound, f"{what}: they differ by {error:.3g}, the bound is {bound:.3g}"
+    require(error <= bound, f"{what}: they differ by {error:.3g}, the bound is {bound:.3g}")
 
 
 def repr_is_the_spec(method: Method) -> None:
-    """parse(repr(method)) is the method again."""
+    """Parsing the repr of a method gives the method again."""
     text = repr(method)
     again = bind_spec(type(method), spec.parse_call(text, "method", spec.METHOD_EXAMPLE))
-    assert again == method and repr(again) == text, f"{text} is parsed as {again!r}"
+    require(again == method and repr(again) == text, f"{text} is parsed as {again!r}")
 
 
 def prompt_is_exact(method: Method) -> None:
@@ -129,8 +135,8 @@ def appends_add_up(method: Method) -> None:
         for block in blocks:
             parts.append(x.k[:, :, start : start + block], x.v[:, :, start : start + block])
             start += block
-        assert whole.lengths == parts.lengths == [n] * SHAPE.B
-        assert whole.nbytes == parts.nbytes, f"one append holds {whole.nbytes} bytes, several {parts.nbytes}"
+        require(whole.lengths == parts.lengths == [n] * SHAPE.B, f"lengths are {whole.lengths} and {parts.lengths}")
+        require(whole.nbytes == parts.nbytes, f"one append holds {whole.nbytes} bytes, several {parts.nbytes}")
         one, several = (decode(method, store, x.tokens(n, n + 1)) for store in (whole, parts))
         assert_close(one, several, torch.float32, f"one append and appends of {blocks} tokens")
 
@@ -149,10 +155,9 @@ def counted_is_predicted(method: Method) -> None:
                 more = {"clusters": int(store.m.sum()), "accepted_rows": store.accepted_rows - accepted}
             predicted = method.traffic(n, SHAPE, dtype, **more)
             counted = store.elements - before[0], store.bytes - before[1]
-            assert counted == (predicted.elements, predicted.bytes), (
-                f"after {n} tokens in {dtype} a step moves {counted} (elements, bytes), "
-                f"traffic says {(predicted.elements, predicted.bytes)}"
-            )
+            closed_form = predicted.elements, predicted.bytes
+            moved = f"after {n} tokens in {dtype} a step moves {counted} (elements, bytes), traffic says {closed_form}"
+            require(counted == closed_form, moved)
 
 
 def bytes_are_bounded(method: Method) -> None:
@@ -161,8 +166,8 @@ def bytes_are_bounded(method: Method) -> None:
         x = Sequences.random(SHAPE, n)
         store = prompt(method, x)
         bound = method.bound(n, SHAPE, torch.float32)
-        assert 0 < store.nbytes <= bound, f"{n} tokens occupy {store.nbytes} bytes, the bound is {bound}"
-        assert store.nbytes <= store.allocated, f"{store.nbytes} live bytes, {store.allocated} allocated"
+        require(0 < store.nbytes <= bound, f"{n} tokens occupy {store.nbytes} bytes, the bound is {bound}")
+        require(store.nbytes <= store.allocated, f"{store.nbytes} live bytes, {store.allocated} allocated")
 
 
 def copies_are_independent(method: Method) -> None:
@@ -177,7 +182,7 @@ def copies_are_independent(method: Method) -> None:
     assert_close(decode(method, fork, last), y, torch.float32, "a fork and the original")
     selected = decode(method, beams, last.rows([1, 0, 1]))
     assert_close(selected, y[:, [1, 0, 1]], torch.float32, "selected rows and the original's")
-    assert beams.lengths == [282] * 3
+    require(beams.lengths == [282] * 3, f"three selected rows have lengths {beams.lengths}")
 
 
 def kernel_is_the_algorithm(method: Method) -> None:

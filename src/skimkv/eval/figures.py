@@ -22,11 +22,12 @@ from ..plotting import (
     save,
     shifted,
 )
+from ..stores.full import CHANNELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CHANNELS = ("copy", "int8", "int4", "none")  # in the order of their colours in `tuning`
+CHANNEL_COLOURS = (*CHANNELS[1:], CHANNELS[0])  # kinds of channels in the order of their colours in `tuning`
 SHARE_LABEL = "cache bytes moved per step, as a share of dense attention (log scale)"
 
 LengthPoint = tuple[float, float, float | None]  # (tokens, mean, standard error)
@@ -224,7 +225,7 @@ def tuning(
     """
     fig = new_figure((8.6, 5.2), dpi=140)
     ax = fig.subplots()
-    for channels, (colour, marker) in zip(CHANNELS, STYLES, strict=False):
+    for channels, (colour, marker) in zip(CHANNEL_COLOURS, STYLES, strict=False):
         own = sorted(point[1:] for point in points if point[0] == channels)
         if own:
             x, y, errors = [p[0] for p in own], [100 * p[1] for p in own], [100 * (p[2] or 0) for p in own]

@@ -133,13 +133,13 @@ class Method(Generic[S]):
         return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap)
 
     def attend(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None = None) -> Tensor:
-        """`decode`, by the kernel of the backend in use if this method has one, otherwise by `step`.
+        """Decode by the kernel of the backend in use if this method has one, otherwise by `step`.
 
         Where a gradient is needed, `step` computes, because kernels have no backward pass; it warns once.
         token None: the current token was appended before (stores that keep every token only).
         """
         with store.exclusive():
-            kernels = ops.kernels_for(store.device) if self.has_kernel() else None
+            kernels = ops.kernels_for(store.device, store.shape.D) if self.has_kernel() else None
             if _needs_gradient(store, q, *(token or ())):
                 if kernels is not None:
                     _warn_of_gradients()

@@ -16,7 +16,7 @@ from .base import Method, Traffic
 
 @dataclass(frozen=True, repr=False)
 class Dense(Method[Full]):
-    """softmax(q K^T / sqrt(D)) V over all positions. Reads 2ND + 2D elements (SparQ eq. 3)."""
+    """Attention over all positions, softmax(q K^T / sqrt(D)) V. Reads 2ND + 2D elements (SparQ eq. 3)."""
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
         """An empty store of every token."""
@@ -37,7 +37,7 @@ class Dense(Method[Full]):
         return kernels.dense(store, q, token, scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """2ND + 2D elements (SparQ eq. 3)."""
+        """Count 2ND + 2D elements (SparQ eq. 3)."""
         rows = 2 * n + 2
         return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
 

@@ -45,11 +45,11 @@ class H2O(Method[Slots]):
                 check_whole("local", self.local, 0, self.k)
 
     def budget(self, prompt: int) -> int:
-        """k in tokens, for a prompt of so many tokens."""
+        """Give k in tokens, for a prompt of so many tokens."""
         return max(1, math.ceil(round(self.k * prompt, 6))) if isinstance(self.k, float) else self.k  # 0.07 of 100: 7
 
     def recent(self, budget: int) -> int:
-        """local in tokens, for a budget of so many tokens."""
+        """Give local in tokens, for a budget of so many tokens."""
         if isinstance(self.k, int):
             return self.k // 4 if self.local is None else int(self.local)
         share = 0.5 if self.local is None else self.local / self.k
@@ -102,7 +102,9 @@ class H2O(Method[Slots]):
         return kernels.scored_slots(store, q, needed(token), scale=scale, softcap=softcap, recent=recent)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """2kD + 2D, and the scores. For a fractional budget, n is also taken as the length of the prompt."""
+        """Count 2kD + 2D elements and the scores. For a fractional budget, n is also taken as the length of the
+        prompt.
+        """
         k, D = self.budget(n), shape.D
         kept = min(k, n)
         scores = 2 * kept + (kept if kept == k else 0) + 2
@@ -140,8 +142,8 @@ def best(rank: Tensor, pos: Tensor, n: int) -> Tensor:
 def victims(store: Slots, weight: Tensor, recent: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """The slot (B,H) that the current token takes: a free one, or that of the lowest score that is not recent.
 
-    Of equal scores the older token goes. Scores that differ by less than 2^-20 relative to each other may be equal on one
-    backend and not on another, because their sums are rounded.
+    Of equal scores the older token goes. Scores that differ by less than 2^-20 relative to each other may be equal on
+    one backend and not on another, because their sums are rounded.
 
     weight (B,H): what the current token received. Without a recent window, the token that algorithm 1 drops from S
     and i may be the current token i itself: then the slot keeps what it has (second result, (B,H) bool).

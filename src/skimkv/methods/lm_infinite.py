@@ -44,7 +44,7 @@ class LMInfinite(Method[Slots]):
         return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """2kD + 2D elements."""
+        """Count 2kD + 2D elements."""
         return slots_traffic(self.k, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
@@ -82,7 +82,7 @@ def needed(token: Token | None) -> Token:
 
 
 def slots_traffic(budget: int, n: int, method: Method[Slots], shape: Shape, dtype: torch.dtype) -> Traffic:
-    """2kD + 2D for a budget of k tokens, of which min(k, n) exist."""
+    """Count 2kD + 2D elements for a budget of k tokens, of which min(k, n) exist."""
     rows = method.row_format(shape.D).traffic(2 * min(budget, n) + 2, dtype)
     return Traffic.of(shape.B * shape.H, 2 * budget * shape.D + 2 * shape.D, *rows)
 

@@ -61,7 +61,7 @@ class LowRank(Method[Full]):
         return kernels.low_rank(store, q, token, scale=scale, softcap=softcap, k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""
+        """Count Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""
         B, H, _, D = shape
         paper = n * self.r + 2 * self.k * D + 2 * D
         rows = self.row_format(D).traffic(2 * min(self.k, n) + 2, dtype)

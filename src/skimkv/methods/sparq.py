@@ -95,7 +95,7 @@ class SparQ(Method[Full]):
         )  # fmt: skip
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Nr + 2kD + 4D (eq. 11), as this code moves it.
+        """Count Nr + 2kD + 4D elements (eq. 11), as this code moves them.
 
         The paper's 4D become 2D and 2D float32 with v_mean, and 2D without. The channel copy's own write is D more,
         and quantised copies add scales, the open group, and quantising one group in every 256 steps. Where channels
@@ -136,12 +136,14 @@ class SparQ(Method[Full]):
 
 
 def top_channels(q: Tensor, r: int) -> Tensor:
-    """i1: the r channels with the largest sum over the group of |q|, ascending (sec. 4). q (B,H,G,D) -> (B,H,r)."""
+    """Choose i1, the r channels with the largest sum over the group of |q|, ascending (sec. 4). q (B,H,G,D) ->
+    (B,H,r).
+    """
     return q.abs().sum(2).topk(r, -1).indices.sort(-1).values
 
 
 def inverse_temperature(q: Tensor, i1: Tensor, scale: float, temperature: str) -> Tensor:
-    """1/tau per query head, (B,H,G,1). Eq. 9: tau = sqrt(D |q[i1]|_1 / |q|_1), scale being 1/sqrt(D).
+    """Compute 1/tau per query head, (B,H,G,1). Eq. 9: tau = sqrt(D |q[i1]|_1 / |q|_1), scale being 1/sqrt(D).
 
     A head that has nothing of |q| in i1 has logits of 0 at every temperature; its tau is sqrt(D).
     """
@@ -154,10 +156,12 @@ def inverse_temperature(q: Tensor, i1: Tensor, scale: float, temperature: str) -
 
 
 def approximate_scores(logits: Tensor, store: Full, softcap: float | None) -> Tensor:
-    """s_hat: the softmax of approximate logits (B,H,G,N) over the cached positions, per query head (eq. 7)."""
+    """Compute s_hat, the softmax of approximate logits (B,H,G,N) over the cached positions, per query head (eq. 7)."""
     return apply_softcap(logits, softcap).masked_fill(~store.valid()[:, :, None], -torch.inf).softmax(-1)
 
 
 def covered_mass(s_hat: Tensor, i2: Tensor, valid: Tensor) -> Tensor:
-    """alpha: the mass of s_hat (B,H,G,N) on the chosen positions i2 (B,H,m), the current token included: (B,H,G,1)."""
+    """Sum alpha, the mass of s_hat (B,H,G,N) on the chosen positions i2 (B,H,m), the current token included:
+    (B,H,G,1).
+    """
     return take(s_hat, i2).masked_fill(~valid[:, :, None], 0).sum(-1, keepdim=True).clamp(max=1)

@@ -92,7 +92,7 @@ class _Pattern(Method[Slots]):
         return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """2kD + 2D elements."""
+        """Count 2kD + 2D elements."""
         return slots_traffic(self.k, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:

@@ -45,7 +45,8 @@ def k_centres(x: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class SubGen(Method[Slots]):
-    """k centres of the keys, chosen once after the prompt, and the `recent` last tokens. Reads 2(k + recent)D + 2D.
+    """Keep k centres of the keys, chosen once after the prompt, and the `recent` last tokens. Reads 2(k + recent)D +
+    2D.
 
     A prompt shorter than the budget keeps everything; its first k tokens are then the centres. A later prompt block is
     clustered anew together with the centres that the store has.
@@ -109,7 +110,7 @@ class SubGen(Method[Slots]):
         return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """2(k + recent)D + 2D elements."""
+        """Count 2(k + recent)D + 2D elements."""
         return slots_traffic(self.k + self.recent, n, self, shape, dtype)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
@@ -216,11 +217,12 @@ class SubGenStream(Method[Clusters]):
         clusters: int | None = None,
         accepted_rows: int | None = None,
     ) -> Traffic:
-        """O(D(mt + s)) elements, as this code moves it.
+        """Count O(D(mt + s)) elements, as this code moves them.
 
         clusters: how many there are after the step, over all heads and rows; None: the worst case, n + 1 each.
-        accepted_rows: rows of D numbers that the step writes into samples and the reservoir; None: the number expected of
-        keys that join a cluster in proportion to its size and values of equal norms, (t m + 2 s) / (n + 1) per head.
+        accepted_rows: rows of D numbers that the step writes into samples and the reservoir; None: the number
+        expected of keys that join a cluster in proportion to its size and values of equal norms, (t m + 2 s) / (n +
+        1) per head.
         """
         D, heads = shape.D, shape.B * shape.H
         m = heads * (n + 1) if clusters is None else clusters
@@ -296,7 +298,8 @@ def update_matrix_product(store: Clusters, rows: slice, start: int, k: Tensor, v
 def founding_keys(near: Tensor) -> Tensor:
     """Which keys found a cluster in algorithm 1: those that no earlier founder is near. Needs at most n rounds.
 
-    near (n,n) bool: whether two keys are within delta of each other; a key that is not finite is near none. -> (n,) bool.
+    near (n,n) bool: whether two keys are within delta of each other; a key that is not finite is near none. -> (n,)
+    bool.
     """
     covered, founds = (torch.zeros(len(near), dtype=torch.bool, device=near.device) for _ in range(2))
     while not bool(covered.all()):
@@ -317,7 +320,7 @@ def _mix(h: Tensor) -> Tensor:
 
 
 def coins(seed: int, stream: int, start: int, H: int, n: int, slots: int, device: torch.device) -> Tensor:
-    """(H,n,slots) float64 uniform in [0,1): a function of (seed, stream, token, head, slot) and of nothing else.
+    """Draw (H,n,slots) uniform float64 in [0,1), a function of (seed, stream, token, head, slot) and of nothing else.
 
     So a replay, a padded batch and another batch size flip the same coins.
     """

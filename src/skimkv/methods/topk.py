@@ -57,7 +57,7 @@ class TopK(Method[Full]):
         return kernels.top_k(store, q, token, scale=scale, softcap=softcap, k=self.k, oracle=self.oracle)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """ND + kD + 2D elements; for the oracle 2kD + 2D."""
+        """Count ND + kD + 2D elements; for the oracle 2kD + 2D."""
         k = min(self.k, n)
         rows = 2 + (2 * k if self.oracle else n + k)
         return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))

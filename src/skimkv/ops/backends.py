@@ -7,6 +7,7 @@ forces one for the process. An unknown or unavailable backend raises; one that w
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -74,11 +75,12 @@ def select_backend(device: str = "cpu") -> tuple[str, str]:
     return name, f"native for {device} tensors" if name != "ref" else f"no kernels for {device} tensors"
 
 
-def kernels_for(device: torch.device) -> Kernels | None:
-    """The kernels for stores on this device; None where the reference computes.
+def kernels_for(device: torch.device, head_size: int = 0) -> Kernels | None:
+    """The kernels for stores on this device with this head size D; None where the reference computes.
 
-    Warns once where the reference computes only because the kernels cannot run.
-    Raises ValueError if a backend was asked for by name that is unknown or cannot run here.
+    Warns once where the reference computes only because the kernels cannot run, or do not take heads of this size. A
+    backend or an instruction set that was asked for by name is returned all the same, and its kernels refuse the
+    size. Raises ValueError if a backend was asked for by name that is unknown or cannot run here.
     """
     key = _forced.get(), device.type
     if key not in _chosen:
@@ -86,10 +88,30 @@ def kernels_for(device: torch.device) -> Kernels | None:
         if name == "ref" and reason not in FORCED:
             warnings.warn(f"skimkv decodes with its slow reference: {reason}", stacklevel=3)
         _chosen[key] = _load(name)
-    return _chosen[key]
+    kernels = _chosen[key]
+    if kernels is not None and head_size > kernels.max_head_size and not _is_forced(kernels.name):
+        _warn_of_head_size(kernels.name, head_size, kernels.max_head_size)
+        return None
+    return kernels
+
+
+def _is_forced(name: str) -> bool:
+    """Whether this backend, or its instruction set, was asked for by name."""
+    by_instruction_set = name == "cpu" and bool(os.environ.get("SKIMKV_ISA"))
+    return bool(_forced.get() or _forced_for_process) or by_instruction_set
+
+
+@functools.cache
+def _warn_of_head_size(name: str, head_size: int, largest: int) -> None:
+    """Say once for each backend and head size that the reference computes."""
+    warnings.warn(
+        f"skimkv decodes heads of size {head_size} with its slow reference: the kernels of backend {name!r} take head "
+        f"sizes up to {largest}",
+        stacklevel=4,
+    )
 
 
 def graphable(store: Store) -> bool:
     """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device."""
-    kernels = kernels_for(store.device)
+    kernels = kernels_for(store.device, store.shape.D)
     return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(logits / softcap), Gemma 2's bound on logits; None leaves them as they are."""
+    """Bound logits to softcap * tanh(logits / softcap), Gemma 2's bound on logits; None leaves them as they are."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

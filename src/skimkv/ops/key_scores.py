@@ -20,14 +20,14 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Ten
     q (H,G,n,D), the last n of the m positions · k (H,m,D) -> (H,m) float32, or float64 for float64.
     In C++ where the backend is cpu. Raises ValueError if shapes or dtypes do not fit.
     """
-    kernels = kernels_for(q.device)
+    kernels = kernels_for(q.device, q.shape[-1])
     if kernels is not None and kernels.name == "cpu" and k.dtype != torch.float64:
         return cpu.key_scores(q, k, scale, softcap)
     return reference(q, k, scale, softcap)
 
 
 def reference(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """`key_scores` in PyTorch, block by block: nothing of size m * m ever exists."""
+    """Compute `key_scores` in PyTorch, block by block: nothing of size m * m ever exists."""
     cpu.check_shapes(q, k)
     n, m, to = q.shape[2], k.shape[1], compute_dtype(k.dtype)
     total = torch.zeros(k.shape[:2], dtype=to, device=k.device)

@@ -13,7 +13,7 @@ TILE = 64  # panels of sixteen rows that the reference dequantises at once
 
 
 def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias: x (...,in) · packed weights of `out` rows · bias (out,) -> (...,out) in x's dtype.
+    """Compute x W^T + bias: x (...,in) · packed weights of `out` rows · bias (out,) -> (...,out) in x's dtype.
 
     In C++ where the backend is cpu. Raises ValueError if shapes, dtypes or devices do not fit.
     """
@@ -24,7 +24,7 @@ def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> 
 
 
 def reference(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
-    """`linear8` in PyTorch: float32 products with tiles of dequantised rows."""
+    """Compute `linear8` in PyTorch: float32 products with tiles of dequantised rows."""
     check_weights(x, packed, out)
     tiles = []
     for p in range(0, packed.shape[0], TILE):

@@ -60,7 +60,7 @@ def causal_attention(
     pad: Sequence[int] | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q K^T) V over the cached tokens and, causally, those of the block; nothing is appended.
+    """Compute softmax(scale * q K^T) V over the cached tokens and, causally, those of the block; nothing is appended.
 
     q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding -> (B,H,G,n,D), zero at padding.
     """

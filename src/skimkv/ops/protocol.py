@@ -35,6 +35,10 @@ class Kernels(Protocol):
     def name(self) -> str:
         """The name of the backend: "cpu" or "gpu"."""
 
+    @property
+    def max_head_size(self) -> int:
+        """The largest head size D that the kernels take."""
+
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Append one token per row: k, v (B,H,D)."""
 

@@ -119,8 +119,7 @@ class Store(Part):
         vars(self).update(state, _in_use=ExclusiveUse())
 
     def exclusive(self) -> ExclusiveUse:
-        """A context in which one thread changes this store. Entering raises RuntimeError if another thread is inside.
-        """
+        """A context for a thread that changes this store. Entering raises RuntimeError if another thread is inside."""
         return self._in_use
 
     def detach_from_saved(self) -> None:

@@ -75,7 +75,7 @@ class Clusters(Store):
             self.blocks.append(Block(start, rep, samples, size))
 
     def uncounted(self, name: str) -> Tensor:
-        """rep, samples or size of all clusters, without counting the read: (B,H,M,...)."""
+        """Give rep, samples or size of all clusters, without counting the read: (B,H,M,...)."""
         if not self.blocks:
             self.reserve_clusters(1)
         return torch.cat([getattr(block, name) for block in self.blocks], 2)

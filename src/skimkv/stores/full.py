@@ -15,7 +15,7 @@ from .quantise import BITS, GROUP, dequantise_channels, quantise_channels, round
 
 KeyOrValue = Literal["k", "v"]
 BOTH: tuple[KeyOrValue, KeyOrValue] = ("k", "v")
-CHANNELS = ("copy", "none", *BITS)  # where the channels of K are read: see Full
+CHANNELS = ("none", "copy", *BITS)  # where the channels of K are read: see Full
 FILL_BLOCK = 4096  # tokens that `adopt` indexes at once
 
 
@@ -65,8 +65,7 @@ class Full(Store):
         self.shared_tokens = 0  # positions before this one may be other stores' memory too
 
     def reserve(self, n: int = 1) -> None:
-        """Make room for n more tokens in every row: if there is none, one more chunk, at least an eighth of the rest.
-        """
+        """Make room for n more tokens in every row: one more chunk, of at least an eighth of the rest, if needed."""
         self._reserve_total(max(self._lengths) + n)
 
     def _reserve_total(self, total: int) -> None:
@@ -232,7 +231,7 @@ class Full(Store):
         self.bytes += -(-elements * bits // 8)
 
     def read_mean(self) -> Tensor:
-        """v_mean (B,H,D). Its read and write were counted by `append`."""
+        """Read v_mean (B,H,D). Its read and write were counted by `append`."""
         assert self.v_mean is not None
         return self.v_mean.to(compute_dtype(self.dtype))
 

@@ -31,9 +31,10 @@ def unavailable() -> str | None:
 
 
 class CpuKernels:
-    """The operations of `ops.Kernels` in C++, for float32, bfloat16 and float16 and D up to 256."""
+    """The operations of `ops.Kernels` in C++, for float32, bfloat16 and float16 and D up to 576."""
 
     name = "cpu"
+    max_head_size = library.MAX_HEAD_SIZE
 
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Append one token per row: k, v (B,H,D)."""

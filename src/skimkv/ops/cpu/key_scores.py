@@ -13,7 +13,7 @@ from . import library
 
 
 class CColumns(Structure):
-    """skimkv_columns of skimkv.h."""
+    """The structure skimkv_columns of skimkv.h."""
 
     _fields_ = library.structure_fields(
         ("H G D dtype parts", c_int32),

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from ... import __path__ as _package
+from ...stores.full import CHANNELS
 
 VERSION = 3
+MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CHANNELS = {"none": 0, "copy": 1, "int8": 2, "int4": 3}
+CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
 DENSE, SPARQ, LOWRANK, TOPK, ORACLE = range(5)
 OUTSIDE, APPEND, SLOT = range(3)  # what happens to the current token: nothing, it is appended, it takes a slot
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
@@ -27,7 +29,7 @@ def structure_fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
 
 
 class CChunk(Structure):
-    """skimkv_chunk of skimkv.h."""
+    """The structure skimkv_chunk of skimkv.h."""
 
     _fields_ = structure_fields(
         ("start cap", c_int64),
@@ -37,7 +39,7 @@ class CChunk(Structure):
 
 
 class CCache(Structure):
-    """skimkv_cache of skimkv.h."""
+    """The structure skimkv_cache of skimkv.h."""
 
     _fields_ = structure_fields(
         ("B H G D R dtype channels n_chunks", c_int32),
@@ -48,7 +50,7 @@ class CCache(Structure):
 
 
 class COp(Structure):
-    """skimkv_op of skimkv.h."""
+    """The structure skimkv_op of skimkv.h."""
 
     _fields_ = structure_fields(
         ("cache q y", c_void_p),
@@ -67,7 +69,7 @@ class COp(Structure):
 
 
 class CTokens(Structure):
-    """skimkv_tokens of skimkv.h."""
+    """The structure skimkv_tokens of skimkv.h."""
 
     _fields_ = structure_fields(
         ("cache k v", c_void_p),
@@ -77,13 +79,13 @@ class CTokens(Structure):
 
 
 class CBlock(Structure):
-    """skimkv_block of skimkv.h."""
+    """The structure skimkv_block of skimkv.h."""
 
     _fields_ = structure_fields(("start cap", c_int64), ("rep samples size", c_void_p))
 
 
 class CClusters(Structure):
-    """skimkv_clusters of skimkv.h."""
+    """The structure skimkv_clusters of skimkv.h."""
 
     _fields_ = structure_fields(
         ("B H G D t s dtype n_blocks", c_int32),

@@ -13,7 +13,7 @@ from . import library
 
 
 class CLinear(Structure):
-    """skimkv_linear of skimkv.h."""
+    """The structure skimkv_linear of skimkv.h."""
 
     _fields_ = library.structure_fields(
         ("w", c_void_p),
@@ -34,7 +34,7 @@ def _library() -> ctypes.CDLL:
 
 
 def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias (see ops/linear.py); activations become 16-bit integers, with a scale per block of 32.
+    """Compute x W^T + bias (see ops/linear.py); activations become 16-bit integers, with a scale per block of 32.
 
     This adds an error of at most 2^-16 max |x| of a block to each activation. x is float32, bfloat16 or float16.
     Raises ValueError if shapes, types, strides or devices do not fit.

@@ -57,8 +57,8 @@ class CacheView(View):
     def __init__(self, store: Full | Slots) -> None:
         super().__init__(store)
         B, H, G, D = store.shape
-        if D > 256:
-            raise ValueError(f"no CPU kernel for D = {D}; it must be at most 256")
+        if D > library.MAX_HEAD_SIZE:
+            raise ValueError(f"no CPU kernel for D = {D}; it must be at most {library.MAX_HEAD_SIZE}")
         self.cache, self.op, self.tokens = CCache(), COp(), CTokens()
         self.slots, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
         c = self.cache
@@ -108,7 +108,7 @@ class CacheView(View):
     def _full(self, store: Full) -> ctypes.Array[CChunk]:
         B, H, _, D = store.shape
         R, c = store.R, self.cache
-        c.R, c.channels = R, library.CHANNELS[store.channels]
+        c.R, c.channels = R, library.CHANNEL_NUMBERS[store.channels]
         chunks = (CChunk * len(store.chunks))()
         for chunk, to in zip(store.chunks, chunks, strict=True):
             self._rows(store, to, chunk.start, chunk.k, chunk.v)
