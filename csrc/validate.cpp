@@ -17,7 +17,7 @@ int64_t capacity(const skimkv_cache *c) {
 const char *validate_cache(const skimkv_cache *c) {
     if (!c) return "cache is NULL";
     if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
-    if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
+    if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (is_unknown_type(c->dtype)) return "cache dtype is unknown";
     if (c->bits != 0 && c->bits != 8 && c->bits != 4) return "rows are of 0 (as they are), 8 or 4 bits";
     if (c->bits == 4 && c->D % 2) return "rows of 4 bits need an even D";
@@ -113,7 +113,7 @@ const char *skimkv_check_append(const skimkv_tokens *a) {
 const char *skimkv_check_clusters(const skimkv_clusters *c) {
     if (!c) return "clusters is NULL";
     if (c->B < 1 || c->H < 1 || c->G < 1 || c->t < 1 || c->s < 1) return "B, H, G, t and s must be at least 1";
-    if (c->D < 1 || c->D > 256) return "D must be from 1 to 256";
+    if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (is_unknown_type(c->dtype) || (c->q && is_unknown_type(c->q_dtype))) return "dtype is unknown";
     if (!c->m || !c->k || !c->v || !c->mu || (c->n_blocks && !c->blocks)) return "a pointer is NULL";
     if (c->q ? !c->y : !c->k_new || !c->v_new || !c->lengths) return "q without y, or a token without its parts";
@@ -146,7 +146,7 @@ const char *skimkv_columns_check(const skimkv_columns *op) {
     if (!op) return "operation is NULL";
     if (!op->q || !op->k || !op->sum) return "q, k or sum is NULL";
     if (op->H < 1 || op->G < 1 || op->parts < 1) return "H, G and parts must be at least 1";
-    if (op->D < 1 || op->D > 256) return "D must be from 1 to 256";
+    if (op->D < 1 || op->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (op->n < 1 || op->m < op->n || op->m > INT32_MAX) return "n must be from 1 to m, and m below 2^31";
     if (is_unknown_type(op->dtype)) return "dtype is unknown";
     if (is_misaligned(op->q, op->dtype) || is_misaligned(op->k, op->dtype) || is_misaligned(op->sum, SKIMKV_F32))

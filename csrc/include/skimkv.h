@@ -5,7 +5,7 @@
  * b, h, g, d, p and c are places in B, H, G, D, N and R.
  *
  * All strides are in elements; strides of quantised rows and of a quantised index are in bytes. The dimension D of q,
- * k, v and y, and the positions of an index, have stride 1. D is at most 256; multiples of 8 from 16 on are fast.
+ * k, v and y, and the positions of an index, have stride 1. D is at most 576; multiples of 8 from 16 on are fast.
  *
  * Row b of the batch has lengths[b] tokens at the positions 0 .. lengths[b]-1. The last one is the current token, which
  * is always attended to and is not counted in k.
@@ -30,8 +30,9 @@ extern "C" {
 #endif
 
 #define SKIMKV_VERSION 3
-#define SKIMKV_GROUP 256   /* tokens that share a scale in a quantised index */
-#define SKIMKV_ROW_SPAN 64 /* channels of a quantised row that share a range */
+#define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
+#define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
+#define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
 
 /* Element types. */
 enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };

@@ -11,6 +11,9 @@
 
 namespace skimkv::SKIMKV_NS {
 
+// Tokens that are appended at a time: what is read back or projected of their keys lies on the stack.
+constexpr int64_t APPENDED_AT_ONCE = 64;
+
 // Quantises one full group: x holds 256 tokens of each of R channels, which are `ld` apart. Codes of channel c go to
 // codes + c*codes_ld; its scale goes to scale[c*s_r], and its zero s_z further.
 template <class T>
@@ -93,13 +96,14 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
     const int64_t skip = a->skip ? a->skip[b] : 0, n = a->n - skip, first = a->at ? a->at[b] : c->lengths[b];
     const T *k = (const T *)a->k + b * a->k_b + h * a->k_h + skip * a->k_n;
     const T *v = (const T *)a->v + b * a->v_b + h * a->v_h + skip * a->v_n;
-    float sum[256] = {};
+    float sum[SKIMKV_MAX_HEAD] = {};
     for (int64_t p = first; p < first + n;) {
         const skimkv_chunk *chunk = chunk_of(c->chunks, p);
         // Go no further than the chunk and than the group: a group is quantised before the next one begins.
-        const int64_t stop = min(min(first + n, chunk->start + chunk->cap), p / GROUP * GROUP + GROUP);
-        const T *rows[GROUP];
-        T index_row[GROUP][256], value[256];
+        const int64_t end = min(min(first + n, chunk->start + chunk->cap), p / GROUP * GROUP + GROUP);
+        const int64_t stop = min(end, p + APPENDED_AT_ONCE);
+        const T *rows[APPENDED_AT_ONCE];
+        T index_row[APPENDED_AT_ONCE][SKIMKV_MAX_HEAD], value[SKIMKV_MAX_HEAD];
         for (int64_t i = p; i < stop; i++) {
             const T *kr =
                 store_row(c, k + (i - first) * a->k_n, cached_row<T>(c, chunk, false, b, h, i), index_row[i - p]);
@@ -108,7 +112,7 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
             if (c->mean)
                 for (int d = 0; d < D; d++) sum[d] += as_float(vr[d]);
             if (c->projection) {
-                float x[256] = {};
+                float x[SKIMKV_MAX_HEAD] = {};
                 for (int d = 0; d < D; d++)
                     for (int r = 0; r < R; r++) x[r] += as_float(kr[d]) * c->projection[(h * D + d) * R + r];
                 from_float(x, index_row[i - p], R);

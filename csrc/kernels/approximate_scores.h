@@ -24,7 +24,7 @@ namespace skimkv::SKIMKV_NS {
 // times a factor for the temperature: COVERAGE is sqrt(|q|_1 / |q[i1]|_1), the paper's.
 static void choose_channels(const skimkv_op *op, Unit &u) {
     const int D = op->cache->D, P = padded_head(D), G = op->cache->G, r = (int)op->r;
-    float size[256];
+    float size[SKIMKV_MAX_HEAD];
     for (int i = 0; i < D; i++) {
         size[i] = 0;
         for (int g = 0; g < G; g++) size[i] += u.q[g * P + i] < 0 ? -u.q[g * P + i] : u.q[g * P + i];

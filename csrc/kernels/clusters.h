@@ -135,7 +135,7 @@ template <class T> static void append_to_clusters_of_unit(const skimkv_clusters 
     const int D = c->D, t = c->t;
     const uint32_t token = (uint32_t)c->lengths[unit / c->H], head = (uint32_t)(unit % c->H);
     const T *k = (const T *)c->k_new + unit * D, *v = (const T *)c->v_new + unit * D;
-    float key[256], value[256];
+    float key[SKIMKV_MAX_HEAD], value[SKIMKV_MAX_HEAD];
     to_float(k, key, D), to_float(v, value, D);
     const skimkv_block *home = nullptr;  // the block of the nearest cluster within delta
     int64_t at = 0, m = c->m[unit];

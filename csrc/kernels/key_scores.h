@@ -71,7 +71,7 @@ static void query_block(const skimkv_columns *op, const KeyScoreScratch &x, int6
     const int D = op->D, groups = (n + TILE_QUERIES - 1) / TILE_QUERIES;
     const int64_t first = op->m - op->n + i + 1, seen = first + n - 1, width = round_up(seen, TILE_KEYS);
     for (int j = 0; j < groups * TILE_QUERIES; j++) {
-        float row[256] = {};
+        float row[SKIMKV_MAX_HEAD] = {};
         if (j < n) to_float(op->dtype, op->q, h * op->q_h + g * op->q_g + (i + j) * op->q_n, row, D);
         float *to = x.q + j / TILE_QUERIES * D * TILE_QUERIES + j % TILE_QUERIES;
         for (int d = 0; d < D; d++) to[d * TILE_QUERIES] = row[d] * op->scale * LOG2E;
@@ -96,7 +96,7 @@ static void key_scores(const skimkv_columns *op, void *work, int64_t task) {
     const int64_t h = task / op->parts, part = task % op->parts, blocks = (op->n + QUERY_BLOCK - 1) / QUERY_BLOCK;
     const int D = op->D;
     for (int64_t p = 0; p < x.ld; p++) {
-        float row[256] = {}, *to = x.keys + p / TILE_KEYS * D * TILE_KEYS + p % TILE_KEYS;
+        float row[SKIMKV_MAX_HEAD] = {}, *to = x.keys + p / TILE_KEYS * D * TILE_KEYS + p % TILE_KEYS;
         if (p < op->m) to_float(op->dtype, op->k, h * op->k_h + p * op->k_n, row, D);
         for (int d = 0; d < D; d++) to[d * TILE_KEYS] = row[d];
         x.sum[p] = 0;

@@ -64,10 +64,12 @@ static void make_byte_weights(const skimkv_op *op, const Unit &u, const skimkv_c
                               int64_t t0, int64_t t1) {
     const int r = (int)u.r, sets = (r + CHANNELS_AT_ONCE - 1) / CHANNELS_AT_ONCE, quads = sets * CHANNELS_AT_ONCE / 4;
     const float *scale = chunk->scale + u.b * chunk->s_b + u.h * chunk->s_h + (t0 - chunk->start / GROUP) * chunk->s_g;
+    // The largest weight: its low byte must fit, and the sum of r products with codes of 8 bits must fit 32 bits.
+    const float largest = (float)min(32639, INT32_MAX / (255 * r));
     const float nearest = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
     int bits;
     __builtin_memcpy(&bits, &nearest, 4);
-    vf value[256];
+    vf value[SKIMKV_MAX_HEAD];
     for (int c = r; c < quads * 4; c++) value[c] = splat(0.f);
     for (int g = 0; g < op->cache->G; g++)
         for (int64_t t = 0; t < t1 - t0; t += W) {
@@ -79,8 +81,8 @@ static void make_byte_weights(const skimkv_op *op, const Unit &u, const skimkv_c
                 init = fma(w, load_scales(from + chunk->s_z, chunk->s_g, t1 - t0 - t), init);
                 top = vmax(top, vmax(value[c], splat(0.f) - value[c]));
             }
-            const vf inverse = splat(32639.f) / top;
-            store(to.step + g * to.tiles + t, top * splat(1 / 32639.f));
+            const vf inverse = splat(largest) / top;
+            store(to.step + g * to.tiles + t, top * splat(1 / largest));
             store(to.init + g * to.tiles + t, init);
             for (int quad = 0; quad < quads; quad++) {
                 vi high = {}, low = {};

@@ -102,7 +102,7 @@ static inline void dequantise_rows(const QuantisedRow<BITS> *const *rows, int n,
 
 // Reads a quantised row back in the type T: what the cache holds of a new row.
 template <class T> static inline void read_back_row(const uint8_t *row, int D, int bits, T *to) {
-    float x[256];
+    float x[SKIMKV_MAX_HEAD];
     if (bits == 8) dequantise_row((const QuantisedRow<8> *)row, D, x);
     else dequantise_row((const QuantisedRow<4> *)row, D, x);
     from_float(x, to, D);

@@ -72,7 +72,7 @@ template <class T, int D_>
 static void dot_rows(const float *q, int P, int G, int D, const T *const *rows, int n, float *s, int64_t ld,
                      const T *const *next = nullptr) {
     if constexpr (row_bits<T> != 0) {
-        float x[DEQUANTISED_ROWS * 256];
+        float x[DEQUANTISED_ROWS * SKIMKV_MAX_HEAD];
         const float *float_rows[DEQUANTISED_ROWS];
         for (int j = 0; j < n; j += DEQUANTISED_ROWS) {
             const int count = (int)min(n - j, DEQUANTISED_ROWS);
@@ -137,7 +137,7 @@ template <class T, int D_>
 static void add_rows(float *acc, int P, int G, int D, const T *const *rows, const float *w, int64_t ld, int n,
                      const T *const *next = nullptr) {
     if constexpr (row_bits<T> != 0) {
-        float x[DEQUANTISED_ROWS * 256];
+        float x[DEQUANTISED_ROWS * SKIMKV_MAX_HEAD];
         const float *float_rows[DEQUANTISED_ROWS];
         for (int j = 0; j < n; j += DEQUANTISED_ROWS) {
             const int count = (int)min(n - j, DEQUANTISED_ROWS);

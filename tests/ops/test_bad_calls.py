@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 from skimkv import ops
-from skimkv.methods import parse
+from skimkv.methods import SubGenStream, parse
+from skimkv.ops import backends
 from skimkv.ops.cpu import library as native
 from skimkv.ops.cpu import linear
 from skimkv.ops.cpu.key_scores import key_scores
@@ -138,20 +141,53 @@ def test_a_projection_wider_than_a_head(numbers):
         steps.lowrank(store, torch.randn(1, 1, 1, 16), 0.25, None, 2)
 
 
-@pytest.mark.parametrize("D", [1, 7, 12, 100, 255])
-def test_any_head_size_up_to_256_is_served(D):
+@pytest.mark.parametrize("D", [1, 7, 12, 100, 255, 257, 320, 509, 575, 576])
+def test_any_head_size_up_to_576_is_served(D):
     q, store = filled(D, [70, 3], torch.bfloat16, 2, "copy", r=1)
     for isa in native.isas():
         compare("dense", isa, q, store, 0.1, None)
         compare("sparq", isa, q, store, 0.1, None, D, 80, 3, "sqrt_d", True)
 
 
-def test_a_head_size_above_256(parts):
-    shape = Shape(1, 1, 1, 264)
+@pytest.mark.parametrize("D", [577, 1024])
+def test_a_head_size_above_576_on_a_backend_that_was_asked_for(D, parts):
+    shape, k = Shape(1, 1, 1, D), torch.randn(1, 1, D)
     for store in (Full(shape, torch.float32), Slots(shape, torch.float32, "cpu", 4)):
-        k = torch.randn(1, 1, 264)
-        with pytest.raises(ValueError, match="at most 256"):
+        with pytest.raises(ValueError, match="at most 576"):
             steps.append(store, k, k)
+    for spec in ("Dense()", "H2O(k=4)"):
+        method = parse(spec)
+        with pytest.raises(ValueError, match="at most 576"):
+            method.decode(method.store(shape, torch.float32), k[:, :, None], k, k, scale=1.0)
+    method = SubGenStream(1.0, 1, 1)
+    with pytest.raises(ValueError, match="D must be from 1 to 576"):
+        method.decode(method.store(shape, torch.float32), k[:, :, None], k, k, scale=1.0)
+    with pytest.raises(ValueError, match="D must be from 1 to 576"):
+        ops.key_scores(k[:, None], k, 1.0, None)
+
+
+def test_a_head_size_above_576_is_decoded_by_the_reference_with_one_warning(monkeypatch):
+    """Nobody asked for the kernels by name, so the reference computes, and says so once for this head size."""
+    monkeypatch.setattr(backends, "_forced_for_process", None)
+    monkeypatch.delenv("SKIMKV_ISA", raising=False)
+    backends._warn_of_head_size.cache_clear()
+    monkeypatch.setattr(backends, "_chosen", {})
+    shape, scale = Shape(1, 2, 2, 600), 600**-0.5
+    q, (k, v) = torch.randn(1, 2, 2, 9, 600), torch.randn(2, 1, 2, 9, 600)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for spec in ("Dense()", "SparQ(r=8, k=4)", "H2O(k=4)", "SubGenStream(delta=9, t=2, s=2)"):
+            outputs = []
+            for name in (None, "ref"):
+                with ops.backend(name) if name else contextlib.nullcontext():
+                    store = parse(spec).store(shape, torch.float32)
+                    parse(spec).prefill(store, q[..., :8, :], k[:, :, :8], v[:, :, :8], scale=scale)
+                    outputs.append(parse(spec).decode(store, q[..., 8, :], k[:, :, 8], v[:, :, 8], scale=scale))
+            assert torch.equal(*outputs), spec
+    assert [str(w.message) for w in caught] == [
+        "skimkv decodes heads of size 600 with its slow reference: "
+        "the kernels of backend 'cpu' take head sizes up to 576"
+    ]
 
 
 def test_products_and_sums_off_their_alignment():

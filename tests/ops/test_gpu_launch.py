@@ -14,6 +14,7 @@ import torch
 from skimkv import ops
 from skimkv.cli import info
 from skimkv.methods import parse
+from skimkv.ops import backends
 from skimkv.ops.gpu import backend as gpu
 from skimkv.stores.base import Shape
 from support import steps
@@ -47,6 +48,19 @@ def test_bad_calls_name_what_is_wrong():
             call()
         assert "\n" not in str(caught.value)
     assert store.lengths == [0]
+
+
+def test_a_head_size_above_256_is_for_the_reference_unless_the_backend_was_asked_for(monkeypatch):
+    key = (None, "cuda")
+    monkeypatch.setattr(backends, "_chosen", {key: gpu.GpuKernels(), ("gpu", "cuda"): gpu.GpuKernels()})
+    monkeypatch.setattr(backends, "_forced_for_process", None)
+    backends._warn_of_head_size.cache_clear()
+    cuda = torch.device("cuda")
+    assert backends.kernels_for(cuda, 256) is backends._chosen[key]
+    with pytest.warns(UserWarning, match="heads of size 512 .* backend 'gpu' take head sizes up to 256"):
+        assert backends.kernels_for(cuda, 512) is None
+    with ops.backend("gpu"):
+        assert backends.kernels_for(cuda, 512) is backends._chosen["gpu", "cuda"]
 
 
 def test_without_triton_or_a_device_one_line_says_so():

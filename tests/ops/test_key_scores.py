@@ -35,7 +35,7 @@ def close(got, want, q, k, scale):
 @given(data=st.data())
 def test_kernel_is_the_reference(isa, data):
     draw = data.draw
-    H, G, D = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 256))
+    H, G, D = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 576))
     n = draw(st.integers(1, 150))
     m, cap = n + draw(st.integers(0, 90)), draw(st.sampled_from([None, 4.0]))
     dtype, threads = TYPES[draw(st.sampled_from(list(TYPES)))], draw(st.integers(1, 3))
@@ -63,6 +63,6 @@ def test_bad_calls():
             fast(q.double(), k.double(), 1.0, None)
         with pytest.raises(ValueError, match="softcap"):
             fast(q, k, 1.0, -1.0)
-        with pytest.raises(ValueError, match="D must be from 1 to 256"):
-            fast(torch.zeros(1, 1, 1, 300), torch.zeros(1, 1, 300), 1.0, None)
+        with pytest.raises(ValueError, match="D must be from 1 to 576"):
+            fast(torch.zeros(1, 1, 1, 577), torch.zeros(1, 1, 577), 1.0, None)
         assert b"NULL" in _library().skimkv_columns_check(CColumns())

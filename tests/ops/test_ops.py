@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from skimkv.methods import SubGenStream
 from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 from support import ref, steps
 from support.kernels import EPS, ISAS, NATIVE, TYPES, close, compare, exact, filled, held, margin, on
@@ -37,7 +38,9 @@ CASES = [
         *CASES[:: len(CHANNELS)],
         (64, [4097], "bfloat16", 1, "none"),
         (200, [4097], "float32", 1, "none"),
-        *((D, [700, 256, 1], "bfloat16", G, "none") for D, G in ((24, 2), (80, 7), (128, 8), (256, 6))),
+        *((D, [700, 256, 1], "bfloat16", G, "none") for D, G in ((24, 2), (80, 7), (128, 8), (256, 6), (512, 8))),
+        (320, [513, 40], "float32", 3, "none"),
+        (576, [257], "float16", 1, "none"),
     ],
     ids=str,
 )
@@ -56,6 +59,10 @@ def test_dense(isa, case):
         (64, [4097], "bfloat16", 3, "copy"),
         (128, [4097], "float16", 1, "int8"),
         (80, [4097], "float32", 8, "int4"),
+        (320, [513, 40], "float32", 3, "copy"),
+        (512, [700, 256, 1], "bfloat16", 8, "int8"),
+        (576, [600], "float16", 1, "int4"),
+        (576, [300], "float32", 2, "none"),
     ],
     ids=str,
 )
@@ -78,6 +85,23 @@ def test_sparq(isa, case):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("channels", ["int8", "int4"])
+def test_the_largest_integer_sums_of_the_widest_head(isa, channels):
+    """All 576 channels have the largest weight, and eight tokens have the largest code in all of them.
+
+    With r = D the sums of weights times codes are as large as they can be, and they must still fit 32 bits.
+    """
+    D, n = 576, 512
+    torch.manual_seed(0)
+    size = torch.randint(2, (n + 1,)) / 3
+    size[[0, 256]], size[[3, 50, 100, 200, 300, 350, 400, 450]] = 0.0, 1.0
+    store = Full(Shape(1, 1, 2, D), torch.float32, "cpu", channels, True)
+    store.append(size[:, None].expand(1, 1, -1, D), torch.randn(1, 1, n + 1, D))
+    q = torch.full((1, 1, 2, D), 1.0)
+    compare("sparq", isa, q, store, 3 / D, None, D, 8, 0, "coverage", True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_sparq_over_all_positions_is_dense(isa, channels):
     q, store = filled(64, [300, 17], torch.float32, 3, channels)
@@ -87,7 +111,11 @@ def test_sparq_over_all_positions_is_dense(isa, channels):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("case", CASES[:: len(CHANNELS)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:: len(CHANNELS)], (512, [300, 40], "float32", 2, "none"), (576, [257], "bfloat16", 3, "none")],
+    ids=str,
+)
 def test_exact_scores_and_low_rank(isa, case):
     D, lengths, dtype, G, _ = case
     k, scale = 16, D**-0.5
@@ -116,7 +144,14 @@ def test_a_long_row_on_two_threads(isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("D", "G", "dtype", "scored"),
-    [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 8, "float16", False), (200, 1, "bfloat16", True)],
+    [
+        (16, 1, "float32", True),
+        (80, 3, "bfloat16", True),
+        (128, 8, "float16", False),
+        (200, 1, "bfloat16", True),
+        (512, 3, "float32", True),
+        (576, 1, "float16", False),
+    ],
 )
 def test_slots(isa, D, G, dtype, scored):
     for capacity, seen in ((300, [300, 7]), (40, [95, 12]), (1, [1, 1])):
@@ -164,9 +199,9 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, threads)
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("channels", CHANNELS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_append_writes_what_the_reference_writes(isa, channels, dtype):
-    D, lengths = 24, [254, 510, 3]  # a group fills, then a chunk; the third row is short
+@pytest.mark.parametrize(("D", "dtype"), [*((24, dtype) for dtype in TYPES), (576, "bfloat16")])
+def test_append_writes_what_the_reference_writes(isa, channels, D, dtype):
+    lengths = [254, 510, 3]  # a group fills, then a chunk; the third row is short
     _, one = filled(D, lengths, TYPES[dtype], 2, channels)
     two = one.fork()
     with on(isa):
@@ -178,13 +213,15 @@ def test_append_writes_what_the_reference_writes(isa, channels, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_stream_and_its_append(isa, dtype):
-    shape = Shape(2, 2, 3, 24)
-    one = SubGenStream(delta=6.0, t=3, s=5, seed=7).store(shape, TYPES[dtype])
+@pytest.mark.parametrize(
+    ("D", "delta", "scale", "dtype"), [*((24, 6.0, 0.2, dtype) for dtype in TYPES), (576, 33.0, 0.04, "float32")]
+)
+def test_stream_and_its_append(isa, D, delta, scale, dtype):
+    shape = Shape(2, 2, 3, D)
+    one = SubGenStream(delta=delta, t=3, s=5, seed=7).store(shape, TYPES[dtype])
     two = one.fork()
     for step in range(40):
-        k, v = torch.randn(2, 2, 2, 24).to(TYPES[dtype])
+        k, v = torch.randn(2, 2, 2, D).to(TYPES[dtype])
         ref.append(one, k, v)
         with on(isa):
             steps.append(two, k, v)
@@ -195,10 +232,10 @@ def test_stream_and_its_append(isa, dtype):
         assert torch.equal(one.uncounted(name)[:, :, :m], two.uncounted(name)[:, :, :m]), name
     assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
     torch.testing.assert_close(one.mu, two.mu, rtol=1e-12, atol=0)
-    q = torch.randn(2, 2, 3, 24).to(TYPES[dtype])
-    want = ref.stream(exact(one), q.double(), 0.2)
+    q = torch.randn(2, 2, 3, D).to(TYPES[dtype])
+    want = ref.stream(exact(one), q.double(), scale)
     with on(isa):
-        got = steps.stream(two, q, 0.2)
+        got = steps.stream(two, q, scale)
     # z and tau are sums of one sign in weights only: errors scale with sum |weight v| / tau
     torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
 
@@ -207,7 +244,7 @@ def test_stream_and_its_append(isa, dtype):
 @given(st.data())
 def test_any_shape_stride_and_type(data):
     draw = data.draw
-    D, G, B, H = draw(st.integers(2, 32)) * 8, draw(st.integers(1, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    D, G, B, H = draw(st.integers(2, 72)) * 8, draw(st.integers(1, 9)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(1, 600), min_size=B, max_size=B))
     cache, query = (TYPES[draw(st.sampled_from(list(TYPES)))] for _ in "cq")
     channels, isa, kv = draw(st.sampled_from(CHANNELS)), draw(st.sampled_from(ISAS)), draw(st.sampled_from(KINDS))

@@ -16,6 +16,7 @@ from ..protocol import Token
 from . import device, launch
 from .launch import (
     APPEND_WARPS,
+    LARGEST_HEAD,
     LAYOUTS,
     LEAST_RUN,
     SETTINGS,
@@ -79,6 +80,7 @@ class GpuKernels:
     """
 
     name = "gpu"
+    max_head_size = LARGEST_HEAD
 
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Put one token per row into the store: k, v (B,H,D)."""
