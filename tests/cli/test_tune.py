@@ -33,7 +33,7 @@ def test_the_command(tmp_path, text, capsys):
     assert chosen["share"] == pytest.approx(chosen["bytes"] / found["dense_bytes"])
     assert found["checked"]["method"] == chosen["method"] and found["checked"]["increase"] != chosen["increase"]
     whole = out.read_bytes()
-    assert whole.count(b"\n") == 3 * (len(tried) + 1 + 2)
+    assert whole.count(b"\n") == 1 + 3 * (len(tried) + 1 + 2), "a header, and each piece by each method"
     out.write_bytes(whole[: len(whole) // 2])  # killed there
     assert main([*argv, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)

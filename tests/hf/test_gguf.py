@@ -110,6 +110,16 @@ def _damaged(path, name):
     elif name == "shape":
         model.config.intermediate_size = 192
         write(path, model)
+    elif name == "width":
+        model.config.hidden_size = 6 * 2**30
+        write(path, model)
+    elif name == "no width":
+        model.config.hidden_size = 0
+        write(path, model)
+    elif name == "scalar":
+        write(path, model, edit=lambda w: w.add_tensor("blk.0.scale.weight", np.float32(1).reshape(())))
+    elif name == "type of metadata":
+        write(path, model, edit=lambda w: w.add_key_value("llama.block_count", "two", gguf.GGUFValueType.STRING))
     elif name == "scaling":
         write(path, model, edit=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
 
@@ -128,6 +138,10 @@ def _damaged(path, name):
         ("missing", r"1 tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
         ("shape", r"blk.0.ffn_gate.weight is \(160, 96\); the metadata say \(192, 96\)"),
         ("scaling", "'yarn' is not supported"),
+        ("width", r"token_embd.weight is \(261, 96\); the metadata say \(261, 6442450944\)"),
+        ("no width", "llama.embedding_length = 0 must be a whole number of at least 1"),
+        ("scalar", "blk.0.scale.weight has 0 dimensions"),
+        ("type of metadata", "llama.block_count = 'two' must be a whole number"),
     ],
 )
 def test_gguf_refusals_are_one_line_with_the_path(tmp_path, name, reason):

@@ -1,6 +1,7 @@
 """Loading: a model and its tokenizer, or one line that names the path and the reason."""
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -200,3 +201,59 @@ def test_check_source_imports_nothing_heavy(tmp_path):
     message, facts = run.stdout.splitlines()
     assert message.startswith("nobody/nothing: ") and "http://127.0.0.1:9 cannot be reached" in message
     assert facts == "True False False"
+
+
+ODD_VALUES = [
+    None, True, "x", "", -1, 0, 1, 3, 1.5, -0.5, 1e308, 2**31, 2**63, 10**30, [], [1], ["x"], {}, {"x": 1}, [[]],
+    {"rope_type": "x"}, {"rope_type": "yarn", "factor": "x"}, "float32", "sliding_attention", "\udcff", "a" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+def test_a_damaged_config_loads_or_is_refused_in_one_line(tmp_path, kind):
+    """Whatever stands in config.json: a model, or one line with the path; never another exception, never no end."""
+    family(kind).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    whole, draw, messages = json.loads(path.read_text()), random.Random(0), []
+    mutations = [{"num_hidden_layers" if kind != "gpt2" else "n_layer": 2**31}]
+    for _ in range(150):
+        name = draw.choice([*whole, "quantization_config", "text_config", "num_labels"])
+        mutations.append({name: draw.choice(ODD_VALUES)})
+    for mutation in mutations:
+        path.write_text(json.dumps({**whole, **mutation}))
+        try:
+            skimkv.load(tmp_path)
+        except (ValueError, OSError) as error:
+            messages.append(str(error))
+        except BaseException as error:
+            raise AssertionError(f"{mutation} raises {type(error).__name__}") from error
+    assert 30 < len(messages) < 151
+    assert all("\n" not in line and str(tmp_path) in line and len(line) < 1000 for line in messages)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "null", "[" * 100_000, '{"model_type": 7}', "{}", "\0", '"llama"'])
+def test_a_config_that_is_no_configuration(folder, text):
+    (folder / "config.json").write_text(text)
+    refused(folder, "config|model")
+
+
+def test_sizes_far_beyond_the_weights_are_refused_before_they_are_allocated(folder):
+    whole = json.loads((folder / "config.json").read_text())
+    for change in ({"hidden_size": 2**30}, {"vocab_size": 2**40}, {"intermediate_size": 10**12}):
+        (folder / "config.json").write_text(json.dumps({**whole, **change}))
+        refused(folder, r"it describes a model of [\d,]+ numbers, the weights have [\d,]+ bytes")
+
+
+def test_a_damaged_tokenizer_is_refused_in_one_line(folder):
+    path = folder / "tokenizer.json"
+    content, draw, messages = json.loads(path.read_text()), random.Random(0), []
+    for _ in range(30):
+        name = draw.choice([*content])
+        path.write_text(json.dumps({**content, name: draw.choice(ODD_VALUES)}))
+        try:
+            skimkv.load(folder)
+        except ValueError as error:
+            messages.append(str(error))
+    assert len(messages) > 5
+    assert all("\n" not in line and str(folder) in line and len(line) < 1000 for line in messages)

@@ -114,7 +114,7 @@ class GGUFFile:
 
     def _entry(self) -> TensorEntry:
         name = self._string()
-        if (dimensions := self._number("I")) > 4:
+        if not 1 <= (dimensions := self._number("I")) <= 4:
             raise ValueError(f"damaged: {name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         number, offset = self._number("I"), self._number("Q")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from ..ops import packed_weights
+from .errors import as_value_error
 from .gguf import FLOATS, GGUFFile, TensorEntry
 from .weights import Embedding8, Linear8, empty_packed, fill_packed
 
@@ -42,18 +43,14 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Llama
     path, dtype = Path(path), dtype or torch.bfloat16
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    try:
-        with GGUFFile(path) as file:
-            _check_supported(file)
-            model = _empty_model(_config(file.metadata, file.tensors), dtype)
-            _read_weights(model, file)
-    except (ValueError, KeyError, TypeError, ArithmeticError, RuntimeError, OSError) as error:
-        reason = f"its metadata lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ValueError(f"{path}: {reason}") from error
-    try:
+    with as_value_error(str(path)), GGUFFile(path) as file:
+        _check_supported(file)
+        config = _config(file.metadata, file.tensors)
+        _check_sizes(config, file.tensors)
+        model = _empty_model(config, dtype)
+        _read_weights(model, file)
+    with as_value_error(f"{path}: no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path}: no tokenizer that can be read: {' '.join(str(error).split())}") from error
     nn.Module.eval(model.requires_grad_(False))
     return model, tokenizer
 
@@ -70,7 +67,7 @@ def _check_supported(file: GGUFFile) -> None:
 
 
 def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaConfig:
-    """The model's configuration. Raises KeyError for metadata that is missing, ValueError if it is not supported."""
+    """The model's configuration. Raises ValueError for metadata that is missing, damaged or not supported."""
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"llama.{key}", default)
@@ -79,11 +76,18 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaC
                 raise ValueError(f"llama.{key} differs between layers, which is not supported: {value}")
             value = value[0]
         if value is None:
-            raise KeyError(f"llama.{key}")
+            raise ValueError(f"its metadata lacks llama.{key}")
         return value
 
-    heads, width = get("attention.head_count"), get("embedding_length")
-    size = get("attention.key_length", width // heads)
+    def count(key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"llama.{key} = {value!r} must be a whole number of at least 1")
+        return value
+
+    heads, width = count("attention.head_count"), count("embedding_length")
+    size = count("attention.key_length", width // heads)
     for key, expected in (("attention.value_length", size), ("rope.dimension_count", size), ("expert_count", 0)):
         if get(key, expected) != expected:
             raise ValueError(f"llama.{key} = {get(key)} is not supported; only {expected} is")
@@ -97,7 +101,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaC
         if name not in tensors:
             raise ValueError(f"{name} is missing")
     # before a model of that size is made
-    layers, stored_layers = get("block_count"), len({n.split(".")[1] for n in tensors if n.startswith("blk.")})
+    layers, stored_layers = count("block_count"), len({n.split(".")[1] for n in tensors if n.startswith("blk.")})
     if layers != stored_layers or tensors["blk.0.attn_q.weight"].shape[0] != heads * size:
         raise ValueError(
             f"the metadata say {layers} layers and {heads} x {size} heads; {stored_layers} layers are there"
@@ -106,13 +110,26 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaC
     ends = sorted({end for end in ends if end is not None})
     return LlamaConfig(
         vocab_size=tensors["token_embd.weight"].shape[0], hidden_size=width, head_dim=size,
-        intermediate_size=get("feed_forward_length"), num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=get("attention.head_count_kv", heads), max_position_embeddings=get("context_length"),
+        intermediate_size=count("feed_forward_length"), num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=count("attention.head_count_kv", heads), max_position_embeddings=count("context_length"),
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"), rope_parameters=rope,
         tie_word_embeddings="output.weight" not in tensors, attention_bias="blk.0.attn_q.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors, bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=ends or None, pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )  # fmt: skip
+
+
+def _check_sizes(config: LlamaConfig, tensors: dict[str, TensorEntry]) -> None:
+    """Raises ValueError if a size is not that of the tensors: before a model is made, which a wrong size could fill."""
+    expected = {
+        "token_embd": (config.vocab_size, config.hidden_size),
+        "blk.0.attn_k": (config.num_key_value_heads * config.head_dim, config.hidden_size),
+        "blk.0.ffn_gate": (config.intermediate_size, config.hidden_size),
+    }
+    for name, shape in expected.items():
+        entry = tensors.get(f"{name}.weight")
+        if entry is not None and entry.shape != shape:
+            raise ValueError(f"{entry.name} is {entry.shape}; the metadata say {shape}")
 
 
 def _empty_model(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:

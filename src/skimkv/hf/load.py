@@ -7,11 +7,14 @@ anything heavy is imported.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import as_value_error, first_sentence
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +29,12 @@ DTYPES = {
     "float16": "float16", "fp16": "float16", "half": "float16",
     "float64": "float64", "fp64": "float64", "double": "float64",
 }  # fmt: skip
+# Names in config.json of the number of layers, each of which has a tensor of its own in the checkpoint.
+LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
+# Names of other counts of parts, and how many no model has.
+MOST_PARTS = {"num_labels": 10**6, "num_experts": 10**4, "num_local_experts": 10**4, "n_routed_experts": 10**4}
+NUMBERS_PER_BYTE = 16  # of a checkpoint, more than any format of quantised weights packs
+FREE_NUMBERS = 2**26  # in buffers that are not stored, such as tables of positions
 HUB_TIMEOUT = 4.0  # seconds until the hub counts as out of reach
 
 
@@ -66,6 +75,7 @@ def load(
         return load_gguf(source.location, number_format)
     if source.kind == "folder":
         _check_weights(Path(source.location))
+        _check_counts(Path(source.location))
     return _from_pretrained(source, number_format, trust_remote_code, weights)
 
 
@@ -123,7 +133,53 @@ def _check_weights(folder: Path) -> None:
             with safe_open(path, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: truncated or corrupt: {_first_sentence(error)}") from None
+            raise ValueError(f"{path}: truncated or corrupt: {first_sentence(error)}") from None
+
+
+def _check_counts(folder: Path) -> None:
+    """Raises ValueError if config.json is no JSON object, or asks for more parts than any checkpoint of this size has.
+
+    The library makes a part for each layer before it reads a weight, and would make two thousand million of them.
+    """
+    from safetensors import safe_open
+
+    path = folder / "config.json"
+    with as_value_error(f"{path}: not a configuration"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: not a configuration: it is no JSON object")
+    tensors = 0
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            tensors += len(file.keys())
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for name, value in part.items():
+            most = max(tensors, MOST_PARTS.get(name, tensors))
+            if (name in LAYER_COUNTS or name in MOST_PARTS) and isinstance(value, int | float) and value > most:
+                raise ValueError(f"{path}: {name} = {value} is too many; the checkpoint has {tensors} tensors")
+
+
+def _check_size(folder: Path, trust_remote_code: bool) -> None:
+    """Raises ValueError if config.json describes a model that is far larger than the folder's weights.
+
+    The library would allocate it, and only then find that the weights do not fit. No memory is allocated here.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with as_value_error(f"{folder / 'config.json'}: not a configuration"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    if getattr(config, "auto_map", None):
+        return  # code of the folder's own, which may not be made twice
+    with as_value_error(f"{folder}: cannot load its model"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if numbers > NUMBERS_PER_BYTE * stored + FREE_NUMBERS:
+        raise ValueError(
+            f"{folder / 'config.json'}: it describes a model of {numbers:,} numbers, the weights have {stored:,} bytes"
+        )
 
 
 def _check_hub(model: str) -> Source:
@@ -182,7 +238,7 @@ def _hub_problem(model: str) -> str | None:
             f"{model}: there is no such folder, and the hub has no such model; a private model needs HF_TOKEN"
         ) from answer
     if isinstance(answer, Exception):
-        return _first_sentence(answer)
+        return first_sentence(answer)
     files = [file.rfilename for file in answer.siblings or ()]
     if files and "config.json" not in files:
         raise ValueError(f"{model}: the hub's repository has no config.json; a GGUF file must be downloaded first")
@@ -195,7 +251,6 @@ def _from_pretrained(
     source: Source, dtype: torch.dtype | None, trust_remote_code: bool, weights: str | None
 ) -> tuple[PreTrainedModel, Any]:
     """Load with the transformers library, and raise ValueError for everything that it would only warn about."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = source.location
@@ -203,20 +258,20 @@ def _from_pretrained(
         "trust_remote_code": trust_remote_code,
         "local_files_only": source.kind == "folder" or source.only_cached,
     }
-    part = "tokenizer"
-    try:
+    with as_value_error(f"{name}: cannot load its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        part = "model"
-        # sizes that differ are reported below by name, where the library would only say that there are some
-        options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        if weights:
-            from .weights import quantise_while_loading
+    if source.kind == "folder":
+        _check_size(Path(name), trust_remote_code)
+    # sizes that differ are reported below by name, where the library would only say that there are some
+    options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if weights:
+        from .weights import quantise_while_loading
 
-            options |= quantise_while_loading()
+        options |= quantise_while_loading()
+    with as_value_error(
+        f"{name}: cannot load its model", lambda: getattr(options.get("quantization_config"), "error", None)
+    ):
         result: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = getattr(options.get("quantization_config"), "error", None) or _first_sentence(error)
-        raise ValueError(f"{name}: cannot load its {part}: {reason}") from error
     model, info = result
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{name}: the checkpoint lacks {len(missing)} weights, the first is {missing[0]}")
@@ -224,7 +279,3 @@ def _from_pretrained(
         raise ValueError(f"{name}: {key} is {tuple(actual)}, by config.json it should be {tuple(expected)}")
     return model.eval(), tokenizer
 
-
-def _first_sentence(error: BaseException) -> str:
-    """The first sentence of an error message that may be a page long."""
-    return " ".join(str(error).split()).split(". ")[0] or type(error).__name__
