@@ -84,11 +84,28 @@ def test_json(tmp_path, capsys):
     out = tmp_path / "r.jsonl"
     assert main(eval_argv(out, "--json", "--mode", "both")) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert list(answer) == ["rows", "out"] and answer["out"] == str(out)
-    names = "task mode method n mean stderr diff_to_dense diff_low diff_high bytes_per_token"
+    assert list(answer) == ["rows", "out", "machine"] and answer["out"] == str(out)
+    names = "task mode method n mean low high stderr diff_to_dense diff_low diff_high bytes_per_token ms_per_token"
     assert all(list(row) == names.split() for row in answer["rows"])
     assert [(row["mode"], row["method"]) for row in answer["rows"]] == [(m, s) for m in sweeps.MODES for s in SPECS]
     assert {row["n"] for row in answer["rows"]} == {6}
+    assert all(0 <= row["low"] < row["mean"] <= 1 and row["low"] < row["high"] <= 1 for row in answer["rows"][:2])
+    assert all(row["diff_low"] is None for row in answer["rows"]), "two records are too few to resample"
+    assert all(row["ms_per_token"] > 0 for row in answer["rows"]) and "threads" in answer["machine"]
+    before = out.read_bytes()
+    assert main(eval_argv(out, "--mode", "both")) == 0 and out.read_bytes() == before
+    table = capsys.readouterr().out
+    assert answer["machine"] in table and "0.610 … 1.000" in table, "6 of 6 are right"
+
+
+def test_a_finished_run_has_no_times(tmp_path, capsys):
+    out = tmp_path / "r.jsonl"
+    times = []
+    for _ in range(2):
+        assert main(eval_argv(out, "--json")) == 0
+        times.append([row["ms_per_token"] for row in json.loads(capsys.readouterr().out)["rows"]])
+    assert all(ms > 0 for ms in times[0]) and times[1] == [None] * len(SPECS)
+    assert not any("ms" in json.loads(line) for line in out.read_text().splitlines())
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,48 @@ def record(method, id_, score, **more):
 
 
 def test_summary():
-    """By hand: differences 0, -1, -1 have mean -2/3, standard error 1/3, and t(2) = 4.303."""
+    """By hand: differences 0, -1, -1 have mean -2/3, and the scores 1, 0, 0 a standard error of 1/3."""
     dense = [record("Dense()", str(i), 1.0) for i in range(4)]
     other = [record("TopK(k=2)", str(i), s) for i, s in enumerate([1.0, 0.0, 0.0])]
     first, second = summary([*dense, *other])
     assert (first.n, first.mean, first.stderr, first.diff_to_dense) == (4, 1.0, 0.0, 0.0)
     assert (second.n, second.mean, second.bytes_per_token, second.share) == (3, 1 / 3, 5, 0.25)
     assert second.stderr == pytest.approx(1 / 3) and second.diff_to_dense == pytest.approx(-2 / 3)
-    assert second.diff_low == pytest.approx(-2 / 3 - 4.3027 / 3, abs=1e-4)
-    assert second.diff_high == pytest.approx(-2 / 3 + 4.3027 / 3, abs=1e-4)
+    for row in (first, second):
+        assert (row.low, row.high, row.diff_low, row.diff_high, row.ms_per_token) == (None,) * 5, "fewer than 5"
     assert summary(other)[0].diff_to_dense is None
     assert summary(other[:1])[0].stderr is None
+    assert summary(other, {("lines", "blind", "TopK(k=2)"): 1.5})[0].ms_per_token == 1.5
     other[0]["score"] = math.nan  # a model that overflows
     (third,) = summary(other)
     assert math.isnan(third.stderr) and json.dumps(third.json(), allow_nan=False)
+
+
+def test_twenty_of_twenty_is_not_certain():
+    """Each example has a context of its own: both rows are Wilson's, and 0.161 of the pairs might differ."""
+    dense, other = ([record(name, str(i), 1.0) for i in range(20)] for name in ("Dense()", "TopK(k=2)"))
+    first, second = (row.json() for row in summary([*dense, *other]))
+    for row in (first, second):
+        assert (row["low"], row["high"], row["stderr"]) == (pytest.approx(0.8389, abs=1e-4), 1.0, 0.0)
+    assert (second["diff_low"], second["diff_high"]) == pytest.approx((-0.1611, 0.1611), abs=1e-4)
+    assert (first["diff_to_dense"], first["diff_low"], first["diff_high"]) == (0.0, None, None), "dense is dense"
+
+
+def test_differences_are_resampled_by_context():
+    """Six records of five questions; three are lost as a whole: by question the interval would be half as wide."""
+    ids = [f"{i}-{j}" for i in range(6) for j in range(5)]
+    lost = {i: float(i[0] not in "024") for i in ids}
+    for name in ("id", "context"):  # what earlier versions wrote, and what this one does
+        more = {i: {"context": f"digest {i[0]}"} if name == "context" else {} for i in ids}
+        dense = [record("Dense()", i, 1.0, **more[i]) for i in ids]
+        other = [record("TopK(k=2)", i, lost[i], **more[i]) for i in ids]
+        by_context = summary([*dense, *other])[1]
+        alone = [{**row, "context": row["id"]} for row in (*dense, *other)]
+        by_question = summary(alone)[1]
+        assert by_context.diff_to_dense == by_question.diff_to_dense == -0.5
+        wide, narrow = (row.diff_high - row.diff_low for row in (by_context, by_question))
+        assert 1.9 < wide / narrow < 2.6, "the square root of 5 is 2.24"
+        assert (by_context.low, by_context.high) == (by_question.low, by_question.high), "Wilson's, by question"
 
 
 def test_intervals():

@@ -65,3 +65,26 @@ def test_counted_is_predicted():
     ]
     assert figures[0] == figures[1]
     assert {r.backend for r in counted} == {"ref"} and all(r.key.counted for r in counted)
+
+
+def test_times_belong_to_the_run():
+    """Every method is timed, with and without padding, and its records are those of a run that takes no times."""
+    for options in ({}, {"mode": "aware", "batch": 4}):
+        setup, job = small_job(**options)
+        times = {}
+        timed = list(run_job(setup, job, set(), times))
+        assert timed == list(run_job(setup, job, set()))
+        assert set(times) == {(job.task.spec, job.mode, repr(method)) for method in job.methods}
+        assert all(0 < ms < 60_000 for ms in times.values())
+        list(run_job(setup, job, {record.key for record in timed}, again := {}))
+        assert again == {}
+    list(run_job(*small_job(counted=True, limit=1), set(), counted := {}))
+    assert counted == {}, "the backend that counts is not the one that decodes"
+
+
+def test_questions_on_one_context_say_so():
+    setup, job = small_job()
+    contexts = {record.key.id: record.context for record in run_job(setup, job, set())}
+    assert [contexts[f"{i}-{j}"] == contexts["0-0"] for i in range(2) for j in range(3)] == [True] * 3 + [False] * 3
+    aware = {record.key.id: record.context for record in run_job(*small_job(mode="aware"), set())}
+    assert aware == contexts, "the question does not belong to the context"

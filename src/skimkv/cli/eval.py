@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..eval.plan import Setup
     from ..eval.results import Record, Row
+    from ..eval.timing import StepTimes
 
 MODE_TITLES = {"blind": "question-blind", "aware": "question-aware"}  # a text that is only scored has neither
 
@@ -104,8 +105,9 @@ def evaluate(
     resume_anyway: ResumeAnyway = False,
     as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Compare methods on the papers' tasks: the quality of their answers, and the bytes that these took.
+    """Compare methods by the quality of their answers, the bytes that a token reads, and the time that it takes.
 
+    The tasks record and passkey are our own, needle and lines are public tests, and the others are those of the papers.
     A run that was interrupted goes on where it was when the same command is given again.
 
     Example:
@@ -134,6 +136,7 @@ def evaluate(
         from ..eval.run import run_evaluation
 
         plan = plan_evaluation(setup, parsed_tasks, methods, sweep and sweep.value, mode.value, data, limit)
+        times: StepTimes = {}
         console = output.console(stderr=as_json)
         for note in plan.notes:
             console.print(note, style="dim", soft_wrap=True, markup=False)
@@ -145,17 +148,17 @@ def evaluate(
                 bar.update(bar_task, completed=done, total=total, description=what if done < total else "done")
 
             try:
-                records = run_evaluation(setup, plan, results, show)
+                records = run_evaluation(setup, plan, results, show, times)
             except KeyboardInterrupt:
                 records = None
     if records is None:
         kept = f"{len(results.records)} records are in {out}"
         return fail(f"interrupted: {kept}; the same command goes on where it stopped", INTERRUPTED)
-    rows = summary(records)
+    rows, machine = summary(records, times), _machine_name(place)
     if as_json:
-        output.print_json({"rows": [row.json() for row in rows], "out": str(out)})
+        output.print_json({"rows": [row.json() for row in rows], "out": str(out), "machine": machine})
         return 0
-    output.console(130).print(_table(rows))
+    output.console(130).print(_table(rows, machine))
     output.console().print(f"{len(records)} records in {out}", soft_wrap=True, markup=False)
     return 0
 
@@ -171,12 +174,22 @@ def _load(model: str, dtype: str | None, place: torch.device, seed: int, batch: 
     return Setup(network.to(place), tokenizer, model, seed, batch, count, fingerprint(network))
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _machine_name(place: torch.device) -> str:
+    """The machine that the times were taken on, for people."""
+    from ..bench.machine import machine_for
+
+    try:
+        return machine_for(place).name
+    except ValueError:  # a device that the benchmarks do not know: its kind is all there is to say
+        return str(place)
+
+
+def _table(rows: Sequence[Row], machine: str) -> Table:
     """The rows for people: a section for each task and mode."""
     from ..eval.tasks import parse
 
-    title = "mean ± standard error; difference to dense with its 95% interval, paired"
-    columns = "n", "mean", "±", "to dense", "95% interval", "bytes a token", "of dense"
+    title = f"means and paired differences to dense, with their 95% intervals; times on {machine}"
+    columns = "n", "mean", "95% interval", "to dense", "95% interval", "bytes read", "of dense", "ms a token"
     table = output.table(title, "method", *columns)
     section = None
     for row in rows:
@@ -187,15 +200,20 @@ def _table(rows: Sequence[Row]) -> Table:
             table.add_section()
             table.add_row(f"[bold]{row.task}[/], {mode}{better}")
         compared = row.method != "Dense()" and row.diff_to_dense is not None
-        low, high = _number(row.diff_low, signed=True), _number(row.diff_high, signed=True)
         table.add_row(
-            row.method, str(row.n), _number(row.mean), _number(row.stderr),
+            row.method, str(row.n), _number(row.mean), _interval(row.low, row.high),
             _number(row.diff_to_dense, signed=True) if compared else "",
-            f"{low} … {high}" if compared and row.diff_low is not None else "",
+            _interval(row.diff_low, row.diff_high, signed=True),
             "" if row.bytes_per_token is None else f"{row.bytes_per_token:,}",
             "" if row.share is None else f"{row.share:.1%}",
+            "" if row.ms_per_token is None else f"{row.ms_per_token:.3g}",
         )  # fmt: skip
     return table
+
+
+def _interval(low: float | None, high: float | None, signed: bool = False) -> str:
+    """Both ends of an interval; nothing where there is none."""
+    return "" if low is None else f"{_number(low, signed)} … {_number(high, signed)}"
 
 
 def _number(x: float | None, signed: bool = False) -> str:

@@ -21,13 +21,14 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from .. import __version__
-from .statistics import mean_and_interval, standard_error
+from .statistics import cluster_bootstrap, score_interval, standard_error
+from .tasks import parse as parse_task
 
 FORMAT = 1  # of the file; it changes when a reader of this version would misread it
 HEADER_START = b'{"skimkv": "results", "format": '  # of the first line of every file
 REQUIRED = {"model", "task", "mode", "method", "id", "score"}  # keys without which a line is no record
 FOR_SUMMARY = {"dtype", "seed", "counted", "prompt_tokens", "steps", "bytes", "dense_bytes"}  # `load` needs these too
-TEXTS = {"model", "dtype", "task", "mode", "method", "id", "source", "output", "backend"}
+TEXTS = {"model", "dtype", "task", "mode", "method", "id", "source", "context", "output", "backend"}
 COUNTS = {
     "prompt_tokens", "fed_tokens", "new_tokens", "steps", "elements", "bytes", "paper_elements", "dense_elements",
     "dense_bytes", "batch",
@@ -55,12 +56,14 @@ class RecordKey(NamedTuple):
 class Record(NamedTuple):
     """One method's answer to one example. Nothing in it depends on time: the same run makes the same record again.
 
-    source: a digest of what the answer comes from. at: where the example stands in a figure. elements to dense_bytes:
+    source: a digest of what the answer comes from. context: a digest of the context, which the questions on one context
+    share. at: where the example stands in a figure. elements to dense_bytes:
     sums over the decoded steps (traffic.Cost).
     """
 
     key: RecordKey
     source: str
+    context: str
     score: float
     output: str
     at: list[float]
@@ -300,9 +303,12 @@ def _lock(file: int, path: Path) -> None:
 class Row(NamedTuple):
     """One method on one task and in one mode, over n examples.
 
-    The difference to dense is over the examples that both answered, with the 95% interval of a paired t test; it is
-    None without dense. bytes_per_token is what a decode step of one sequence moves in all layers, and share is its
-    part of what dense attention moves.
+    low and high are the 95% interval of the mean (statistics.score_interval). The difference to dense is over the
+    examples that both answered; diff_low and diff_high are its 95% interval by a bootstrap over contexts
+    (statistics.cluster_bootstrap). All three are None without dense. Dense does not differ from itself: its difference
+    is 0 and has no interval. bytes_per_token is what a decode step of one sequence moves in all layers, and share is
+    its part of what dense attention moves. ms_per_token is the median time of a decode step, for each sequence of its
+    batch; None where no time was taken in this run.
     """
 
     task: str
@@ -310,11 +316,14 @@ class Row(NamedTuple):
     method: str
     n: int
     mean: float
+    low: float | None
+    high: float | None
     stderr: float | None
     diff_to_dense: float | None
     diff_low: float | None
     diff_high: float | None
     bytes_per_token: int | None
+    ms_per_token: float | None
     share: float | None
 
     def json(self) -> dict[str, Any]:
@@ -323,20 +332,51 @@ class Row(NamedTuple):
         return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
-def summary(records: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Summarise records by task, mode and method, in the order in which these first appear."""
+def summary(
+    records: Iterable[Mapping[str, Any]], ms_per_token: Mapping[tuple[str, str, str], float] | None = None
+) -> list[Row]:
+    """Summarise records by task, mode and method, in the order in which these first appear.
+
+    ms_per_token: the times that a run took, by task, mode and method; records hold none. Raises ValueError if a
+    record's task is unknown.
+    """
     cells: dict[tuple[str, str, str], dict[Any, Mapping[str, Any]]] = {}
     for record in records:
         cell = cells.setdefault((record["task"], record["mode"], record["method"]), {})
         cell[record["model"], record["dtype"], record["seed"], record["counted"], record["id"]] = record
     rows = []
     for (task, mode, method), cell in cells.items():
+        greatest = parse_task(task).greatest
         scores = [record["score"] for record in cell.values()]
-        dense = cells.get((task, mode, "Dense()"), {})
-        differences = [record["score"] - dense[at]["score"] for at, record in cell.items() if at in dense]
+        low, high = score_interval(scores, [_context(record) for record in cell.values()], greatest)
         steps, moved, dense_moved = (sum(r[name] for r in cell.values()) for name in ("steps", "bytes", "dense_bytes"))
         rows.append(Row(
-            task, mode, method, len(scores), fmean(scores), standard_error(scores), *mean_and_interval(differences),
-            round(moved / steps) if steps else None, moved / dense_moved if dense_moved else None,
+            task, mode, method, len(scores), fmean(scores), low, high, standard_error(scores),
+            *_difference(cell, cells.get((task, mode, "Dense()"), {}), greatest),
+            round(moved / steps) if steps else None, (ms_per_token or {}).get((task, mode, method)),
+            moved / dense_moved if dense_moved else None,
         ))  # fmt: skip
     return rows
+
+
+def _difference(
+    cell: Mapping[Any, Mapping[str, Any]], dense: Mapping[Any, Mapping[str, Any]], greatest: float
+) -> tuple[float | None, float | None, float | None]:
+    """The mean difference of a method's scores to dense's, over the examples that both answered, and its interval."""
+    if cell is dense:
+        return 0.0, None, None
+    both = [at for at in cell if at in dense]
+    if not both:
+        return None, None, None
+    differences = [cell[at]["score"] - dense[at]["score"] for at in both]
+    low, high = cluster_bootstrap(differences, [_context(cell[at]) for at in both], -greatest, greatest)
+    return fmean(differences), low, high
+
+
+def _context(record: Mapping[str, Any]) -> Any:
+    """What the records of questions on one context share.
+
+    Records of earlier versions name no context. There it is the part of the id before its last hyphen, as in "3-7",
+    the seventh question on record 3.
+    """
+    return record.get("context") or (record["seed"], record["id"].rpartition("-")[0] or record["id"])

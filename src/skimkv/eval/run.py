@@ -7,6 +7,8 @@ that no method could choose for it in advance. Question-aware: the question belo
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from .answer import Answer, answer_questions
 from .plan import Job, Plan, PlannedExample, Setup, record_key
 from .results import Record, RecordKey, Results, package_versions
 from .shared_prompt import RecordedPrompt, copy_rows, record_prompt
+from .timing import StepTimes, ms_per_token
 from .traffic import depends_on_data
 
 CACHES_AT_ONCE = 6  # methods whose caches of one prompt are in memory together, and which decode in one batch
@@ -30,10 +33,12 @@ def run_evaluation(
     plan: Plan,
     results: Results,
     on_progress: Callable[[int, int, Record | None], None] = lambda done, total, record: None,
+    times: StepTimes | None = None,
 ) -> list[dict[str, Any]]:
     """Make the records of the plan that the file lacks, and add them to it; return all of the plan, old and new.
 
-    on_progress is called with the number of records that are there, how many the plan has, and the newest one.
+    on_progress is called with the number of records that are there, how many the plan has, and the newest one. times:
+    takes the time per token of every method that makes a record, in each task and mode; None takes no times.
     Raises ValueError if the file's records are of another model or of other data.
     """
     sources = plan.sources(setup)
@@ -41,7 +46,7 @@ def run_evaluation(
     done = set(records)
     on_progress(len(records), len(sources), None)
     for job in plan.jobs:
-        for record in run_job(setup, job, done):
+        for record in run_job(setup, job, done, times):
             results.add(record.json())
             records[record.key] = record.json()
             on_progress(len(records), len(sources), record)
@@ -49,10 +54,12 @@ def run_evaluation(
 
 
 @torch.inference_mode()
-def run_job(setup: Setup, job: Job, done: set[RecordKey]) -> Iterator[Record]:
+def run_job(setup: Setup, job: Job, done: set[RecordKey], times: StepTimes | None = None) -> Iterator[Record]:
     """Make the records of a job that are not done yet.
 
     The batches are the same whatever is done, so that a record does not depend on where a run was interrupted.
+    With `times`, each method is timed before the first batch that it answers here; not where traffic is counted, since
+    the backend that counts is slow.
     """
     for groups in _batches_of_groups(job.groups, _batch_size(setup)):
         rows = [row for row, group in enumerate(groups) for _ in group]  # of the prompts' batch, for each example
@@ -63,7 +70,7 @@ def run_job(setup: Setup, job: Job, done: set[RecordKey]) -> Iterator[Record]:
         prompt = record_prompt(setup.model, ids, mask)
         for methods in _chunks(job.methods, CACHES_AT_ONCE):
             if _missing(setup, job, methods, examples, done):
-                yield from _answer_examples(setup, job, prompt, mask, methods, rows, examples, done)
+                yield from _answer_examples(setup, job, prompt, mask, methods, rows, examples, done, times)
 
 
 def _answer_examples(
@@ -75,6 +82,7 @@ def _answer_examples(
     rows: Sequence[int],
     examples: Sequence[PlannedExample],
     done: set[RecordKey],
+    times: StepTimes | None,
 ) -> Iterator[Record]:
     """Answer examples whose prompts are these rows of the recorded prompt, with each method from its own cache."""
     caches = [prompt.cache(method) for method in methods]
@@ -85,13 +93,35 @@ def _answer_examples(
             missing = _missing(setup, job, joint_methods, batch_examples, done)
             if not missing:
                 continue
-            copies = [copy_rows(cache, index) for cache in joint]
             own_mask = None if mask is None else mask[index]
+            if times is not None and not setup.counted:
+                _take_times(setup, job, joint, index, prompt.logits[index], batch_examples, own_mask, times)
+            copies = [copy_rows(cache, index) for cache in joint]
             answers = _answer(setup, copies, prompt.logits[index], batch_examples, own_mask)
             for method, method_answers in zip(joint_methods, answers, strict=True):
                 for planned, answer in zip(batch_examples, method_answers, strict=True):
                     if record_key(setup, job, method, planned) in missing:
                         yield _make_record(setup, job, method, planned, answer)
+
+
+def _take_times(
+    setup: Setup,
+    job: Job,
+    caches: Sequence[Cache],
+    rows: Sequence[int],
+    logits: torch.Tensor,
+    examples: Sequence[PlannedExample],
+    mask: torch.Tensor | None,
+    times: StepTimes,
+) -> None:
+    """Time those methods of the caches that have no time yet, each alone and on a copy of these rows of its cache."""
+    questions = [planned.question for planned in examples]
+    for cache in caches:
+        at = job.task.spec, job.mode, repr(cache.method)
+        if at not in times:
+            ms = ms_per_token(setup.model, copy_rows(cache, rows), logits, questions, mask)
+            if ms is not None:
+                times[at] = ms
 
 
 def _answer(
@@ -164,6 +194,7 @@ def _make_record(setup: Setup, job: Job, method: Method, planned: PlannedExample
     return Record(
         key=record_key(setup, job, method, planned),
         source=planned.source,
+        context=hashlib.sha256(json.dumps(example.context).encode()).hexdigest()[:16],
         score=job.task.module.score(answer.bits if example.given else answer.text, example),
         output=answer.text,
         at=list(example.at),

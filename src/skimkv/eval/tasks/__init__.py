@@ -4,6 +4,8 @@ A task is a module of three functions:
     examples(*, data, seed, ...) -> iterator of Example; how many are taken from it changes none of them
     prompt(example) -> (context, question); their concatenation is the prompt
     score(output, example) -> float; larger is better, or smaller where the module says LOWER; UNIT says of what
+and, where scores go beyond 1, of a fourth:
+    greatest_score(...) -> the greatest score that is possible, with the arguments of `examples`
 The spec of a task is its name with the arguments of `examples`: `lines`, `lines(lines=200)`.
 """
 
@@ -45,6 +47,12 @@ class Task(NamedTuple):
     def unit(self) -> str:
         """What a score counts."""
         return getattr(self.module, "UNIT", "share right")
+
+    @property
+    def greatest(self) -> float:
+        """The greatest score that is possible, 1 where the module has no `greatest_score`; the least is 0."""
+        greatest_score = getattr(self.module, "greatest_score", None)
+        return 1.0 if greatest_score is None else float(greatest_score(**self.arguments))
 
     @property
     def lower(self) -> bool:

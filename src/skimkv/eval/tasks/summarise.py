@@ -63,6 +63,11 @@ def _rouge() -> Any:
     return scorer.RougeScorer(["rougeL"], use_stemmer=True)
 
 
+def greatest_score(**arguments: object) -> int:
+    """ROUGE-L times 100."""
+    return 100
+
+
 def score(output: str, example: Example) -> float:
     """Compute ROUGE-L F between the output and the reference."""
     return 100 * float(_rouge().score(example.answers[0], output)["rougeL"].fmeasure)

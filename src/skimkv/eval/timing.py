@@ -1,0 +1,50 @@
+"""How long a method's decode step takes.
+
+Times belong to a run and never to a record, since the same run makes the same records again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hf.attach import Cache
+from .answer import Question
+from .shared_prompt import forward
+
+TIMED_STEPS = 9  # of which the first, which allocates what the others use again, does not count
+
+StepTimes = dict[tuple[str, str, str], float]  # (task, mode, method) -> milliseconds per token
+
+
+def ms_per_token(
+    model: Any, cache: Cache, logits: Tensor, questions: Sequence[Question], mask: Tensor | None = None
+) -> float | None:
+    """The median time of a decode step of this cache alone, in milliseconds, divided by the sequences in its batch.
+
+    The model goes on greedily after the prompts, one token a step, for no more steps than the answer to any of the
+    questions may take; the cache is used up. cache, logits (B,V) and mask (B,n) have a row for every question. Returns
+    None if that is fewer than two steps.
+    """
+    steps = min(TIMED_STEPS, *(len(question.feed) + question.new_tokens for question in questions))
+    tokens, times = logits.argmax(-1)[:, None], []
+    for _ in range(steps):
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        _wait(tokens.device)
+        start = time.perf_counter()
+        tokens = forward(model, cache, tokens, mask)[:, -1].argmax(-1)[:, None]
+        _wait(tokens.device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[1:]) / len(questions) if len(times) > 1 else None
+
+
+def _wait(device: torch.device) -> None:
+    """Return when a GPU has done all work that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
