@@ -276,11 +276,11 @@ def test_writes_are_counted_on_acceptance_and_expected_in_closed_form():
     v = torch.nn.functional.normalize(torch.randn(1, 2, n, 8, generator=generator), dim=-1)
     store = method.store(shape, torch.float32)
     store.append(k[:, :, :100], v[:, :, :100])
-    expected, before = 0.0, store.accepted_rows
+    expected, counted = 0.0, 0
     for i in range(100, n):
         store.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        counted += store.accepted_rows
         expected += (method.t * int(store.m.sum()) + 2 * method.s * 2) / (i + 1)
-    counted = store.accepted_rows - before
     assert int(store.m.sum()) == 6 and counted > 0
     assert abs(counted - expected) <= 5 * expected**0.5, (counted, expected)
     worst = method.traffic(n, shape, torch.float32, clusters=6, accepted_rows=2 * (method.t + 2 * method.s))

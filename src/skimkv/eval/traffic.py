@@ -23,9 +23,11 @@ def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) ->
     """
     layers = []
     for store in stores:
-        n, data = max(store.lengths) - steps_ago, {}
+        n, data = max(store.lengths) - steps_ago, dict[str, int]()
         if isinstance(store, Clusters):  # how many clusters the keys form is no function of n
             data["clusters"] = int(store.m.sum())
+            if steps_ago and store.accepted_rows is not None:
+                data["accepted_rows"] = store.accepted_rows
         layers.append(method.traffic(n, store.shape, store.dtype, **data))
     return Traffic(*(sum(getattr(x, name) for x in layers) for name in ("elements", "bytes", "paper")))
 

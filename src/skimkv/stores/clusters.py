@@ -81,7 +81,14 @@ class Clusters(Store):
         return torch.cat([getattr(block, name) for block in self.blocks], 2)
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
+        if rows.start == 0:
+            self.accepted_rows = 0
         self._update(self, rows, start, k, v)
+
+    def advance(self) -> None:
+        """Note that a kernel has written one token into every row."""
+        super().advance()
+        self.accepted_rows = None
 
     def assign(self, rows: slice, k: Tensor, cluster: Tensor, founds: Tensor, accepted: Tensor, last: Tensor) -> None:
         """Write a block of n keys into their clusters.
@@ -107,7 +114,7 @@ class Clusters(Store):
             block.size[rows] = size[..., here:stop].int()
         self.m[rows] = number
         taken = int(accepted.sum())
-        self.accepted_rows += taken
+        self.accepted_rows = (self.accepted_rows or 0) + taken
         self.count(int(number.sum()) * D * n + taken * D, k.element_size())
         self.count(m.numel() * n, 4)
 
@@ -125,7 +132,7 @@ class Clusters(Store):
             reservoir[rows] = torch.where(source[..., None] > 0, x.gather(2, at), reservoir[rows])
         self.mu[rows] = mu
         taken = 2 * int(accepted.sum())
-        self.accepted_rows += taken
+        self.accepted_rows = (self.accepted_rows or 0) + taken
         self.count(taken * self.shape.D, k.element_size())
         self.count(2 * mu.numel() * n, 8)
 
