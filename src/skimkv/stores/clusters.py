@@ -55,9 +55,8 @@ class Clusters(Store):
         self.m = torch.zeros(B, H, dtype=torch.int64, device=self.device)
         self.k, self.v = (torch.zeros(B, H, s, D, dtype=dtype, device=self.device) for _ in "kv")
         self.mu = torch.zeros(B, H, dtype=torch.float64, device=self.device)
-        self.accepted_rows = (
-            0  # rows of D numbers written into samples and the reservoir, counted by `assign`, `resample`
-        )
+        # rows of D numbers that the last append wrote into samples and the reservoir; None after a kernel's append
+        self.accepted_rows: int | None = 0
 
     def reserve(self, n: int = 1) -> None:
         """Make room for what n more tokens may found: n clusters in every row and KV head."""
