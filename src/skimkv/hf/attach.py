@@ -1,14 +1,20 @@
 """Attach a method to a transformers model, or give generate() a cache that decodes with one.
 
 No modelling file is copied, and nothing is patched at import. The attention and mask functions of layer.py are
-registered with transformers, the model's configuration names them, and one method of this model object is replaced:
-the one in which generate() makes its cache. `detach` undoes both.
+registered with transformers, the model's configuration names them, and two methods of this model object are replaced:
+generate(), and the one in which generate() makes its cache. `detach` undoes both.
+
+What is attached is a state of the model, so it is for one user of the model at a time: a thread that would change the
+method of another one is refused. A `Cache` has its own method and belongs to its request.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,14 +38,19 @@ class Cache(LibraryCache):
     """A key-value cache that decodes with `method`: give it to generate() or to forward as past_key_values.
 
     Layers of full attention use the method, sliding layers keep the library's own cache. Making a Cache sets the
-    model up for it; `detach(model)` undoes that. A copy.deepcopy of a cache is independent of it.
+    model up for it; `detach(model)` undoes that, and so does leaving the `with attach(...)` in which it was made. A copy.deepcopy of a cache is independent of it.
 
     Raises ValueError if the model is not supported.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method | str) -> None:
-        self.method = parse(method)
-        _install(model)
+        with _lock:
+            installation = _install(model)
+            installation.lasts |= not installation.stack
+        self._build(model, parse(method))
+
+    def _build(self, model: PreTrainedModel, method: Method) -> None:
+        self.method = method
         workspace = Workspace()
         super().__init__(
             layers=[
@@ -119,65 +130,153 @@ class Cache(LibraryCache):
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
 
 
-@dataclass
-class _Installation:
-    """What was changed on a model, and what `detach` puts back. It is the model's attribute `_skimkv`."""
+_lock = threading.RLock()  # over what is attached to any model, and which generate() calls run
+ADVICE = "attach is for one user of a model at a time: give each request its own skimkv.Cache(model, method)"
 
-    library_attention: dict[str, str]  # the names of the attention functions before, by part of the configuration
-    method: Method | None = None  # what generate() uses when it gets no cache
+
+@dataclass(eq=False)
+class _RunningGenerate:
+    """A call of generate() that runs. attached: what gave it its method, None if the caller gave it a cache."""
+
+    method: Method | None
+    attached: Attached | None
+    thread: int = field(default_factory=threading.get_ident)
+
+
+class _Installation:
+    """What was changed on a model, and what `detach` puts back. It is the model's attribute `_skimkv`.
+
+    library_attention: the names of the attention functions before, by part of the configuration. stack: what is
+    attached, the latest last. base: method and compiled forward where nothing is attached: those of the model that
+    this one is a copy of. lasts: a Cache was made while nothing was attached, so the attention functions stay until
+    `detach`.
+    """
+
+    def __init__(self, library_attention: dict[str, str], method: Method | None = None, lasts: bool = False) -> None:
+        self.library_attention, self.lasts = library_attention, lasts
+        self.base: tuple[Method | None, CompiledForward | None] = method, None
+        self.stack: list[Attached] = []
+        self.running: list[_RunningGenerate] = []
+
+    def __deepcopy__(self, memo: object) -> _Installation:
+        return _Installation(dict(self.library_attention), self.method, lasts=True)
+
+    @property
+    def method(self) -> Method | None:
+        """What generate() uses when it gets no cache."""
+        return self.stack[-1].method if self.stack else self.base[0]
+
+    def refuse_other_threads(self, action: str) -> None:
+        """Raise RuntimeError if another thread runs generate() on this model, or has a `with attach(...)` open."""
+        own = threading.get_ident()
+        if any(run.thread != own for run in self.running):
+            raise RuntimeError(f"cannot {action} while generate() runs in another thread; {ADVICE}")
+        if any(attached.thread not in (None, own) for attached in self.stack):
+            raise RuntimeError(f"cannot {action} while another thread is inside `with attach(...)`; {ADVICE}")
+
+    def clean_up(self, model: PreTrainedModel) -> None:
+        """Point the model at what is attached now; if that is nothing, and nobody needs our functions, undo it all."""
+        if self.stack or self.base[0] is not None or self.lasts or self.running:
+            set_forward(model, self.stack[-1].forward if self.stack else self.base[1])
+            _replace_generate(model, self)
+        else:
+            _uninstall(model)
 
 
 class Attached:
     """The result of `attach`. As a context manager it puts back what stood on the model before."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        method: Method,
-        is_first: bool,
-        before: tuple[Method | None, CompiledForward | None],
-    ) -> None:
-        self.model, self.method, self._is_first, self._before = model, method, is_first, before
+    def __init__(self, model: PreTrainedModel, method: Method, forward: CompiledForward | None) -> None:
+        self.model, self.method, self.forward = model, method, forward
+        self.thread: int | None = None  # the thread that is inside `with`
 
     def __enter__(self) -> Attached:
+        """Raises RuntimeError if something else was attached since, or if another thread uses the model."""
+        with _lock:
+            installation: _Installation | None = self.model.__dict__.get("_skimkv")
+            if installation is None or self not in installation.stack:
+                raise RuntimeError(f"attach(model, {self.method}) was left or detached: call attach again")
+            installation.refuse_other_threads(f"enter attach(model, {self.method})")
+            if (latest := installation.stack[-1]) is not self:
+                raise RuntimeError(
+                    f"attach(model, {latest.method}) came after attach(model, {self.method}), the one entered; {ADVICE}"
+                )
+            self.thread = threading.get_ident()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        installation: _Installation | None = self.model.__dict__.get("_skimkv")
-        if self._is_first:
-            detach(self.model)
-        elif installation is not None:
-            installation.method = self._before[0]
-            set_forward(self.model, self._before[1])
+    def __exit__(self, kind: object, *rest: object) -> None:
+        """Raises RuntimeError, unless an exception is on its way, if another `with` inside this one is still open, or
+        if a generate() that started inside still runs. It keeps its method.
+        """
+        with _lock:
+            self.thread = None
+            installation: _Installation | None = self.model.__dict__.get("_skimkv")
+            if installation is None or self not in installation.stack:
+                return  # detached
+            index = installation.stack.index(self)
+            inside = [other for other in installation.stack[index + 1 :] if other.thread is not None]
+            runs = any(run.attached in (self, *installation.stack[index + 1 :]) for run in installation.running)
+            installation.stack[index:] = inside
+            installation.clean_up(self.model)
+        if kind is None and inside:
+            raise RuntimeError(
+                f"attach(model, {self.method}) was left before attach(model, {inside[-1].method}) inside it; {ADVICE}"
+            )
+        if kind is None and runs:
+            raise RuntimeError(
+                f"attach(model, {self.method}) was left while a generate() that started inside runs; {ADVICE}"
+            )
 
 
 def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = False) -> Attached:
     """From now on `model.generate()` decodes with `method` whenever it is called without a cache.
 
+    This is for one user of the model at a time. Inside one `with attach(...)` another may be opened, which holds until
+    it is left. Requests that run at the same time take a `Cache` each.
+
     compile: steps of one token run as one graph of torch.compile (a string: through that backend of it), which a GPU
     replays as a CUDA graph.
 
     Raises ValueError if the model is not supported or cannot be compiled, and warns if none of its layers has full
-    attention: then the method has nothing to do.
+    attention: then the method has nothing to do. Raises RuntimeError if another thread runs generate() on this model
+    or is inside `with attach(...)`.
     """
     method = parse(method)
-    is_first = "_skimkv" not in getattr(model, "__dict__", ())
-    forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
-    installation = _install(model)
-    if not any(layer.supported for layer in model_layers(model)):
-        warnings.warn(f"{type(model).__name__} has no full-attention layer: {method} changes nothing", stacklevel=2)
-    before = installation.method, set_forward(model, forward)
-    installation.method = method
-    return Attached(model, method, is_first, before)
+    with _lock:
+        if (installation := getattr(model, "__dict__", {}).get("_skimkv")) is not None:
+            installation.refuse_other_threads(f"attach {method}")
+        forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
+        installation = _install(model)
+        if not any(layer.supported for layer in model_layers(model)):
+            warnings.warn(f"{type(model).__name__} has no full-attention layer: {method} changes nothing", stacklevel=2)
+        before = set_forward(model, forward)
+        if not installation.stack:
+            installation.base = installation.base[0], before
+        installation.stack.append(attached := Attached(model, method, forward))
+        _replace_generate(model, installation)
+    return attached
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Put the model's own attention back. Does nothing if no method is attached."""
-    installation: _Installation | None = model.__dict__.pop("_skimkv", None)
-    if installation is not None:
-        model.__dict__.pop("_prepare_cache_for_generation", None)
-        set_forward(model, None)
-        model.set_attn_implementation(installation.library_attention)
+    """Put the model's own attention back. Does nothing if no method is attached.
+
+    Raises RuntimeError if another thread runs generate() on this model or is inside `with attach(...)`.
+    """
+    with _lock:
+        if (installation := model.__dict__.get("_skimkv")) is not None:
+            installation.refuse_other_threads("detach")
+            _uninstall(model)
+
+
+def _uninstall(model: PreTrainedModel) -> None:
+    installation: _Installation = model.__dict__.pop("_skimkv")
+    installation.stack.clear()
+    model.__dict__.pop("_prepare_cache_for_generation", None)
+    ours = model.__dict__.pop("generate", None)
+    if isinstance(ours, _Generate) and ours.replaced is not None:
+        model.__dict__["generate"] = ours.replaced
+    set_forward(model, None)
+    model.set_attn_implementation(installation.library_attention)
 
 
 def check_length(model: PreTrainedModel, n_tokens: int) -> None:
@@ -228,14 +327,59 @@ def _install(model: PreTrainedModel) -> _Installation:
     installation = model.__dict__["_skimkv"] = _Installation(before)
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = MethodType(_prepare_cache, model)
+        _replace_generate(model, installation)
     return installation
+
+
+def _replace_generate(model: PreTrainedModel, installation: _Installation) -> None:
+    if hasattr(model, "_prepare_cache_for_generation"):
+        before = model.__dict__.get("generate")
+        replaced = before.replaced if isinstance(before, _Generate) else before
+        model.__dict__["generate"] = _Generate(model, installation.stack[-1] if installation.stack else None, replaced)
+
+
+class _Generate:
+    """In the place of a model's generate(): it notes that it runs, and with which method.
+
+    attached: what was attached when this was looked up. `Thread(target=model.generate)` keeps it, and may begin when
+    that was left: then it would decode with another method, and is refused.
+    replaced: what somebody else had put in the place of the class's generate(), if anything.
+    """
+
+    def __init__(self, model: Any, attached: Attached | None, replaced: Any) -> None:
+        self.model, self.attached, self.replaced = model, attached, replaced
+        functools.update_wrapper(self, type(model).generate)
+        self.__wrapped__ = replaced or MethodType(type(model).generate, model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
+        return _Generate(copy.deepcopy(self.model, memo), None, copy.deepcopy(self.replaced, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gets_cache = kwargs.get("past_key_values") is not None
+        with _lock:
+            installation: _Installation | None = self.model.__dict__.get("_skimkv")
+            if self.attached is not None and (installation is None or self.attached not in installation.stack):
+                raise RuntimeError(f"attach(model, {self.attached.method}) was left before generate() began; {ADVICE}")
+            if installation is not None:
+                attached = installation.stack[-1] if installation.stack and not gets_cache else None
+                installation.running.append(run := _RunningGenerate(installation.method, attached))
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            if installation is not None:
+                with _lock:
+                    installation.running.remove(run)
+                    if not installation.stack and self.model.__dict__.get("_skimkv") is installation:
+                        installation.clean_up(self.model)
 
 
 def _prepare_cache(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
 ) -> None:
     """In the place of the method in which generate() makes its cache: make ours where the caller gave none."""
-    method: Method | None = model._skimkv.method
+    installation: _Installation = model._skimkv
+    own = [run.method for run in installation.running if run.thread == threading.get_ident()]
+    method = own[-1] if own else installation.method
     is_ours = method is not None and model_kwargs.get("past_key_values") is None
     use_cache, implementation = generation_config.use_cache, generation_config.cache_implementation
     if is_ours and (use_cache is False or implementation not in (None, "dynamic")):
@@ -243,9 +387,10 @@ def _prepare_cache(
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     if is_ours:
         assert method is not None
-        model_kwargs["past_key_values"] = Cache(model, method)
+        cache = model_kwargs["past_key_values"] = Cache.__new__(Cache)
+        cache._build(model, method)
         if generation_config.is_assistant:
-            model_kwargs["past_key_values"].activate_past_recording()
+            cache.activate_past_recording()
     # generate() drops a mask of ones and leaves its length behind
     attention_mask = model_kwargs.get("attention_mask")
     prompt = getattr(generation_config, "_mask_length", None) if attention_mask is None else attention_mask.shape[1]
