@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,19 +36,23 @@ class Parameter(NamedTuple):
     takes_text: bool = False
 
 
-def parse_call(text: str, kind: str, example: str) -> Call:
+def parse_call(text: object, kind: str, example: str) -> Call:
     """Take a spec apart. A name alone is a call without arguments.
 
     kind and example are for the message: "method", "SparQ(r=32, k=128)".
-    Raises ValueError if the text is not a name with arguments, or is longer than MAX_LENGTH characters.
+    Raises ValueError if the text is not a name with arguments, is longer than MAX_LENGTH characters, or is no text.
     """
+    if isinstance(text, type):
+        raise ValueError(f"{text.__name__} is a class, not a {kind}; write for example {example}")
+    if not isinstance(text, str):
+        raise ValueError(f"{reprlib.repr(text)} is not a {kind} spec; write for example {example}")
     if len(text) > MAX_LENGTH:
         raise ValueError(f"a {kind} spec has at most {MAX_LENGTH} characters, this one has {len(text)}")
     source = text.strip()
     problem = f"{text!r} is not a {kind} spec; write for example {example}"
     try:
         node = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         missing = source.count("(") - source.count(")")
         hint = "; a closing parenthesis is missing" if missing == 1 and "(" in source else ""
         raise ValueError(problem + hint) from None

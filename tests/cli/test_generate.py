@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from skimkv import ops
 from support.command_line import SKIMKV, answer, assert_mistake, run
 
 KEYS = "text method prompt_tokens new_tokens ms_per_token bytes_per_step cache_bytes".split()
@@ -87,6 +89,13 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -
         (["--chat"], "no chat template"),
         (["--weights", "int3"], "--weights 'int3' is unknown"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--temperature", "1e-45"], "--temperature 1e-45 must be 0, or at least 1e-06"),
+        (["--temperature", "-1"], "--temperature -1.0 must be 0"),
+        (["--temperature", "nan"], "--temperature nan must be 0"),
+        (["--temperature", "inf"], "--temperature inf must be 0"),
+        (["--seed", str(10**30)], f"--seed {10**30} does not fit 64 bits"),
+        (["--seed", str(-(2**63) - 1)], "does not fit 64 bits"),
+        (["--prompt", "a\udcffb"], "--prompt: not UTF-8 text"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
@@ -97,6 +106,45 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: st
 def test_a_prompt_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(b"abc\xff\xfe")
     assert_mistake(run(capsys, "generate", "--prompt-file", str(tmp_path / "p")), "not UTF-8")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs devices")
+def test_a_prompt_without_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_mistake(run(capsys, "generate", "--prompt-file", "/dev/zero"), "this is a device, which may have no end")
+
+
+@pytest.mark.parametrize("temperature", ["1e-6", "1e30"])
+def test_extreme_temperatures(capsys: pytest.CaptureFixture[str], temperature: str) -> None:
+    argv = ("generate", "--prompt", "The king", "--max-new-tokens", "3", "--temperature", temperature, "--seed")
+    assert 1 <= answer(capsys, *argv, str(2**63 - 1))["new_tokens"] <= 3
+    assert 1 <= answer(capsys, *argv, str(-(2**63)))["new_tokens"] <= 3
+
+
+def test_closed_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of a closed one
+    assert_mistake(run(capsys, "generate"), "stdin is closed; give --prompt or --prompt-file")
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("SKIMKV_BACKEND=foo", "unknown backend 'foo'; known: ref, cpu, gpu"),
+        ("SKIMKV_ISA=sse9", "SKIMKV_ISA=sse9 is not available; this machine has "),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate --prompt x", "eval --task record --method Dense() --out r.jsonl"])
+def test_a_bad_variable_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, variable: str, words: str, command: str
+) -> None:
+    name, value = variable.split("=")
+    if name == "SKIMKV_ISA" and ops.select_backend("cpu")[0] != "cpu":
+        pytest.skip("the native library is not built")
+    done = subprocess.run(
+        [*SKIMKV, *command.split()], env={**os.environ, name: value}, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("skimkv: ") and done.stderr.count("\n") == 1 and words in done.stderr
+    assert not (tmp_path / "r.jsonl").exists()
 
 
 def test_ctrl_c_prints_what_there_is() -> None:

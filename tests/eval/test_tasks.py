@@ -53,6 +53,30 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "lines(lines=1000000000)", "lines(lines=50000)", "lines(lines=None)", "record(lines=1000000000, asked=1)",
+        "record(lines=2.5)", "record(lines='x')", "record(asked=None)", "passkey(length=1000000000000)",
+        "passkey(length=None)", "needle(lengths=None)", "needle(lengths=())", "needle(lengths='abc')",
+        "needle(lengths=(300, 2.5))", "needle(depths=1.5)", "repetition(context=100000000000)",
+        "repetition(context=None)", "bpc(context=100000000000)", "bpc(reference=1e9)", "squad(confusions=100000000)",
+    ],
+)  # fmt: skip
+def test_sizes_that_no_text_has_are_refused_in_one_line(folder, spec):
+    """At once: a task that draws words without end would look for the next new pair for ever."""
+    data = None if spec.startswith(("lines", "record", "passkey")) else folder
+    with pytest.raises(ValueError, match=spec.split("(")[1].split("=")[0].removesuffix("s")) as error:
+        next(tasks.parse(spec).examples(data, 0))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [None, 7, tasks.Task, b"lines"])
+def test_what_is_no_task_is_refused_in_one_line(spec):
+    with pytest.raises(ValueError, match=r"is not a task spec|is a class, not a task"):
+        tasks.parse(spec)
+
+
 SPECS = [
     "record(lines=20, asked=4)", "passkey(length=900)", "lines(lines=12)", "needle(lengths=(400, 800), depths=3)",
     "repetition(context=2000, asked=3)", "bpc(context=300, reference=40)", "squad", "triviaqa",

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from skimkv import attach
 from skimkv.methods import (
     H2O,
     METHODS,
@@ -26,6 +27,7 @@ from skimkv.spec import ELSEWHERE, check_method
 from skimkv.spec import _builtin_signatures as signatures
 from skimkv.stores.base import Shape
 from support.specs import EACH
+from support.tiny_models import family
 
 
 def one_line(error):
@@ -51,6 +53,25 @@ def one_line(error):
 )
 def test_parse(spec, method):
     assert parse(spec) == method
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "None is not a method spec; write for example SparQ"),
+        (SparQ, "SparQ is a class, not a method; write for example SparQ(r=32, k=128)"),
+        (7, "7 is not a method spec"),
+        (b"Dense()", "is not a method spec"),
+        (["x" * 9000], "is not a method spec"),
+        ("-" * 499 + "1", "is not a method spec"),
+        ("(" * 250 + ")" * 250, "is not a method spec"),
+    ],
+)
+@pytest.mark.parametrize("call", [parse, lambda value: attach(family("llama"), value), check_method])
+def test_what_is_no_method_is_refused_in_one_line(value, words, call):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        call(value)
+    assert one_line(error)
 
 
 @pytest.mark.parametrize(

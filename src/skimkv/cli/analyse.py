@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import output
-from .options import Device, Dtype, Json, Model, Seed, input_file, output_folder, quiet, resolve_device
+from .options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Seed,
+    check_environment,
+    input_file,
+    output_folder,
+    quiet,
+    resolve_device,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,6 +66,7 @@ def analyse(
     """
     if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
         raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
+    check_environment()
     quiet(model)
     from ..analysis import figures, statistics
     from ..analysis.survey import LEAST_TOKENS, count_layers, survey

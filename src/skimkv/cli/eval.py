@@ -23,6 +23,7 @@ from .options import (
     Records,
     ResumeAnyway,
     Seed,
+    check_environment,
     input_path,
     quiet,
     resolve_device,
@@ -121,6 +122,7 @@ def evaluate(
     if not method and sweep is None:
         raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'SparQ(r=32, k=128)'")
     parsed_tasks = [tasks.parse(text) for text in dict.fromkeys(task)]
+    check_environment()
     quiet(model)
 
     from .. import ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +11,20 @@ import typer
 
 from . import output
 from .errors import INTERRUPTED, fail
-from .options import MODEL_OPTIONS, Dtype, Json, Method, Model, input_file, quiet
+from .options import MODEL_OPTIONS, Dtype, Json, Method, Model, check_environment, input_file, quiet, seed_option
 
 if TYPE_CHECKING:
     from ..eval.generate import Result
     from ..methods.base import Method as AnyMethod
+
+
+LEAST_TEMPERATURE = 1e-6  # logits divided by less could exceed float32; the most likely token is taken anyway
+
+
+def _temperature(value: float) -> float:
+    if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
+        raise ValueError(f"--temperature {value} must be 0, or at least {LEAST_TEMPERATURE}")
+    return value
 
 
 def generate(
@@ -32,9 +42,10 @@ def generate(
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; at 0 the most likely token is always taken.")
+        float,
+        typer.Option(callback=_temperature, help="Sampling temperature; at 0 the most likely token is always taken."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling; without a temperature it has no effect.")] = 0,
+    seed: Annotated[int, seed_option("Random seed of the sampling; without a temperature it has no effect.")] = 0,
     model: Model = "builtin",
     dtype: Dtype = None,
     weights: Annotated[
@@ -60,6 +71,7 @@ def generate(
     if weights not in (None, "int8"):
         raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
     text = _read_prompt(prompt, prompt_file)
+    check_environment()
     quiet(model)
     from ..hf.load import load
     from ..methods import parse
@@ -115,6 +127,8 @@ def _difference(text: str, dense: str, differs_at: int | None) -> str:
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from --prompt, --prompt-file or stdin. Raises ValueError if it is empty or not UTF-8 text."""
     if prompt is None:
+        if file is None and sys.stdin is None:
+            raise ValueError("stdin is closed; give --prompt or --prompt-file")
         if file is None and sys.stdin.isatty():
             print("Type the prompt; Ctrl-D on an empty line ends it.", file=sys.stderr)
         try:
@@ -122,6 +136,8 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         except UnicodeDecodeError as error:
             where = f"{error.reason} at byte {error.start}"
             raise ValueError(f"{file or 'stdin'}: not UTF-8 text ({where})") from None
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python passes on bytes that are not UTF-8
+        raise ValueError("--prompt: not UTF-8 text")
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     return prompt

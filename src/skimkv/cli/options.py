@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,22 @@ def quiet(model: str) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+def check_environment() -> None:
+    """Raise ValueError if SKIMKV_BACKEND or SKIMKV_ISA names something that this machine does not have.
+
+    A command that decodes calls it before it loads a model. Without these variables nothing is imported.
+    """
+    if os.environ.get("SKIMKV_BACKEND"):
+        from .. import ops
+
+        ops.select_backend()
+    if os.environ.get("SKIMKV_ISA"):
+        from ..ops.cpu import backend
+
+        if (reason := backend.unavailable()) is not None:
+            raise ValueError(reason)
+
+
 def check_writable(option: str, path: Path) -> None:
     """Raise ValueError unless a file can be written at `path`; `option` is the option's name for the message."""
     folder = path.absolute().parent
@@ -105,8 +122,17 @@ def check_readable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: this is a folder; give the name of a file")
     if not path.exists():
         raise ValueError(f"{option} {path}: there is no such file")
+    mode = path.stat().st_mode
+    if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and path.resolve() != Path("/dev/null") and not _is_terminal(path)):
+        raise ValueError(f"{option} {path}: this is a device, which may have no end; give the name of a file")
     if not os.access(path, os.R_OK):
         raise ValueError(f"{option} {path}: no permission to read it")
+
+
+def _is_terminal(path: Path) -> bool:
+    """Whether a character device is a terminal, on which the user ends the text."""
+    with open(path, "rb", buffering=0) as file:
+        return file.isatty()
 
 
 def check_exists(option: str, path: Path) -> None:
@@ -147,6 +173,12 @@ def _dtype(value: str | None) -> str | None:
 def _device(value: str) -> str:
     if not re.fullmatch(r"[a-z]+(:\d+)?", value):
         raise ValueError(f"--device {value!r} is unknown; write for example cpu, cuda or cuda:1")
+    return value
+
+
+def _seed(value: int) -> int:
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"--seed {value} does not fit 64 bits; give a number from {-(2**63)} to {2**63 - 1}")
     return value
 
 
@@ -212,6 +244,11 @@ def input_file(help: str, option: str, panel: str | None = None) -> Any:
     return typer.Option(option, help=help, metavar="FILE", callback=_path(check_readable), rich_help_panel=panel)
 
 
+def seed_option(help: str, panel: str | None = None) -> Any:
+    """Make the option for a random seed, which PyTorch's generators take as 64 bits."""
+    return typer.Option("--seed", help=help, callback=_seed, rich_help_panel=panel)
+
+
 def methods_option(default: str | bool = True) -> Any:
     """Make the option for several methods; `default` says in words which are taken where none is given."""
     return typer.Option(
@@ -251,7 +288,7 @@ Method = Annotated[
 ]  # fmt: skip
 Methods = Annotated[list[str] | None, methods_option()]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences that are decoded together.")]
-Seed = Annotated[int, typer.Option("--seed", help="Random seed; the same seed gives the same result.")]
+Seed = Annotated[int, seed_option("Random seed; the same seed gives the same result.")]
 Records = Annotated[
     Path,
     output_file("File of records (JSON Lines). New records are added; those it already holds are not computed again."),

@@ -22,6 +22,7 @@ from .options import (
     Plot,
     Records,
     ResumeAnyway,
+    check_environment,
     input_file,
     quiet,
     resolve_device,
@@ -105,6 +106,7 @@ def tune(
     for way in channels or ():
         if way not in CHANNELS:
             raise ValueError(f"--channels {way!r} is unknown; known: {', '.join(CHANNELS)}")
+    check_environment()
     quiet(model)
     place = resolve_device(device)
 

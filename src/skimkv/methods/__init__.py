@@ -61,8 +61,9 @@ def load_announced_methods() -> None:
 def parse(text: str | Method) -> Method:
     """A method from its spec, `SparQ(r=32, k=128)`. A spec holds literals only; nothing in it is ever run.
 
-    Methods that other packages announce are found too.
-    Raises ValueError, in one line, which names what is wrong and what to write instead.
+    A method is returned as it is. Methods that other packages announce are found too.
+    Raises ValueError, in one line, which names what is wrong and what to write instead; also for None, or for a class
+    such as SparQ in the place of SparQ(r=32, k=128).
     """
     if isinstance(text, Method):
         return text

@@ -21,7 +21,7 @@ from rich.progress import TextColumn
 
 from ..cli.errors import carry_out
 from ..cli.help import App
-from ..cli.options import MODEL_OPTIONS, OUTPUT_OPTIONS, resolve_device
+from ..cli.options import MODEL_OPTIONS, OUTPUT_OPTIONS, resolve_device, seed_option
 from ..cli.output import progress_bar
 from . import folder
 from .data import KINDS, RowMaker, read_texts
@@ -147,9 +147,7 @@ def main(
             rich_help_panel=TRAINING_OPTIONS,
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed of the weights and the rows.", rich_help_panel=TRAINING_OPTIONS)
-    ] = 0,
+    seed: Annotated[int, seed_option("Random seed of the weights and the rows.", TRAINING_OPTIONS)] = 0,
     device: Annotated[
         str,
         typer.Option(

@@ -24,7 +24,12 @@ class Example(NamedTuple):
     at: tuple[float, ...] = ()
 
 
-def check_whole(name: str, value: Any, low: int) -> None:
-    """Raises ValueError unless value is a whole number of at least low."""
+MOST_CHARACTERS = 10**7  # of one text, beyond the positions of any model
+
+
+def check_whole(name: str, value: Any, low: int, high: int = MOST_CHARACTERS) -> None:
+    """Raises ValueError unless value is a whole number from low to high."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} = {value!r} must be a whole number of at least {low}")
+    if value > high:
+        raise ValueError(f"{name} = {value} must be at most {high}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import source
 from .base import Example, check_whole
-from .record import WORDS
+from .record import MOST_LINES, WORDS
 
 HEAD = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
@@ -30,7 +30,7 @@ def examples(*, data: Path | None = None, seed: int = 0, lines: int = 100, cue: 
     window around the line in question. cue: the question ends with the beginning of the line, so that a model without
     instructions can answer, too; without it the question is LongEval's.
     """
-    check_whole("lines", lines, 1)
+    check_whole("lines", lines, 1, MOST_LINES)
     for key, head, record, (index, number) in _make(seed, lines) if data is None else _read(data, lines):
         question = QUESTION.format(index) + (f"\nline {index}: REGISTER_CONTENT is <" if cue else "")
         place = [i for i, _ in record].index(index)

@@ -26,7 +26,9 @@ def examples(
     A length is in characters, about 4 a token of a large model; depths are spread evenly from 0, the beginning, to
     1, the end.
     """
-    lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
+    lengths = tuple(lengths) if isinstance(lengths, (tuple, list)) else (lengths,)
+    if not lengths:
+        raise ValueError("needle: lengths is empty; write for example lengths=(3000, 6000)")
     for length in lengths:
         check_whole("lengths", length, 200)
     check_whole("depths", depths, 2)

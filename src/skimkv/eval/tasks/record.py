@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from .base import Example
+from .base import Example, check_whole
 
 WORDS = """
 acorn actor album alley amber anchor ankle apple apron arch armor arrow attic aunt autumn badge bakery ball bamboo
@@ -53,7 +53,9 @@ def records(number: int = 1, lines: int = 180, asked: int = 10, seed: int = 0) -
     No key comes twice, and up to 191 lines no word. A line is about 15 tokens of the bundled model. Raises ValueError
     if more lines are asked for than written.
     """
-    if not 1 <= asked <= lines <= MOST_LINES:
+    check_whole("lines", lines, 1)
+    check_whole("asked", asked, 1)
+    if not asked <= lines <= MOST_LINES:
         raise ValueError(f"asked = {asked}, lines = {lines}: need 1 <= asked <= lines <= {MOST_LINES}")
     rng = random.Random(seed)
     made = []
