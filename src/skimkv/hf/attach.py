@@ -38,7 +38,12 @@ class Cache(LibraryCache):
     """A key-value cache that decodes with `method`: give it to generate() or to forward as past_key_values.
 
     Layers of full attention use the method, sliding layers keep the library's own cache. Making a Cache sets the
-    model up for it; `detach(model)` undoes that, and so does leaving the `with attach(...)` in which it was made. A copy.deepcopy of a cache is independent of it.
+    model up for it; `detach(model)` undoes that, and so does leaving the `with attach(...)` in which it was made. A
+    copy.deepcopy of a cache is independent of it.
+
+    generate() reads a prompt exactly, also in chunks (prefill_chunk_size): what the method drops is dropped after the
+    last chunk. Where a prompt is fed by hand, in several calls of forward, each call counts as a prompt: the method
+    drops tokens after every one.
 
     Raises ValueError if the model is not supported.
     """
@@ -81,11 +86,11 @@ class Cache(LibraryCache):
                 _check_positions(layer.seen + key_states.shape[2], self.max_positions)
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _begin_generation(self, prefill_until: int | None, keep_recording: bool) -> None:
-        """Prepare for a new call of generate(). prefill_until: as of Layer."""
+    def _begin_generation(self, prefill_until: int | None, prompt_end: int | None, keep_recording: bool) -> None:
+        """Prepare for a new call of generate(). prefill_until, prompt_end: as of Layer."""
         for layer in self.layers:
             if isinstance(layer, Layer):
-                layer.prefill_until = prefill_until
+                layer.prefill_until, layer.prompt_end = prefill_until, prompt_end
             if not keep_recording and hasattr(layer, "record_past"):
                 layer.record_past = False
 
@@ -387,10 +392,11 @@ def _prepare_cache(
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     if is_ours:
         assert method is not None
-        cache = model_kwargs["past_key_values"] = Cache.__new__(Cache)
-        cache._build(model, method)
+        made: Any = Cache.__new__(Cache)
+        made._build(model, method)
+        model_kwargs["past_key_values"] = made
         if generation_config.is_assistant:
-            cache.activate_past_recording()
+            made.activate_past_recording()
     # generate() drops a mask of ones and leaves its length behind
     attention_mask = model_kwargs.get("attention_mask")
     prompt = getattr(generation_config, "_mask_length", None) if attention_mask is None else attention_mask.shape[1]
@@ -401,5 +407,9 @@ def _prepare_cache(
         if is_assisted and (seen := cache.get_seq_length()):
             # transformers would feed the whole text again, after what the cache already holds of it
             raise ValueError(f"assisted decoding needs a new cache: this one holds {seen} tokens")
-        # drafts are verified in blocks of several tokens, which must be decoded one by one
-        cache._begin_generation(prompt if is_assisted else None, keep_recording=generation_config.is_assistant)
+        cache._begin_generation(
+            # drafts are verified in blocks of several tokens, which must be decoded one by one
+            prefill_until=prompt if is_assisted else None,
+            prompt_end=None if generation_config.prefill_chunk_size is None else prompt,
+            keep_recording=generation_config.is_assistant,
+        )

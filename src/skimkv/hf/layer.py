@@ -15,11 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..methods import Dense
 from ..methods.base import Method
 from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
@@ -148,6 +150,73 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
+class _PromptInChunks:
+    """The chunks of a prompt whose end has not come: its attention is dense, and a method takes it as a whole.
+
+    past: what the method had kept before the prompt, and the chunks (`Full`); chunks: q (B,H,G,n,D) · k, v (B,H,n,D) of
+    each, of which the first pads[b] tokens of row b are padding, counted over all chunks.
+    """
+
+    def __init__(self, method: Method, store: Store) -> None:
+        self.method, self.store = method, store
+        self.past = Dense().store(store.shape, store.dtype, store.device)
+        self.chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.pads = [0] * store.shape.B
+        if any(store.lengths):
+            rows = [store.history(slice(b, b + 1)) for b in range(store.shape.B)]
+            n = max(k.shape[2] for k, _ in rows)
+            pads = [n - k.shape[2] for k, _ in rows]
+            k, v = (
+                torch.cat([F.pad(row[i], (0, 0, pad, 0)) for row, pad in zip(rows, pads, strict=True)]) for i in (0, 1)
+            )
+            self.past.append(k, v, pads)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+    ) -> Tensor:
+        """Dense causal attention of one more chunk: q (B,H,G,n,D) · k, v (B,H,n,D) -> (B,H,G,n,D)."""
+        y = Dense().prefill(self.past, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        self.chunks.append((q, k, v))
+        self.pads = [all_pad + p for all_pad, p in zip(self.pads, pad or [0] * len(self.pads), strict=True)]
+        return y
+
+    def finish(self, *, scale: float, softcap: float | None) -> None:
+        """Let the method take what it keeps of the whole prompt into its store."""
+        q, k, v = (torch.cat(parts, -2) for parts in zip(*self.chunks, strict=True))
+        pad = self.pads if any(self.pads) else None
+        with self.store.exclusive():
+            self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the chunks, padding included."""
+        return sum(k.shape[2] for _, k, _ in self.chunks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks, and of the keys and values that they attend to."""
+        return self.past.nbytes + self._chunk_bytes
+
+    @property
+    def allocated(self) -> int:
+        """The same with room for growth."""
+        return self.past.allocated + self._chunk_bytes
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return sum(tensor.nbytes for chunk in self.chunks for tensor in chunk)
+
+
+def _takes_chunks(method: Method, store: Store) -> bool:
+    """Whether a prompt may come in chunks to a method with what it keeps of them: then it forgets and rounds nothing.
+
+    A method with a `prefill` of its own, which reads a later block token by token, may take its later blocks so too.
+    """
+    if any(store.lengths) and type(method).prefill is not Method.prefill:
+        return True
+    return isinstance(store, Full) and method.kv is None and type(method).take is Method.take
+
+
 class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     """An attention layer whose tokens a method reads from its store, which is made at the first block.
 
@@ -161,6 +230,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         self.record_past = False  # whether `crop` must be able to take tokens back
         # positions before this one are read in a block, later ones are decoded one by one; None: a block is read
         self.prefill_until: int | None = None
+        # where the prompt ends that generate() reads in chunks; None: a block is a whole prompt, or one is decoded
+        self.prompt_end: int | None = None
         super().__init__()
 
     def reset(self) -> None:
@@ -170,6 +241,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         # Since the last crop, for stores that cannot forget: the store as it was, and each (q, k, v) decoded.
         self.snapshot: Store | None = None
         self.log: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.prompt: _PromptInChunks | None = None
 
     @property
     def store(self) -> Store | None:
@@ -192,7 +264,10 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     @property
     def cached_tokens(self) -> list[int] | None:
         """How many tokens each row of the batch holds, padding not included; None before the first block."""
-        return None if self.store is None else self.store.lengths
+        if self.store is None or self.prompt is None:
+            return None if self.store is None else self.store.lengths
+        n = self.prompt.n_tokens
+        return [length + n - pad for length, pad in zip(self.store.lengths, self.prompt.pads, strict=True)]
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
@@ -205,7 +280,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         prefilled = self._prefill_tokens(n, pad)
         if prefilled:
             block = q[..., :prefilled, :], k[:, :, :prefilled], v[:, :, :prefilled]
-            outputs.append(self.method.prefill(store, *block, scale=scale, pad=pad, softcap=softcap))
+            outputs.append(self._prefill(store, *block, scale=scale, pad=pad, softcap=softcap))
         for t in range(prefilled, n):
             token = q[..., t, :], k[:, :, t], v[:, :, t]
             if self.record_past and not isinstance(store, Full):
@@ -216,6 +291,31 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         self.seen += n
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
 
+    def _prefill(
+        self,
+        store: Store,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        pad: list[int] | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Read a block of a prompt, which the method takes when its last block has come. Shapes: AttentionLayer."""
+        is_last = self.prompt_end is None or self.seen + k.shape[2] >= self.prompt_end
+        if is_last:
+            self.prompt_end = None
+        if self.prompt is None:
+            if is_last or _takes_chunks(self.method, store):
+                return self.method.prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+            self.prompt = _PromptInChunks(self.method, store)
+        y = self.prompt.attend(q, k, v, scale=scale, pad=pad, softcap=softcap)
+        if is_last:
+            self.prompt.finish(scale=scale, softcap=softcap)
+            self.prompt = None
+        return y
+
     def _new_store(self, q: Tensor, k: Tensor) -> Store:
         B, H, _, D = k.shape
         store: Store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
@@ -223,6 +323,10 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     def _prefill_tokens(self, n: int, pad: list[int] | None) -> int:
         """How many leading tokens of a block of n are read together; the others are decoded one by one."""
+        if self.prompt_end is not None:
+            return min(max(self.prompt_end - self.seen, 0), n)
+        if self.prompt is not None:
+            return n  # the rest of a prompt that was interrupted
         if self.prefill_until is not None:
             prefilled = min(max(self.prefill_until - self.seen, 0), n)
         elif self.record_past and self.seen:
@@ -269,6 +373,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to forget")
         if n and (store is None or n > self.seen):
             raise ValueError(f"cannot forget {n} tokens of {self.seen}")
+        if n and self.prompt is not None:
+            raise ValueError(f"cannot forget {n} tokens of a prompt whose last chunk has not been read")
         if n and not isinstance(store, Full) and n > len(self.log):
             raise ValueError(
                 f"{self.method} has dropped tokens; {n} cannot be forgotten, {len(self.log)} are on record "
@@ -294,6 +400,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     def _select(self, index: Tensor) -> None:
         if self.store is None:
             return
+        if self.prompt is not None:
+            raise ValueError("the rows of a cache cannot change before the last chunk of a prompt has been read")
         for store in (self.store, self.snapshot):
             if store is not None:
                 store.select(index)
@@ -317,14 +425,14 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cached tokens, and of what it takes to go back while a draft is verified."""
-        stores = sum(store.nbytes for store in (self.store, self.snapshot) if store is not None)
-        return stores + sum(tensor.nbytes for token in self.log for tensor in token)
+        """Bytes of the cached tokens, of what it takes to go back while a draft is verified, and of a prompt's chunks."""
+        parts = sum(part.nbytes for part in (self.store, self.snapshot, self.prompt) if part is not None)
+        return parts + sum(tensor.nbytes for token in self.log for tensor in token)
 
     @property
     def allocated(self) -> int:
-        """Bytes that the stores have allocated, with room for growth."""
-        return sum(store.allocated for store in (self.store, self.snapshot) if store is not None)
+        """Bytes that are allocated for all this, with room for growth."""
+        return sum(part.allocated for part in (self.store, self.snapshot, self.prompt) if part is not None)
 
 
 def attention(
