@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +70,7 @@ def test_score_against_length(tmp_path, capsys, drawn):
     path, rows = tmp_path / "r.jsonl", []
     for lines, tokens, r, score in ((20, 300, 8, 1.0), (40, 600, 10, 0.5)):
         task = f"record(lines={lines})"
-        for i in range(4):
+        for i in range(5):
             wrong = float(i > 0)
             rows += [
                 record(task, "Dense()", i, 1.0, 1.0, tokens),
@@ -77,14 +80,14 @@ def test_score_against_length(tmp_path, capsys, drawn):
             ]
     path.write_text("".join(rows))
     assert plot(path, capsys) == ["f.png", "f-length.png", "f-ablation.png"]
-    panels = {title: lines for title, _, lines in drawn["lengths"]}
+    panels = {title: lines for title, _, lines, _ in drawn["lengths"]}
     assert list(panels) == ["record, blind, settings kept", "record, blind, 1/4 of the bytes",
                             "record, blind, 1/8 of the bytes"]  # fmt: skip
     assert [p[:2] for p in panels["record, blind, 1/4 of the bytes"]["SparQ"]] == [(300, 1.0), (600, 0.5)]
     assert set(panels["record, blind, 1/4 of the bytes"]) == {"Dense", "SparQ"}, "80 of 600 is no quarter"
     assert set(panels["record, blind, settings kept"]) == {"Dense", "LMInfinite(k=80)"}
-    (tokens, mean, error), _ = panels["record, blind, 1/8 of the bytes"]["SparQ, channels='int8'"]
-    assert (tokens, mean) == (300, 0.75) and error == pytest.approx(0.25)
+    (tokens, mean, low, high), _ = panels["record, blind, 1/8 of the bytes"]["SparQ, channels='int8'"]
+    assert (tokens, mean) == (300, 0.8) and (low, high) == pytest.approx((0.3755, 0.9638), abs=1e-4), "Wilson's, 4 of 5"
 
 
 def test_ablation(tmp_path, capsys, drawn):
@@ -96,8 +99,8 @@ def test_ablation(tmp_path, capsys, drawn):
         for j, spec in enumerate(specs) for i in range(3)
     ))  # fmt: skip
     assert plot(path, capsys) == ["f.png", "f-ablation.png"]
-    ((title, finding, changes, counts),) = drawn["ablation"]
-    assert title == "record, blind"
+    ((title, finding, changes, counts, greatest),) = drawn["ablation"]
+    assert (title, greatest) == ("record, blind", 1)
     assert {name for name, *_ in finding} == {"Dense", "oracle top-k", "LowRank", "SparQ"}
     assert sum(name == "SparQ" for name, *_ in finding) == 4, "k = 128 only"
     assert {setting for setting, *_ in changes} == {"r = 8, k = 32", "r = 16, k = 128"}
@@ -158,3 +161,69 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
     assert main(["plot", str(path), "--out", str(tmp_path / "no" / "f.png")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+ODD_VALUES = [
+    None, True, "x", "", -1, 0, 1, 0.5, 1e308, -1e308, math.nan, math.inf, 2**31, 2**62, 2**63, 10**400, [], [1], ["x"],
+    [math.nan, 1], [1e308, -1e308], {}, {"x": 1}, [[]], "Dense()", "TopK(k=0)", "TopK(k=2", "SparQ(r=8, k=32)",
+    "needle", "lines(lines=2)", "lines(lines=-1)", "a" * 5000, "\udcff",
+]  # fmt: skip
+
+
+def drawn_or_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether the figure was drawn; if it was not, there is one line on stderr."""
+    status = main(["plot", str(path), "--out", str(path.with_name("f.svg"))])
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("skimkv: warning: ")]
+    assert (status == 0 and not lines) or (status == 2 and not out and len(lines) == 1 and len(err) < 1000), err
+    return status == 0
+
+
+def test_damaged_records_are_drawn_or_refused_in_one_line(tmp_path, capsys):
+    """Whatever stands in the fields of a few records."""
+    path, draw, refused = tmp_path / "r.jsonl", random.Random(0), 0
+    rows = [
+        json.loads(record(task, method, i, i % 2, share, 90 + at, (at, 0.5)))
+        for task, at in (("needle", 300), ("lines(lines=2)", 2), ("lines(lines=4)", 4)) for i in range(2)
+        for method, share in (("Dense()", 1.0), ("SparQ(r=8, k=32)", 0.25), ("SparQ(r=8, k=32, local=0)", 0.25))
+    ]  # fmt: skip
+    n = 24
+    for _ in range(n):
+        damaged = [dict(row) for row in rows]
+        for row in draw.sample(damaged, draw.choice([1, 1, 3, len(damaged)])):
+            name = draw.choice([*row, "output", "versions", "context"])
+            row[name] = draw.choice(ODD_VALUES)
+            if draw.random() < 0.1:
+                del row[name]
+        path.write_text("".join(json.dumps(row) + "\n" for row in damaged))
+        refused += not drawn_or_refused(path, capsys)
+    assert n // 4 < refused < n
+
+
+def test_damaged_benchmarks_are_drawn_or_refused_in_one_line(tmp_path, capsys):
+    path, draw, refused = tmp_path / "b.json", random.Random(0), 0
+    methods = ("torch:sdpa", "Dense()", "SparQ(r=8, k=32)")
+    kinds = [
+        [{**ATTENTION, "method": m, "length": n, "speedup_dense": 1.5, "best_of_torch": m.startswith("torch")}
+         for n in (1024, 2048) for m in methods],
+        [{**ATTENTION, "method": methods[2], "length": n, "batch": b, "speedup_best": 1.5}
+         for b in (1, 4) for n in (1024, 2048)],
+        [{**TOKEN, "method": m, "length": n, "ms": 4.0, "floor_ms": 2.0} for n in (1024, 2048) for m in methods[1:]],
+    ]  # fmt: skip
+    n = 24
+    for i in range(n):
+        rows: list[Any] = [dict(row) for row in kinds[i % 3]]
+        for at in draw.sample(range(len(rows)), draw.choice([1, 1, len(rows)])):
+            name = draw.choice([*rows[at]])
+            rows[at][name] = draw.choice(ODD_VALUES)
+            if draw.random() < 0.2:
+                rows[at] = draw.choice([None, 7, [], "x", {}])
+        path.write_text(json.dumps({"machine": "x", "rows": rows}))
+        refused += not drawn_or_refused(path, capsys)
+    assert n // 4 < refused < n
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs devices")
+def test_what_has_no_end_is_not_read(capsys):
+    assert main(["plot", "/dev/zero"]) == 2
+    assert "this is a device" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def _damaged(path, name):
         ("missing", r"1 tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
         ("shape", r"blk.0.ffn_gate.weight is \(160, 96\); the metadata say \(192, 96\)"),
         ("scaling", "'yarn' is not supported"),
-        ("width", r"token_embd.weight is \(261, 96\); the metadata say \(261, 3221225472\)"),
+        ("width", r"token_embd.weight is \(263, 96\); the metadata say \(263, 3221225472\)"),
         ("no width", "llama.embedding_length = 0 must be a whole number of at least 1"),
         ("scalar", "blk.0.scale.weight has 0 dimensions"),
         ("type of metadata", "llama.block_count = 'two' must be a whole number"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,16 @@ import typer
 
 from . import output
 from .options import Json, check_readable, output_figure
+
+# The fields of a benchmark's rows that each figure shows.
+SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype")
+BENCH_FIELDS = {
+    "sweep": ("method", "length", "batch", "speedup_best", "speedup_theory"),
+    "attention": ("method", "length", "speedup_dense", "speedup_theory", *SHAPE),
+    "token": ("method", "length", "ms", "ms_attention", "floor_ms", "shape", "layers", "weights"),
+}
+BENCH_TEXTS = {"method", "dtype", "shape", "weights"}
+GREATEST = 1e15  # no length, time or ratio is near it
 
 
 def plot(
@@ -48,7 +60,7 @@ def _bench_rows(path: Path) -> list[dict[str, Any]] | None:
     lines = path.read_bytes().strip().split(b"\n")
     try:
         last = json.loads(lines[-1])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     rows = last.get("rows") if isinstance(last, dict) and "machine" in last else None
     return rows if isinstance(rows, list) else None
@@ -58,17 +70,37 @@ def _draw_bench(rows: list[dict[str, Any]], path: Path, out: Path) -> list[Path]
     """Draw the figure of `bench attention` or `bench token`, whichever has rows like these."""
     from ..bench import figures
 
-    if len({row.get("batch") for row in rows if "speedup_best" in row}) > 1:
+    kinds = [kind for kind, fields in BENCH_FIELDS.items() if rows and all(_has(row, fields) for row in rows)]
+    if not kinds:
+        raise ValueError(f"{path}: only what bench attention and bench token print can be drawn")
+    for number, row in enumerate(rows, 1):
+        for name in (field for kind in kinds for field in BENCH_FIELDS[kind]):
+            if not _can_be_drawn(name, row[name]):
+                raise ValueError(f"{path}: {name} of row {number} is damaged: {reprlib.repr(row[name])}")
+    if "sweep" in kinds and len({row["batch"] for row in rows}) > 1:
         figures.sweep(rows, out)
-    elif rows and all({"speedup_dense", "speedup_theory", "length"} <= set(row) for row in rows):
+    elif "attention" in kinds:
         figures.attention(rows, out)
-    elif rows and all({"ms", "ms_attention", "floor_ms", "length"} <= set(row) for row in rows):
+    elif "token" in kinds:
         if not any(row["method"] == "Dense()" for row in rows):
             raise ValueError(f"{path}: Dense() is not among its methods, there is nothing to compare with")
         figures.token(rows, out)
     else:
         raise ValueError(f"{path}: only what bench attention and bench token print can be drawn")
     return [out]
+
+
+def _has(row: Any, fields: Sequence[str]) -> bool:
+    return isinstance(row, dict) and set(fields) <= set(row)
+
+
+def _can_be_drawn(name: str, value: Any) -> bool:
+    """Whether this can be the value of a benchmark's field of that name."""
+    if name in BENCH_TEXTS:
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < GREATEST if name == "ms_attention" else 0 < value < GREATEST
 
 
 def _draw_evaluation(path: Path, out: Path) -> list[Path]:

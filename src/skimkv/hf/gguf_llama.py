@@ -45,9 +45,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Llama
         raise ValueError(f"{path}: no such file")
     with as_value_error(str(path)), GGUFFile(path) as file:
         _check_supported(file)
-        config = _config(file.metadata, file.tensors)
-        _check_sizes(config, file.tensors)
-        model = _empty_model(config, dtype)
+        model = _empty_model(_config(file.metadata, file.tensors), dtype)
         _read_weights(model, file)
     with as_value_error(f"{path}: no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
@@ -108,7 +106,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaC
         )
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = sorted({end for end in ends if end is not None})
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=tensors["token_embd.weight"].shape[0], hidden_size=width, head_dim=size,
         intermediate_size=count("feed_forward_length"), num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=count("attention.head_count_kv", heads), max_position_embeddings=count("context_length"),
@@ -117,9 +115,11 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaC
         mlp_bias="blk.0.ffn_up.bias" in tensors, bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=ends or None, pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )  # fmt: skip
+    _check_sizes(config, tensors)
+    return config
 
 
-def _check_sizes(config: LlamaConfig, tensors: dict[str, TensorEntry]) -> None:
+def _check_sizes(config: Any, tensors: dict[str, TensorEntry]) -> None:
     """Raises ValueError if a size is not that of the tensors: before a model is made, which a wrong size could fill."""
     expected = {
         "token_embd": (config.vocab_size, config.hidden_size),

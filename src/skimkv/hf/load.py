@@ -173,7 +173,8 @@ def _check_size(folder: Path, trust_remote_code: bool) -> None:
     if getattr(config, "auto_map", None):
         return  # code of the folder's own, which may not be made twice
     with as_value_error(f"{folder}: cannot load its model"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        auto_model: Any = AutoModelForCausalLM
+        model = auto_model.from_config(config)
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if numbers > NUMBERS_PER_BYTE * stored + FREE_NUMBERS:
