@@ -6,6 +6,7 @@ pyplot: they need no display, and no state outlives them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,10 @@ STYLES = [
 ]  # fmt: skip
 MATCHED_SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the bytes that dense attention reads: where methods are compared
 
-ScorePoint = tuple[str, float, float, float | None]  # (line, share of dense's bytes, mean, standard error)
+FAN = 0.004, 0.03  # of the axis: how far lines that meet are drawn apart, each from the next, and all together
+
+# (line, share of dense's bytes, mean, low, high); the ends of the mean's interval are None where there is none
+ScorePoint = tuple[str, float, float, float | None, float | None]
 
 
 def line_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -83,8 +87,27 @@ def mark_matched_shares(ax: Axes) -> None:
         ax.axvline(share, color="0.8", linestyle="--", linewidth=1, zorder=0)
 
 
+def score_axis(ax: Axes, greatest: float) -> None:
+    """Let y begin and end where the scale of scores does, from 0 to `greatest`; without an end, y fits the data."""
+    if math.isfinite(greatest):
+        ax.set_ylim(0, greatest)
+
+
+def side_by_side(scores: Sequence[float], i: int, n: int, greatest: float) -> list[float]:
+    """The scores of line i of n as they are drawn: equal lines do not hide each other, and none leaves 0 to `greatest`.
+
+    All scores of a line are moved by nearly the same, at most 3% of the axis, and the first line comes to lie on top.
+    """
+    step, most = FAN
+    width = min(most, step * (n - 1))
+    return [score * (1 - width) + greatest * width * (n - 1 - i) / max(1, n - 1) for score in scores]
+
+
 def shifted(ax: Axes, i: int, n: int) -> Transform:
-    """Data coordinates for line i of n, moved up or down by a few points: equal lines do not hide each other."""
+    """Data coordinates for line i of n, moved up or down by a few points: equal lines do not hide each other.
+
+    This is for scores whose scale has no end; `side_by_side` is for the others.
+    """
     from matplotlib.transforms import ScaledTranslation
 
     points = 0.6 * ((n - 1) / 2 - i) / 72
@@ -92,28 +115,51 @@ def shifted(ax: Axes, i: int, n: int) -> Transform:
     return ax.transData + ScaledTranslation(0, points, figure.dpi_scale_trans)
 
 
-def draw_scores(ax: Axes, title: str, points: Sequence[ScorePoint], styles: Mapping[str, tuple[str, str]]) -> None:
+def draw_line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, n: int, greatest: float, **style: Any) -> None:
+    """Draw line i of the n lines of a panel of scores. style: what `Axes.plot` takes."""
+    if math.isfinite(greatest):
+        ax.plot(x, side_by_side(y, i, n, greatest), clip_on=False, **style)
+    else:
+        ax.plot(x, y, transform=shifted(ax, i, n), **style)
+
+
+def draw_intervals(
+    ax: Axes, x: Sequence[float], low: Sequence[float | None], high: Sequence[float | None], colour: str
+) -> None:
+    """Draw a band between the ends of the intervals, or a bar where there is one; None is no interval."""
+    if len(x) == 1 and low[0] is not None and high[0] is not None:
+        ax.vlines(x, low[0], high[0], color=colour, linewidth=1, zorder=2)
+    nothing = math.nan
+    low, high = ([nothing if end is None else end for end in ends] for ends in (low, high))
+    ax.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0, zorder=2)
+
+
+def draw_scores(
+    ax: Axes, title: str, points: Sequence[ScorePoint], styles: Mapping[str, tuple[str, str]], greatest: float = 1.0
+) -> None:
     """Draw a score against the share of dense attention's bytes, one line for every name that `styles` has.
 
-    A band is one standard error. The point named "Dense" becomes a grey line across the panel.
+    A band is the 95% interval of the mean. The point named "Dense" becomes a grey line across the panel. greatest: the
+    greatest score that is possible.
     """
-    for _, _, mean, error in (point for point in points if point[0] == "Dense"):
-        ax.axhline(mean, color="0.45", linewidth=1.2, zorder=1)
-        ax.axhspan(mean - (error or 0), mean + (error or 0), color="0.45", alpha=0.12, linewidth=0, zorder=0)
+    for _, _, mean, low, high in (point for point in points if point[0] == "Dense"):
+        ax.axhline(mean, color="0.45", linewidth=1.2, zorder=1, clip_on=False)
+        if low is not None and high is not None:
+            ax.axhspan(low, high, color="0.45", alpha=0.1, linewidth=0, zorder=0)
     names = list(dict.fromkeys(name for name, *_ in points if name in styles))
     for i, name in enumerate(names):
-        line = sorted(point[1:] for point in points if point[0] == name)
-        x, y, errors = [p[0] for p in line], [p[1] for p in line], [p[2] or 0 for p in line]
+        line = sorted((point[1:] for point in points if point[0] == name), key=lambda p: p[:2])
+        x, y, low_ends, high_ends = zip(*line, strict=True)
         colour, marker = styles[name]
-        where = shifted(ax, i, len(names))
-        ax.plot(x, y, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3, transform=where)
-        low, high = ([a + sign * b for a, b in zip(y, errors, strict=True)] for sign in (-1, 1))
-        if len(x) == 1:
-            ax.errorbar(x, y, errors, color=colour, linewidth=1, zorder=2)
-        ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0, zorder=2)
+        draw_line(ax, x, y, i, len(names), greatest, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
+        draw_intervals(ax, x, low_ends, high_ends, colour)
     mark_matched_shares(ax)
     ax.set_xscale("log", base=2)
-    ax.set_xticks([1 / 8, 1 / 4, 1 / 2, 1], ["⅛", "¼", "½", "all"])
+    least = min((share for _, share, *_ in points), default=1.0)
+    ticks = {1 / 64: "1/64", 1 / 32: "1/32", 1 / 16: "1/16", 1 / 8: "⅛", 1 / 4: "¼", 1 / 2: "½", 1: "all"}
+    shown = [tick for tick in ticks if tick >= min(least, 1 / 8)]
+    ax.set_xticks(shown, [ticks[tick] for tick in shown])
     ax.minorticks_off()
+    score_axis(ax, greatest)
     ax.set_title(title, loc="left", fontsize=10, weight="bold")
     ax.spines[["top", "right"]].set_visible(False)

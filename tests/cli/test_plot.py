@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from skimkv import plotting
 from skimkv.bench import figures as bench_figures
 from skimkv.cli.app import main
 from skimkv.eval import figures, panels, sweeps
@@ -227,3 +228,29 @@ def test_damaged_benchmarks_are_drawn_or_refused_in_one_line(tmp_path, capsys):
 def test_what_has_no_end_is_not_read(capsys):
     assert main(["plot", "/dev/zero"]) == 2
     assert "this is a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("greatest", [1.0, 256.0])
+def test_nothing_is_drawn_outside_the_scale(greatest):
+    """Twelve methods that are all right, or all wrong: lines are drawn side by side, and the axis is the scale."""
+    names = [f"M{i}" for i in range(12)]
+    points = [("Dense", 1.0, greatest, None, None)]
+    points += [(name, share, score, score, score) for name in names for share, score in ((0.25, 0.0), (0.5, greatest))]
+    ax = plotting.new_figure((4, 4)).subplots()
+    plotting.draw_scores(ax, "title", points, plotting.line_styles(names), greatest)
+    assert ax.get_ylim() == (0, greatest)
+    lines = [line.get_ydata() for line in ax.lines if len(line.get_ydata()) == 2 and line.get_marker() != "None"]
+    assert len(lines) == 12 and all(0 <= y <= greatest for line in lines for y in line)
+    assert len({line[0] for line in lines}) == len({line[1] for line in lines}) == 12, "none hides another"
+    assert all(abs(line[1] - greatest) <= 0.03 * greatest for line in lines)
+
+
+def test_the_demo_is_drawn_inside_the_scale(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    methods = [(name, 10.0 * share, score, True) for name in "ABC" for share, score in ((0.125, 0.0), (0.5, 1.0))]
+    figures.demo([("Dense", 10.0, 1.0, True), *methods], tmp_path / "d.png", "title", "subtitle")
+    (ax,) = drawn[0].axes
+    assert ax.get_ylim() == (0, 1)
+    assert all(0 <= y <= 1 for line in ax.lines if line.get_marker() != "None" for y in line.get_ydata())
+    assert "cache" not in ax.get_xlabel() and all(text.get_position()[1] > 0.02 for text in ax.texts[1:4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import types
@@ -292,3 +293,11 @@ def test_shared_data(spec, least):
     found = list(islice(task.examples(DATA, 0), 900))
     assert len(found) >= least and len({e.id for e in found}) == len(found)
     assert all(all(task.module.prompt(e)) or e.given for e in found)
+
+
+@pytest.mark.parametrize(("task", "greatest"), [
+    ("record", 1), ("squad", 1), ("repetition", 256), ("repetition(reference=64)", 64), ("summarise", 100),
+    ("bpc(reference=50)", math.inf),
+])  # fmt: skip
+def test_the_greatest_score(task, greatest):
+    assert tasks.parse(task).greatest == greatest

@@ -5,6 +5,7 @@ Every function draws what was computed elsewhere (panels.py, demo.py, tune.py) a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..plotting import (
     STYLES,
     ScorePoint,
+    draw_intervals,
+    draw_line,
     draw_scores,
     label_axes,
     length_axis,
@@ -20,7 +23,8 @@ from ..plotting import (
     new_figure,
     panel_grid,
     save,
-    shifted,
+    score_axis,
+    side_by_side,
 )
 from ..stores.full import CHANNELS
 
@@ -28,9 +32,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CHANNEL_COLOURS = (*CHANNELS[1:], CHANNELS[0])  # kinds of channels in the order of their colours in `tuning`
-SHARE_LABEL = "cache bytes moved per step, as a share of dense attention (log scale)"
+SHARE_LABEL = "bytes read per step, as a share of dense attention's (log scale)"
 
-LengthPoint = tuple[float, float, float | None]  # (tokens, mean, standard error)
+LengthPoint = tuple[float, float, float | None, float | None]  # (tokens, mean, low, high)
+TrialPoint = tuple[str, float, float, float | None]  # (channels, share of dense's bytes, increase, standard error)
 Cells = dict[tuple[float, float], float]  # (tokens of the prompt, depth) -> share of needles found
 
 
@@ -38,13 +43,14 @@ class Ablation(NamedTuple):
     """What one row of `ablation` shows.
 
     finding and counts: scores by how the keys are found, and by how many are read. changes: (r and k, what is
-    changed, mean, standard error).
+    changed, mean, low, high). greatest: the greatest score that is possible.
     """
 
     title: str
     finding: Sequence[ScorePoint]
-    changes: Sequence[tuple[str, str, float, float | None]]
+    changes: Sequence[tuple[str, str, float, float | None, float | None]]
     counts: Sequence[ScorePoint]
+    greatest: float
 
 
 def demo(points: Sequence[tuple[str, float, float, bool]], path: Path, title: str, subtitle: str) -> None:
@@ -61,41 +67,37 @@ def demo(points: Sequence[tuple[str, float, float, bool]], path: Path, title: st
     for i, (name, (colour, marker)) in enumerate(line_styles(names).items()):
         line = sorted((moved / dense_bytes, score, keeps_all) for at, moved, score, keeps_all in points if at == name)
         x, style = [share for share, *_ in line], "-" if line[0][2] else ":"
-        # drawn a little apart, so that equal results do not hide one another
-        y = [score + 0.004 * (len(names) / 2 - i) for _, score, _ in line]
+        y = side_by_side([score for _, score, _ in line], i, len(names), 1)
         ax.plot(x, y, style, color=colour, marker=marker, markersize=7, linewidth=2, zorder=3, clip_on=False)
         line_ends.append((y[0], x[0], name, colour))
     ax.plot(1, dense_score, marker="*", markersize=16, color="black", zorder=4, clip_on=False)
     ax.annotate("Dense:\nreads it all", (1, dense_score), (0, -12), textcoords="offset points", ha="center", va="top")
     least = min(share for _, share, _, _ in line_ends)
     _label_left_ends(ax, [end for end in line_ends if end[1] < 1.3 * least], least)
-    for score, share, name, colour in line_ends:
-        if share >= 1.3 * least:
-            ax.annotate(name, (share, score), (9, 0), textcoords="offset points", va="center", color=colour,
-                        weight="bold")  # fmt: skip
+    _label_other_ends(ax, [end for end in line_ends if end[1] >= 1.3 * least])
     mark_matched_shares(ax)
     ax.set_xscale("log", base=2)
     ax.set_xlim(least / 1.75, 1.12)
-    ax.set_ylim(-0.03, 1.06)
+    ax.set_ylim(0, 1)
     ticks = {"1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1}
     ax.set_xticks(list(ticks.values()), [f"{name}\n{x * dense_bytes / 1e6:.2f} MB" for name, x in ticks.items()])
     ax.minorticks_off()
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-    ax.set_xlabel("cache bytes moved per generated token, as a share of dense attention (log scale)")
-    ax.set_ylabel("questions answered right")
+    ax.set_xlabel("bytes read per generated token, and as a share of dense attention's (log scale)")
+    ax.set_ylabel("questions answered right\n(lines that meet are drawn side by side)")
     ax.grid(axis="y", color="0.92", zorder=0)
     ax.spines[["top", "right"]].set_visible(False)
     fig.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=12.5, weight="bold")
     fig.text(0.02, 0.93, subtitle, ha="left", va="top", fontsize=9, color="0.35", linespacing=1.4)
-    fig.subplots_adjust(left=0.085, right=0.97, top=0.845, bottom=0.135)
+    fig.subplots_adjust(left=0.105, right=0.97, top=0.845, bottom=0.135)
     save(fig, path)
 
 
 def _label_left_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]], least: float) -> None:
     """Write names left of the lines' ends, moved apart where they would overlap."""
-    gap, x = 0.052, least / 1.06
+    gap, x, lowest = 0.052, least / 1.06, 0.03
     line_ends = sorted(line_ends)
-    heights = [y for y, *_ in line_ends]
+    heights = [max(lowest, y) for y, *_ in line_ends]  # above the axis
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
     for height, (y, end, name, colour) in zip(heights, line_ends, strict=True):
@@ -103,18 +105,28 @@ def _label_left_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]], l
         ax.plot([x / 1.05, end / 1.02], [height, y], color=colour, linewidth=0.7, alpha=0.7)
 
 
-def scores(panels: Sequence[tuple[str, Sequence[ScorePoint]]], path: Path) -> None:
-    """Draw scores against the share of dense's bytes, a panel for each (title, points).
+def _label_other_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]]) -> None:
+    """Write names below and to the right of the ends of lines that do not reach the fewest bytes, below one another."""
+    labelled: list[tuple[float, float]] = []
+    for score, share, name, colour in line_ends:
+        near = sum(abs(score - y) < 0.1 and abs(math.log2(share / x)) < 0.4 for y, x in labelled)
+        ax.annotate(name, (share, score), (9, -14 * near - 14), textcoords="offset points", va="center", color=colour,
+                    weight="bold")  # fmt: skip
+        labelled.append((score, share))
 
-    Bands are one standard error. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
+
+def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float]], path: Path) -> None:
+    """Draw scores against the share of dense's bytes, a panel for each (title, points, greatest possible score).
+
+    Bands are 95% intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
     """
     from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(name for _, points in panels for name, *_ in points if name != "Dense"))
+    names = list(dict.fromkeys(name for _, points, _ in panels for name, *_ in points if name != "Dense"))
     styles = line_styles(names)
     fig, axes = panel_grid(len(panels), 3, (4.4, 3.5), (0.4, 1.0), least_width=7.5)
-    for ax, (title, points) in zip(axes, panels, strict=True):
-        draw_scores(ax, title, points, styles)
+    for ax, (title, points, greatest) in zip(axes, panels, strict=True):
+        draw_scores(ax, title, points, styles, greatest)
     handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], linewidth=1.7, label=n) for n in names]
     handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
     width, height = fig.get_size_inches()
@@ -122,32 +134,33 @@ def scores(panels: Sequence[tuple[str, Sequence[ScorePoint]]], path: Path) -> No
     columns = max(2, int(width * 14 / longest))  # 14 letters an inch
     fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), columns), frameon=False, fontsize=9)
     fig.supxlabel(SHARE_LABEL, fontsize=10)
-    parts = "score", "band: one standard error", "lines that meet are drawn side by side"
+    parts = "score", "band: 95% interval", "lines that meet are drawn side by side"
     fig.supylabel(("; " if height > 6 else "\n").join(parts), fontsize=10)  # in one line it is 5 inches long
     save(fig, path)
 
 
-def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]]], path: Path) -> None:
+def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]], float]], path: Path) -> None:
     """Draw scores against the length of the prompt, a line for each method (SparQ fig. 6).
 
-    panels: (title, name of the score, the points of each line). Bands are one standard error; dashed is dense.
+    panels: (title, name of the score, the points of each line, greatest possible score). Bands are 95% intervals;
+    dashed is dense.
     """
     from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(name for _, _, lines in panels for name in lines if name != "Dense"))
+    names = list(dict.fromkeys(name for _, _, lines, _ in panels for name in lines if name != "Dense"))
     styles = {"Dense": ("black", "."), **line_styles(names)}
     fig, axes = panel_grid(len(panels), 3, (4.8, 3.7), (0.4, 0.8))
-    for ax, (title, score, lines) in zip(axes, panels, strict=True):
+    for ax, (title, score, lines, greatest) in zip(axes, panels, strict=True):
         for i, name in enumerate(sorted(lines, key=lambda name: name != "Dense")):
-            line = sorted(lines[name], key=lambda p: p[0])
-            (colour, marker), x, y = styles[name], [p[0] for p in line], [p[1] for p in line]
-            ax.plot(x, y, "--" if name == "Dense" else "-", color=colour, marker=marker, markersize=5, linewidth=1.7,
-                    transform=shifted(ax, i, len(lines)) if name != "Dense" else ax.transData)  # fmt: skip
-            low, high = ([p[1] + sign * (p[2] or 0) for p in line] for sign in (-1, 1))
-            ax.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+            x, y, low, high = zip(*sorted(lines[name], key=lambda p: p[0]), strict=True)
+            colour, marker = styles[name]
+            draw_line(ax, x, y, i, len(lines), greatest, linestyle="--" if name == "Dense" else "-", color=colour,
+                      marker=marker, markersize=5, linewidth=1.7)  # fmt: skip
+            draw_intervals(ax, x, low, high, colour)
         length_axis(ax, sorted({p[0] for line in lines.values() for p in line}))
-        label_axes(ax, title, "tokens of the prompt (log scale)", score)
-    shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines in panels)]
+        label_axes(ax, title, "tokens of the prompt (log scale)", f"{score}; band: 95% interval")
+        score_axis(ax, greatest)
+    shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines, _ in panels)]
     handles = [
         Line2D([], [], color=styles[n][0], marker=styles[n][1], linestyle="--" if n == "Dense" else "-", label=n)
         for n in shown
@@ -167,26 +180,31 @@ def ablation(rows: Sequence[Ablation], path: Path) -> None:
         panels = (finding_ax, "how the keys are found", row.finding), (count_ax, "how many are read", row.counts)
         for ax, what, points in panels:
             styles = line_styles(list(dict.fromkeys(name for name, *_ in points if name != "Dense")))
-            draw_scores(ax, f"{row.title}: {what}", points, styles)
-            ax.set_xlabel("cache bytes moved per step, of dense's (log scale)", fontsize=9)
-            ax.set_ylabel("score; band: one standard error", fontsize=9)
+            draw_scores(ax, f"{row.title}: {what}", points, styles, row.greatest)
+            ax.set_xlabel("bytes read per step, of dense's (log scale)", fontsize=9)
+            ax.set_ylabel("score; band: 95% interval", fontsize=9)
             handles = [Line2D([], [], color=s[0], marker=s[1], label=name) for name, s in styles.items()]
             if handles:
                 ax.legend(handles=handles, frameon=False, fontsize=8)
-        (low, high), (bottom, top) = finding_ax.get_ylim(), count_ax.get_ylim()
+        (low_end, high_end), (bottom, top) = finding_ax.get_ylim(), count_ax.get_ylim()
         for ax in (finding_ax, count_ax):
-            ax.set_ylim(min(low, bottom), max(high, top))
+            ax.set_ylim(min(low_end, bottom), max(high_end, top))
         settings, kinds = (list(dict.fromkeys(change[i] for change in row.changes)) for i in (0, 1))
         for i, (setting, (colour, marker)) in enumerate(zip(settings, STYLES, strict=False)):
             changes = [change for change in row.changes if change[0] == setting]
             y = [kinds.index(change[1]) + 0.22 * (i - (len(settings) - 1) / 2) for change in changes]
-            change_ax.errorbar([change[2] for change in changes], y, xerr=[change[3] or 0 for change in changes],
-                               fmt=marker, color=colour, markersize=6, linewidth=1, label=setting)  # fmt: skip
+            change_ax.plot([change[2] for change in changes], y, marker, color=colour, markersize=6, label=setting,
+                           clip_on=False)  # fmt: skip
+            for height, (_, _, _, low, high) in zip(y, changes, strict=True):
+                if low is not None and high is not None:
+                    change_ax.hlines(height, low, high, color=colour, linewidth=1)
         if row.changes:
             change_ax.set_yticks(range(len(kinds)), kinds, fontsize=8)
             change_ax.invert_yaxis()
             change_ax.legend(frameon=False, fontsize=8)
-        label_axes(change_ax, f"{row.title}: what is changed", "score; bar: one standard error", "")
+            if math.isfinite(row.greatest):
+                change_ax.set_xlim(0, row.greatest)
+        label_axes(change_ax, f"{row.title}: what is changed", "score; bar: 95% interval", "")
     save(fig, path)
 
 
@@ -198,9 +216,9 @@ def needles(panels: Sequence[tuple[str, Cells]], path: Path) -> None:
         tokens, depths = sorted({n for n, _ in cells}), sorted({depth for _, depth in cells})
         grid = [[cells.get((n, depth), float("nan")) for n in tokens] for depth in depths]
         image = ax.imshow(grid, cmap="RdBu", vmin=-0.2, vmax=1.2, aspect="auto")
-        for edges, draw_line in ((tokens, ax.axvline), (depths, ax.axhline)):
+        for edges, draw_edge in ((tokens, ax.axvline), (depths, ax.axhline)):
             for i in range(1, len(edges)):
-                draw_line(i - 0.5, color="white", linewidth=1)
+                draw_edge(i - 0.5, color="white", linewidth=1)
         ax.set_xticks(range(len(tokens)), [f"{n:,.0f}" for n in tokens], fontsize=8)
         ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
         ax.set_title(title, fontsize=9, loc="left")
@@ -212,7 +230,7 @@ def needles(panels: Sequence[tuple[str, Cells]], path: Path) -> None:
 
 
 def tuning(
-    points: Sequence[ScorePoint],
+    points: Sequence[TrialPoint],
     target: float,
     chosen: tuple[str, float, float] | None,
     setting: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,7 @@ from ..plotting import ScorePoint
 from . import figures
 from .figures import Ablation, Cells, LengthPoint
 from .results import Row, summary
+from .tasks import Task
 from .tasks import parse as parse_task
 
 BUDGET_FIELDS = {"r", "k", "recent", "delta", "t", "s", "oracle"}  # another field makes another method
@@ -21,7 +23,8 @@ SHARE_NAMES = ((2, "1/2"), (4, "1/4"), (8, "1/8"))
 MOST_LINES = 12  # of a panel; more settings than that are compared at one share of the bytes instead
 
 Records = Sequence[Mapping[str, Any]]
-LengthPanel = tuple[str, str, dict[str, list[LengthPoint]]]  # (title, name of the score, lines)
+ScorePanel = tuple[str, list[ScorePoint], float]  # (title, points, greatest possible score)
+LengthPanel = tuple[str, str, dict[str, list[LengthPoint]], float]  # (title, name of the score, lines, greatest score)
 
 
 def draw_results(records: Records, out: Path) -> list[Path]:
@@ -75,20 +78,26 @@ def line_names(rows: Sequence[Row]) -> dict[str, str]:
     return names
 
 
-def score_panels(rows: Sequence[Row], changes: bool = True) -> list[tuple[str, list[ScorePoint]]]:
+def score_panels(rows: Sequence[Row], changes: bool = True) -> list[ScorePanel]:
     """Scores by the share of dense's bytes: a panel for each task and mode.
 
     changes: whether methods with another field than those of a budget are shown.
     """
     names = line_names(rows)
-    panels: dict[str, list[ScorePoint]] = {}
+    panels: dict[str, ScorePanel] = {}
     for row in rows:
         if changes or ", " not in label(row.method):
             task = parse_task(row.task)
-            better = ", lower is better" if task.lower else ""
-            panel = panels.setdefault(f"{row.task}, {row.mode}\n{task.unit}{better}", [])
-            panel.append((names[row.method], row.share or 1.0, row.mean, row.stderr))
-    return list(panels.items())
+            title = f"{row.task}, {row.mode}\n{score_name(task)}"
+            _, points, _ = panels.setdefault(title, (title, [], task.greatest))
+            points.append((names[row.method], row.share or 1.0, row.mean, row.low, row.high))
+    return list(panels.values())
+
+
+def score_name(task: Task) -> str:
+    """What the axis of a task's scores is called, and what a reader must know of it."""
+    better = ", lower is better" if task.lower else ""
+    return f"{task.unit}{better}{'' if math.isfinite(task.greatest) else '; not from 0'}"
 
 
 def needle_panels(records: Records) -> dict[str, list[tuple[str, Cells]]]:
@@ -126,17 +135,18 @@ def length_panels(records: Records) -> list[LengthPanel]:
         for own in sizes.values():
             tokens = fmean({(r["id"], r["prompt_tokens"]): r["prompt_tokens"] for r in own}.values())
             for kind, name, row in _compared(summary(own)):
-                point = tokens, row.mean, row.stderr
+                point = tokens, row.mean, row.low, row.high
                 if kind == "dense":
                     dense.append(point)
                 else:
                     kinds.setdefault(kind, {}).setdefault(name, []).append(point)
-        lower = parse_task(next(iter(sizes))[0]).lower
+        parsed_tasks = [parse_task(spec) for spec, *_ in sizes]
         for kind, lines in kinds.items():
             long = {name: line for name, line in lines.items() if len(line) > 1}
             if 0 < len(long) <= MOST_LINES:
                 lines = {**({"Dense": dense} if dense else {}), **long}
-                panels.append((f"{task}, {mode}, {kind}", "score (lower is better)" if lower else "score", lines))
+                name, greatest = score_name(parsed_tasks[0]), max(parsed.greatest for parsed in parsed_tasks)
+                panels.append((f"{task}, {mode}, {kind}", name, lines, greatest))
     return panels
 
 
@@ -163,18 +173,18 @@ def ablation_rows(rows: Sequence[Row]) -> list[Ablation]:
             continue
         finding, counts = [], []
         for row in own:
-            name, point = label(row.method), (row.share or 1.0, row.mean, row.stderr)
+            name, point = label(row.method), (row.share or 1.0, row.mean, row.low, row.high)
             published = getattr(parse(row.method), "k", None) == 128
             if name in ("Dense", "oracle top-k") or (name in ("SparQ", "LowRank") and published):
                 finding.append((name, *point))
             if name in ("Dense", "SparQ"):
                 counts.append((names[row.method], *point))
-        ablations.append(Ablation(f"{task}, {mode}", finding, changes, counts))
+        ablations.append(Ablation(f"{task}, {mode}", finding, changes, counts, parse_task(task).greatest))
     return ablations
 
 
-def _changes(rows: Sequence[Row]) -> list[tuple[str, str, float, float | None]]:
-    """SparQ as published and changed at the same r and k: (r and k, what is changed, mean, standard error)."""
+def _changes(rows: Sequence[Row]) -> list[tuple[str, str, float, float | None, float | None]]:
+    """SparQ as published and changed at the same r and k: (r and k, what is changed, mean, low, high)."""
     same_budget: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         method = parse(row.method)
@@ -184,5 +194,5 @@ def _changes(rows: Sequence[Row]) -> list[tuple[str, str, float, float | None]]:
     for (r, k), budget_rows in same_budget.items():
         for row in budget_rows if len(budget_rows) > 1 else ():
             change = label(row.method).removeprefix("SparQ").lstrip(", ").replace(", ", "\n")
-            changes.append((f"r = {r}, k = {k}", change or "as published", row.mean, row.stderr))
+            changes.append((f"r = {r}, k = {k}", change or "as published", row.mean, row.low, row.high))
     return changes

@@ -6,6 +6,7 @@ a method decodes each of them.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def examples(
 def prompt(example: Example) -> tuple[str, str]:
     """The article's beginning; there is no question."""
     return example.context, ""
+
+
+def greatest_score(**arguments: object) -> float:
+    """There is none: a character can take any number of bits."""
+    return math.inf
 
 
 def score(bits: float, example: Example) -> float:
