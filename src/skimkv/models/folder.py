@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,18 +85,34 @@ def train_tokenizer(texts: Sequence[str], size: int) -> Tokenizer:
 
 
 def save_model(network: Network, config: SimpleNamespace, tokenizer: Tokenizer, folder: Path) -> None:
-    """Save the model in float16. The weights are replaced in one step, so that they are whole at every moment."""
+    """Save the model in float16. Each file is replaced in one step, so that it is whole at every moment."""
     generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS, "do_sample": False}
     about_tokenizer = SPECIAL_TOKENS | {
         "pad_token": SPECIAL_TOKENS["eos_token"], "tokenizer_class": "PreTrainedTokenizerFast", "backend": "tokenizers",
         "model_max_length": config.max_position_embeddings, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    files: dict[str, Any] = {
+    contents: dict[str, Any] = {
         "config": vars(config), "generation_config": generation, "tokenizer_config": about_tokenizer,
     }  # fmt: skip
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in contents.items():
+        text = json.dumps(content, indent=2) + "\n"
+        replace_file(folder / f"{name}.json", lambda path, text=text: path.write_text(text, encoding="utf-8"))
+    replace_file(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
     half = {f"model.{name}": p.detach().to("cpu", torch.float16).contiguous() for name, p in network.named_parameters()}
-    save_file(half, folder / "model.new", metadata={"format": "pt"})
-    os.replace(folder / "model.new", folder / "model.safetensors")
+    replace_file(folder / "model.safetensors", lambda path: save_file(half, path, metadata={"format": "pt"}))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with the path of a temporary file in the same folder, and put that file in the place of `path`.
+
+    Whoever reads `path` sees the old file or the new one, whole. If `write` fails, the old file stays, the temporary
+    one is removed, and the exception is raised.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -200,8 +200,7 @@ def main(
         trainer.restore(state)
 
     def save() -> None:
-        torch.save(trainer.state(), out / "state.new")
-        os.replace(out / "state.new", state)
+        folder.replace_file(state, lambda path: torch.save(trainer.state(), path))
         folder.save_model(network, shape, tokenizer, out)
 
     finished = run(trainer, save)
