@@ -2,8 +2,8 @@
 
 DATA is a folder with LongEval's lines_200.jsonl, tinyshakespeare.txt, wikitext-test.txt and essays/. This takes about
 40 minutes on two cores; when it was interrupted, the same command goes on. It writes OUT/results.jsonl and
-OUT/figure.png (OUT is `evaluation` by default) and prints the tables. Where skimkv is not installed, write
-PYTHONPATH=src in front.
+OUT/figure.png (OUT is `evaluation` by default) and prints the tables: means with their 95% intervals. Where skimkv is
+not installed, write PYTHONPATH=src in front.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from skimkv.cli import main as skimkv
+from skimkv.eval.panels import label
 from skimkv.eval.results import Row, load, summary
-from skimkv.methods import parse
 
 TASKS = {"record": 40, "passkey(length=10400)": 40, "lines": 30, "repetition(skip=0.9)": 20, "needle": 15, "bpc": 16}
 DENSE, QUANTISED = "Dense()", "Dense(kv='int4')"
@@ -37,13 +37,25 @@ def number(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 10 else f"{x:.2f}"
 
 
+def score(row: Row) -> str:
+    """Return the mean and its 95% interval, where there is one."""
+    interval = "" if row.low is None or row.high is None else f" ({number(row.low)} … {number(row.high)})"
+    return number(row.mean) + interval
+
+
+def method_name(spec: str) -> str:
+    """Return the name of a method with what it was given besides its budget, as in SparQ(mean_value=True)."""
+    name, _, changed = label(spec).partition(", ")
+    return f"{name}({changed})" if changed else name
+
+
 def table(rows: list[Row], share: float, modes: tuple[str, ...]) -> str:
     """Return a table of methods by tasks in Markdown; a method's cell is its row nearest to that share of the bytes."""
     rows = [row for row in rows if row.mode in modes]
     columns = list(dict.fromkeys((row.task, row.mode) for row in rows))
     nearest: dict[str, dict[tuple[str, str], Row]] = {}
     for row in rows:
-        name = row.method if row.method in (DENSE, QUANTISED) else type(parse(row.method)).__name__
+        name = row.method if row.method in (DENSE, QUANTISED) else method_name(row.method)
         cells = nearest.setdefault(name, {})
         row_share = 1.0 if row.method == DENSE else row.share or 0
         if name != DENSE and not 1 / NEAR < row_share / share < NEAR:
@@ -59,9 +71,7 @@ def table(rows: list[Row], share: float, modes: tuple[str, ...]) -> str:
         if cells:
             shares = [round(100 * (row.share or 1)) for row in cells.values()]
             low, high = min(shares), max(shares)
-            scores = [
-                f"{number(cells[at].mean)} ± {number(cells[at].stderr or 0)}" if at in cells else "—" for at in columns
-            ]
+            scores = [score(cells[at]) if at in cells else "—" for at in columns]
             percent = f"{low}%" if low == high else f"{low}–{high}%"
             lines.append(f"| `{name.removesuffix('()')}` | {percent} | {' | '.join(scores)} |")
     return "\n".join(lines)

@@ -100,7 +100,8 @@ def side_by_side(scores: Sequence[float], i: int, n: int, greatest: float) -> li
     """
     step, most = FAN
     width = min(most, step * (n - 1))
-    return [score * (1 - width) + greatest * width * (n - 1 - i) / max(1, n - 1) for score in scores]
+    up = greatest * width * (n - 1 - i) / max(1, n - 1)
+    return [min(greatest, score * (1 - width) + up) for score in scores]
 
 
 def shifted(ax: Axes, i: int, n: int) -> Transform:

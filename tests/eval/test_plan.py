@@ -55,6 +55,15 @@ def test_matched_methods_read_the_share_they_should():
     assert all("1/" in note and job.task.spec in note for note in notes)
 
 
+def test_the_matched_sweep_runs_sparq_with_and_without_the_mean_value():
+    """The bundled model has two query heads for each KV head: SparQ's step 3 is off there unless it is asked for."""
+    setup, job = small_job("record(lines=60, asked=1)", specs=(), limit=1)
+    sparq = [method for method in matched_to(setup, job)[0] if isinstance(method, skimkv.SparQ)]
+    default, with_mean = ([m for m in sparq if m.mean_value is value] for value in (None, True))
+    assert len(default) > 0 and len(sparq) == 2 * len(default)
+    assert [(m.r, m.k) for m in default] == [(m.r, m.k) for m in with_mean]
+
+
 def test_a_fingerprint_is_of_the_weights():
     model = torch.nn.Linear(30, 40)
     first = fingerprint(model)

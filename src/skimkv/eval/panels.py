@@ -20,6 +20,8 @@ from .tasks import parse as parse_task
 BUDGET_FIELDS = {"r", "k", "recent", "delta", "t", "s", "oracle"}  # another field makes another method
 NEAR = 1.3  # a share counts as 1/4 if it is within this factor of it
 SHARE_NAMES = ((2, "1/2"), (4, "1/4"), (8, "1/8"))
+PUBLISHED = "as published"
+MATCHED_CHANGE = "mean_value=True"  # what the sweep "matched" runs beside it, which is no ablation
 MOST_LINES = 12  # of a panel; more settings than that are compared at one share of the bytes instead
 
 Records = Sequence[Mapping[str, Any]]
@@ -169,7 +171,7 @@ def ablation_rows(rows: Sequence[Row]) -> list[Ablation]:
     for task, mode in dict.fromkeys((row.task, row.mode) for row in rows):
         own = [row for row in rows if (row.task, row.mode) == (task, mode)]
         changes = _changes(own)
-        if not changes:
+        if {change for _, change, *_ in changes} <= {PUBLISHED, MATCHED_CHANGE}:
             continue
         finding, counts = [], []
         for row in own:
@@ -194,5 +196,5 @@ def _changes(rows: Sequence[Row]) -> list[tuple[str, str, float, float | None, f
     for (r, k), budget_rows in same_budget.items():
         for row in budget_rows if len(budget_rows) > 1 else ():
             change = label(row.method).removeprefix("SparQ").lstrip(", ").replace(", ", "\n")
-            changes.append((f"r = {r}, k = {k}", change or "as published", row.mean, row.low, row.high))
+            changes.append((f"r = {r}, k = {k}", change or PUBLISHED, row.mean, row.low, row.high))
     return changes

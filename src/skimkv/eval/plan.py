@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..methods import Dense, parse
+from ..methods import Dense, SparQ, parse
 from ..methods.base import Method
 from . import budgets
 from .answer import Question
@@ -198,13 +199,16 @@ def _common_start(a: list[int], b: list[int]) -> int:
 def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
     """Every method at 1/2, 1/4 and 1/8 of dense's bytes, solved on the job's prompt of median length.
 
-    Returns the methods, Dense first, and notes on those that cannot read so little.
+    Where queries share KV heads, SparQ does not use the mean value by default; there its form that does stands beside
+    it, at the same r and k. Returns the methods, Dense first, and notes on those that cannot read so little.
     """
     prompts = sorted((group[0].prompt for group in job.groups), key=len)
     ids = torch.tensor([prompts[len(prompts) // 2]], device=setup.model.device)
     dense = record_prompt(setup.model, ids).cache(Dense())
     matched, left_out = budgets.matched_methods(dense.stores)
     methods = list(dict.fromkeys(method for method, _ in matched))
+    if dense.stores[0].shape.G > 1:
+        methods += [dataclasses.replace(method, mean_value=True) for method in methods if isinstance(method, SparQ)]
     return methods, [f"{note} on {job.task.spec}" for note in left_out]
 
 

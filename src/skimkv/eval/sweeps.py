@@ -31,5 +31,6 @@ ABLATION = (
     *(f"SparQ(r={r}, k={k})" for k in (32, 64, 128, 256) for r in (8, 16, 32, 64)),
     *(f"SparQ(r={r}, k={k}, {change})" for r, k in ((8, 32), (16, 128)) for change in _CHANGES),
 )
-# The sweep "matched" has no grid: its parameters are solved for each task (budgets.py).
+# The sweep "matched" has no grid: its parameters are solved for each task (budgets.py). Where queries share KV heads,
+# it runs SparQ without and with the mean value (plan.matched_to).
 SWEEPS: dict[str, tuple[str, ...]] = {"paper": PAPER, "matched": (), "ablation": ABLATION}
