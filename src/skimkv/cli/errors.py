@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -11,20 +12,31 @@ if TYPE_CHECKING:
 
 MISTAKE = 2
 INTERRUPTED = 130
+CLOSED = 1  # as typer ends where it meets a closed pipe itself
+
+
+class Interrupted(Exception):
+    """Ctrl-C in a command. typer would end silently at a KeyboardInterrupt."""
 
 
 def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -> int:
     """Run the command that `argv` names (by default the process's arguments) and return its exit status.
 
-    ValueError, OSError and a wrong command line become one line on stderr. Any other exception is a defect of the
-    program and is raised with its traceback.
+    ValueError, OSError, a wrong command line and a lack of memory become one line on stderr. Whoever reads stdout may
+    close it early, as `head` does: that ends the command without a line. Any other exception is a defect of the
+    program and is raised with its traceback; those of the libraries that read models are ValueErrors by hf/errors.py.
     """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
             status = commands(argv, prog_name=name, standalone_mode=False)
-    except KeyboardInterrupt:
+            if sys.stdout is not None:  # it is None where the shell closed it
+                sys.stdout.flush()
+    except (KeyboardInterrupt, Interrupted):
         return fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still flushes at its end
+        return CLOSED
     except (ValueError, OSError) as error:
         return fail(str(error))
     except Exception as error:
@@ -32,8 +44,10 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
         kind = type(error).__name__
         if kind == "Abort":
             return fail("interrupted", INTERRUPTED)
-        if kind == "OutOfMemoryError":  # torch's own class; torch is not imported here
+        if kind == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch's; torch is not imported here
             return fail(str(error).split(". ")[0])
+        if isinstance(error, MemoryError):
+            return fail(str(error) or "the memory of this machine is not enough")
         if not hasattr(error, "format_message"):
             raise
         if kind == "NoArgsIsHelpError":

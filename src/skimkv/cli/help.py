@@ -14,6 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .errors import Interrupted
 from .options import OUTPUT_OPTIONS
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -45,6 +46,13 @@ class App(typer.Typer):
 
 class Command(TyperCommand):
     """A command whose help has an example and groups of options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Raises Interrupted at Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line, an argument without the braces that typer puts around it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ def save_model(network: Network, config: SimpleNamespace, tokenizer: Tokenizer, 
     }  # fmt: skip
     for name, content in contents.items():
         text = json.dumps(content, indent=2) + "\n"
-        replace_file(folder / f"{name}.json", lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        replace_file(folder / f"{name}.json", functools.partial(Path.write_text, data=text, encoding="utf-8"))
     replace_file(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
     half = {f"model.{name}": p.detach().to("cpu", torch.float16).contiguous() for name, p in network.named_parameters()}
     replace_file(folder / "model.safetensors", lambda path: save_file(half, path, metadata={"format": "pt"}))
