@@ -23,7 +23,7 @@ from support.generation import (
     padding,
     sampling,
 )  # fmt: skip
-from support.tiny_models import FAMILIES, family, prompt, tokenizer, with_slow
+from support.tiny_models import WITH_FULL_ATTENTION, family, prompt, tokenizer, with_slow
 
 # Every position fits the budget, so these compute dense attention in another way.
 FULL = ["SparQ(r=4, k=128)", "TopK(k=128)", "LMInfinite(k=128)", "H2O(k=128)", "SubGen(k=64, recent=128)"]
@@ -58,7 +58,7 @@ def compare(name, mode, spec):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
-@pytest.mark.parametrize("name", with_slow(FAMILIES))
+@pytest.mark.parametrize("name", with_slow(WITH_FULL_ATTENTION))
 def test_dense_is_the_models_own_attention(name, mode):
     compare(name, mode, "Dense()")
     assert library_answer(family(name), mode) == expected(name, mode), "detach must leave the model as it was"
@@ -96,14 +96,15 @@ def test_quantised_rows_are_near_and_assisted_decoding_is_greedy(name):
     skimkv.detach(model)
 
 
-@pytest.mark.parametrize("name", with_slow([name for name in FAMILIES if name not in ("llama", "gemma2", "gpt2")]))
+@pytest.mark.parametrize(
+    "name", with_slow([name for name in WITH_FULL_ATTENTION if name not in ("llama", "gemma2", "gpt2")])
+)
 def test_sparq_at_full_budget_on_the_other_families(name):
     for mode in (padding, beam, assisted, conversation):
         compare(name, mode, "SparQ(r=4, k=128)")
 
 
-@pytest.mark.filterwarnings("ignore:.*no full-attention layer")
-@pytest.mark.parametrize("name", with_slow(FAMILIES))
+@pytest.mark.parametrize("name", with_slow(WITH_FULL_ATTENTION))
 def test_attach_inserts_the_cache(name):
     """Where the caller gives no cache, generate() makes ours; after the block the model is as it was."""
     model = family(name)

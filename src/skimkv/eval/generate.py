@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..hf.attach import Cache, check_length
+from ..hf.supported import needed_max_tokens
 from ..methods.base import Method
-from .traffic import step_traffic
+from .traffic import cache_traffic
 
 
 class Result(NamedTuple):
@@ -101,7 +102,8 @@ def run(
     check_length(model, len(ids) + 1)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limit = limit if positions is None else min(limit, positions - len(ids))
-    cache, stream = Cache(model, method), _Stream(tokenizer, write)
+    cache = Cache(model, method, needed_max_tokens(model, len(ids) + limit - 1))
+    stream = _Stream(tokenizer, write)
     prompt = torch.tensor([ids], device=model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
@@ -121,7 +123,7 @@ def run(
         seconds = (times[-1] - times[1]) / (len(times) - 2)
     return Result(
         stream.text, method, len(ids), len(stream.ids or []), 1e3 * seconds,
-        step_traffic(method, cache.stores).bytes, cache.nbytes, interrupted,
+        cache_traffic(cache).bytes, cache.nbytes, interrupted,
     )  # fmt: skip
 
 

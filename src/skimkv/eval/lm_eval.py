@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..hf.attach import Cache
+from ..hf.supported import needed_max_tokens
 from ..methods import parse
 from ..methods.base import Method
 from .answer import Question, answer_questions
@@ -43,7 +44,7 @@ class SkimLM(HFLM):  # type: ignore[misc]
         super().__init__(*args, **{"backend": "causal", **options})
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
-        cache = Cache(self.model, self.method)
+        cache = Cache(self.model, self.method, needed_max_tokens(self.model, max_length))
         out: torch.Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
         return out
 
@@ -57,8 +58,11 @@ class SkimLM(HFLM):  # type: ignore[misc]
         order = sorted(range(len(requests)), key=lambda i: splits[i][0])
         scores: dict[int, tuple[float, bool]] = {}
         for prompt_ids, group in groupby(order, key=lambda i: splits[i][0]):
-            prompt = record_prompt(self.model, torch.tensor([prompt_ids], device=self.device))
-            cache, members = prompt.cache(self.method), list(group)
+            members = list(group)
+            new_tokens = max(len(splits[i][1]) for i in members)
+            ids = torch.tensor([prompt_ids], device=self.device)
+            prompt = record_prompt(self.model, ids, new_tokens=new_tokens)
+            cache = prompt.cache(self.method)
             for batch in (members[start : start + size] for start in range(0, len(members), size)):
                 questions = [Question(splits[i][1], len(requests[i][2])) for i in batch]
                 rows = [0] * len(batch)

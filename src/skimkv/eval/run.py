@@ -67,7 +67,9 @@ def run_job(setup: Setup, job: Job, done: set[RecordKey], times: StepTimes | Non
         if not _missing(setup, job, job.methods, examples, done):
             continue
         ids, mask = _pad_left([group[0].prompt for group in groups], setup.model.device)
-        prompt = record_prompt(setup.model, ids, mask)
+        questions = [planned.question for planned in examples]
+        new_tokens = max(len(question.feed) + question.new_tokens for question in questions)
+        prompt = record_prompt(setup.model, ids, mask, new_tokens)
         for methods in _chunks(job.methods, CACHES_AT_ONCE):
             if _missing(setup, job, methods, examples, done):
                 yield from _answer_examples(setup, job, prompt, mask, methods, rows, examples, done, times)

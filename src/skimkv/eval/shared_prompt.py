@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..hf.attach import Cache
 from ..hf.layer import AttentionLayer, Layer
+from ..hf.supported import needed_max_tokens
 from ..methods import Dense
 from ..methods.base import Method
 from ..stores.base import Shape, Workspace
@@ -33,6 +34,10 @@ class RecordedLayer(AttentionLayer):  # type: ignore[no-untyped-call]
     scale: float
     pad: list[int] | None
     softcap: float | None
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        super().__init__()
 
     @property
     def shape(self) -> Shape:
@@ -73,6 +78,7 @@ class RecordedPrompt(NamedTuple):
     model: Any
     layers: list[Any]  # a RecordedLayer for every layer that a method serves; the library's own layer for others
     logits: Tensor
+    max_tokens: int | None = None  # of the caches that are made from it
 
     @property
     def recorded(self) -> dict[int, RecordedLayer]:
@@ -84,7 +90,7 @@ class RecordedPrompt(NamedTuple):
 
         Every token that is fed to it afterwards is decoded, in blocks of any size.
         """
-        cache = Cache(self.model, method)
+        cache = Cache(self.model, method, self.max_tokens)
         for i, layer in enumerate(self.layers):
             own = cache.layers[i]
             if isinstance(layer, RecordedLayer):
@@ -95,13 +101,18 @@ class RecordedPrompt(NamedTuple):
         return cache
 
 
-def record_prompt(model: Any, ids: Tensor, mask: Tensor | None = None) -> RecordedPrompt:
-    """Run the model on prompts: ids (B,n), mask (B,n) where rows are padded on the left."""
-    cache = Cache(model, Dense())
-    cache = _with_layers(cache, [RecordedLayer() if isinstance(layer, Layer) else layer for layer in cache.layers])
+def record_prompt(model: Any, ids: Tensor, mask: Tensor | None = None, new_tokens: int = 0) -> RecordedPrompt:
+    """Run the model on prompts: ids (B,n), mask (B,n) where rows are padded on the left.
+
+    new_tokens: how many are at most fed after them, which decides whether a model's sliding layers see all of them.
+    """
+    max_tokens = needed_max_tokens(model, ids.shape[1] + new_tokens)
+    cache = Cache(model, Dense(), max_tokens)
+    layers = [RecordedLayer(layer.window) if isinstance(layer, Layer) else layer for layer in cache.layers]
+    cache = _with_layers(cache, layers)
     options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = forward(model, cache, ids, mask, **options)
-    return RecordedPrompt(model, cache.layers, logits[:, -1].float())
+    return RecordedPrompt(model, cache.layers, logits[:, -1].float(), max_tokens)
 
 
 def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
@@ -139,7 +150,7 @@ class JointLayer(AttentionLayer):  # type: ignore[no-untyped-call]
     def __init__(self, parts: Sequence[Layer]) -> None:
         self.parts: list[Layer] = []
         super().__init__()
-        self.parts, self.seen = list(parts), parts[0].seen
+        self.parts, self.seen, self.window = list(parts), parts[0].seen, parts[0].window
 
     def reset(self) -> None:
         """Forget all tokens, in every part."""

@@ -1,15 +1,19 @@
-"""What decode steps of a whole model read and write, in closed form: `Method.traffic` summed over layers and steps."""
+"""What decode steps of a whole model read and write, in closed form: `Method.traffic` summed over layers and steps.
+
+Sliding layers that keep the library's cache are dense attention over their window, whatever the method.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..hf.attach import Cache
+from ..hf.layer import AttentionLayer
 from ..methods import Dense
 from ..methods.base import Method, Traffic
 from ..stores.base import Shape, Store
@@ -32,11 +36,42 @@ def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) ->
     return Traffic(*(sum(getattr(x, name) for x in layers) for name in ("elements", "bytes", "paper")))
 
 
+class SlidingLayer(NamedTuple):
+    """A sliding layer that keeps the library's cache: what it is made of, and how many cached tokens a step reads."""
+
+    shape: Shape
+    dtype: torch.dtype
+    rows: int  # the window, without the current token
+
+
+def sliding_layers(cache: Cache) -> list[SlidingLayer]:
+    """The layers of a cache that the method does not decode; they cost every method the same, and dense as well."""
+    layers: list[Any] = [layer for layer in cache.layers if not isinstance(layer, AttentionLayer)]
+    sliding = []
+    for layer in layers:
+        if layer.is_initialized:
+            B, H, _, D = layer.keys.shape
+            sliding.append(SlidingLayer(Shape(B, H, 1, D), layer.keys.dtype, layer.sliding_window - 1))
+    return sliding
+
+
+def cache_traffic(cache: Cache, steps_ago: int = 0) -> Traffic:
+    """The traffic of one decode step of the whole batch over all layers, the library's sliding ones included.
+
+    steps_ago: as of step_traffic.
+    """
+    own = step_traffic(cache.method, cache.stores, steps_ago)
+    n = max((length for store in cache.stores for length in store.lengths), default=0) - steps_ago
+    sliding = [Dense().traffic(min(n, layer.rows), layer.shape, layer.dtype) for layer in sliding_layers(cache)]
+    return Traffic(*(sum(getattr(x, name) for x in [own, *sliding]) for name in ("elements", "bytes", "paper")))
+
+
 class Cost(NamedTuple):
     """What decode steps of one sequence read and write, in all layers.
 
     elements and bytes are the method's, paper_elements those of its paper's own formula; dense_elements and
-    dense_bytes are what dense attention would have read and written in the same steps.
+    dense_bytes are what dense attention would have read and written in the same steps. Sliding layers that keep the
+    library's cache count in all of them.
     """
 
     elements: int = 0
@@ -60,6 +95,7 @@ class RowCosts:
 
     def __init__(self, cache: Cache) -> None:
         self._method, self._stores = cache.method, cache.stores
+        self._sliding = Counter(sliding_layers(cache))
         self._depends_on_data = depends_on_data(cache)
         self._known: dict[int, Cost] = {}  # by the number of cached tokens, where nothing else matters
 
@@ -75,6 +111,9 @@ class RowCosts:
         cost = Cost()
         for layer, times in layers.items():
             cost = cost.plus(_layer_cost(self._method, n, *layer), times)
+        for sliding, times in self._sliding.items():
+            layer = sliding.shape._replace(B=1), sliding.dtype, None
+            cost = cost.plus(_layer_cost(Dense(), min(n, sliding.rows), *layer), times)
         if not self._depends_on_data:
             self._known[n] = cost
         return cost

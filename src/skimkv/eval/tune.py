@@ -93,7 +93,7 @@ class Scorer:
             pieces = self.pieces[start : start + self.batch]
             if number == len(self._prompts):
                 ids = torch.tensor([piece[: self.n] for piece in pieces], device=self.model.device)
-                self._prompts.append(record_prompt(self.model, ids))
+                self._prompts.append(record_prompt(self.model, ids, new_tokens=len(pieces[0]) - self.n))
             yield self._prompts[number], pieces
 
     @torch.inference_mode()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -25,11 +24,11 @@ from transformers.cache_utils import Cache as LibraryCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..methods import parse
-from ..methods.base import Method
+from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
-from .supported import model_layers
+from .supported import max_positions, model_layers, needed_max_tokens, served_layers
 
 __all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 
@@ -37,7 +36,9 @@ __all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 class Cache(LibraryCache):
     """A key-value cache that decodes with `method`: give it to generate() or to forward as past_key_values.
 
-    Layers of full attention use the method, sliding layers keep the library's own cache. Making a Cache sets the
+    Layers of full attention use the method, and so do sliding layers whose window covers max_tokens tokens, which the
+    cache then cannot exceed (None: as many as the model has positions). Other sliding layers keep the library's own
+    cache; a warning then says, once for a model, how many layers the method decodes. Making a Cache sets the
     model up for it; `detach(model)` undoes that, and so does leaving the `with attach(...)` in which it was made. A
     copy.deepcopy of a cache is independent of it.
 
@@ -45,25 +46,30 @@ class Cache(LibraryCache):
     last chunk. Where a prompt is fed by hand, in several calls of forward, each call counts as a prompt: the method
     drops tokens after every one.
 
-    Raises ValueError if the model is not supported.
+    Raises ValueError if the model is not supported, or if the method can decode none of its layers.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method | str) -> None:
+    def __init__(self, model: PreTrainedModel, method: Method | str, max_tokens: int | None = None) -> None:
+        method = parse(method)
+        if max_tokens is not None:
+            check_whole("max_tokens", max_tokens, 1)
+        if isinstance(model, PreTrainedModel):
+            served_layers(model, max_tokens)  # raises before anything is changed
         with _lock:
             installation = _install(model)
             installation.lasts |= not installation.stack
-        self._build(model, parse(method))
+        self._build(model, method, max_tokens)
 
-    def _build(self, model: PreTrainedModel, method: Method) -> None:
+    def _build(self, model: PreTrainedModel, method: Method, max_tokens: int | None) -> None:
         self.method = method
         workspace = Workspace()
         super().__init__(
             layers=[
-                Layer(self.method, workspace) if layer.supported else layer.library_cache
-                for layer in model_layers(model)
+                Layer(self.method, workspace, layer.window) if layer.supported else layer.library_cache
+                for layer in served_layers(model, max_tokens)
             ]
         )
-        self.max_positions = _max_positions(model)
+        self.max_positions = max_positions(model)
         self._updated: AttentionLayer | None = None  # the layer of the last update
 
     def update(
@@ -71,8 +77,8 @@ class Cache(LibraryCache):
     ) -> tuple[Tensor, Tensor]:
         """Called by the model with the new keys and values (B,H,n,D) of a layer; its attention call reads the result.
 
-        Raises ValueError if the tokens do not fit the model's positions, RuntimeError if the attention function never
-        received the block of the update before.
+        Raises ValueError if the tokens do not fit the model's positions or the layer's window, RuntimeError if the
+        attention function never received the block of the update before.
         """
         if self._updated is not None and self._updated.pending is not None:
             raise RuntimeError(
@@ -82,6 +88,12 @@ class Cache(LibraryCache):
         layer: Any = self.layers[layer_idx]
         if isinstance(layer, AttentionLayer):
             self._updated = layer
+            n = layer.seen + key_states.shape[2]
+            if layer.window is not None and n > layer.window:
+                raise ValueError(
+                    f"{n} tokens exceed this cache: layer {layer_idx} sees only the last {layer.window}, and is "
+                    "decoded as a layer of full attention"
+                )
             if key_states.shape[2] > 1:
                 _check_positions(layer.seen + key_states.shape[2], self.max_positions)
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
@@ -242,18 +254,19 @@ def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = F
     compile: steps of one token run as one graph of torch.compile (a string: through that backend of it), which a GPU
     replays as a CUDA graph.
 
-    Raises ValueError if the model is not supported or cannot be compiled, and warns if none of its layers has full
-    attention: then the method has nothing to do. Raises RuntimeError if another thread runs generate() on this model
+    Raises ValueError if the model is not supported or cannot be compiled, or if the method can decode none of its
+    layers. Where all of them slide, generate() raises it if the prompt and the new tokens exceed their window. Raises
+    RuntimeError if another thread runs generate() on this model
     or is inside `with attach(...)`.
     """
     method = parse(method)
     with _lock:
         if (installation := getattr(model, "__dict__", {}).get("_skimkv")) is not None:
             installation.refuse_other_threads(f"attach {method}")
+        if isinstance(model, PreTrainedModel):  # raises before anything is changed
+            served_layers(model, needed_max_tokens(model, 1))
         forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
         installation = _install(model)
-        if not any(layer.supported for layer in model_layers(model)):
-            warnings.warn(f"{type(model).__name__} has no full-attention layer: {method} changes nothing", stacklevel=2)
         before = set_forward(model, forward)
         if not installation.stack:
             installation.base = installation.base[0], before
@@ -286,16 +299,12 @@ def _uninstall(model: PreTrainedModel) -> None:
 
 def check_length(model: PreTrainedModel, n_tokens: int) -> None:
     """Raises ValueError if a prompt of n_tokens does not fit the model's positions."""
-    _check_positions(n_tokens, _max_positions(model))
+    _check_positions(n_tokens, max_positions(model))
 
 
-def _max_positions(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-def _check_positions(n_tokens: int, max_positions: int | None) -> None:
-    if max_positions is not None and n_tokens > max_positions:
-        raise ValueError(f"a prompt of {n_tokens} tokens does not fit the model's {max_positions} positions")
+def _check_positions(n_tokens: int, limit: int | None) -> None:
+    if limit is not None and n_tokens > limit:
+        raise ValueError(f"a prompt of {n_tokens} tokens does not fit the model's {limit} positions")
 
 
 def _install(model: PreTrainedModel) -> _Installation:
@@ -379,7 +388,12 @@ class _Generate:
 
 
 def _prepare_cache(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
 ) -> None:
     """In the place of the method in which generate() makes its cache: make ours where the caller gave none."""
     installation: _Installation = model._skimkv
@@ -389,11 +403,13 @@ def _prepare_cache(
     use_cache, implementation = generation_config.use_cache, generation_config.cache_implementation
     if is_ours and (use_cache is False or implementation not in (None, "dynamic")):
         raise ValueError(f"{method} is attached: no use_cache={use_cache}, cache_implementation={implementation!r}")
-    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
     if is_ours:
         assert method is not None
         made: Any = Cache.__new__(Cache)
-        made._build(model, method)
+        made._build(model, method, needed_max_tokens(model, max_cache_length))
         model_kwargs["past_key_values"] = made
         if generation_config.is_assistant:
             made.activate_past_recording()

@@ -67,9 +67,9 @@ class _GraphLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, index: int, length: Tensor) -> None:
+    def __init__(self, index: int, length: Tensor, window: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.index, self.length, self.is_initialized = index, length, True
+        self.index, self.length, self.window, self.is_initialized = index, length, window, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -117,13 +117,14 @@ class CompiledForward:
         self.parameters = [*inspect.signature(self.__wrapped__).parameters]
         if not model.can_generate() or "position_ids" not in self.parameters:
             raise ValueError(f"{name} cannot be compiled: it takes no position_ids, or has no generate()")
-        self.n_layers, self.backend = len(layers), backend
+        self.windows, self.backend = [layer.window for layer in layers], backend
         self._build(model.device)
 
     def _build(self, device: torch.device) -> None:
         """Make the function that is compiled, and the tensors that all its steps share."""
         self.length = torch.zeros((), dtype=torch.int64, device=device)
-        cache, inner = Cache(layers=[_GraphLayer(i, self.length) for i in range(self.n_layers)]), self.__wrapped__
+        layers: list[Any] = [_GraphLayer(i, self.length, window) for i, window in enumerate(self.windows)]
+        cache, inner = Cache(layers=layers), self.__wrapped__
         mask = torch.zeros(1, 1, 1, 1, device=device)  # one of four dimensions is passed on as it is, and not read
 
         def step(ids: Tensor, positions: Tensor) -> Tensor:
@@ -210,6 +211,8 @@ def _is_step(cache: Any, arguments: dict[str, Any]) -> bool:
         if not isinstance(layer, Layer) or layer.store is None or layer.prefill_until is not None:
             return False
         if layer.pending is not None or layer.seen != layers[0].seen:
+            return False
+        if layer.prompt is not None or (layer.window is not None and layer.seen >= layer.window):
             return False
         if layer.record_past and not isinstance(layer.store, Full):
             return False

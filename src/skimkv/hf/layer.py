@@ -9,6 +9,7 @@ without the mark come from another cache: they get the model's own attention and
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    sliding_window_overlay,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..methods import Dense
@@ -35,6 +41,10 @@ KNOWN_KEYWORDS = {
     "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch",
 }  # fmt: skip
 
+# What the library makes the mask of a sliding window from: the intersection of these two.
+_SLIDING_OVERLAY = sliding_window_overlay(1)
+_AND_MASK = and_masks(_SLIDING_OVERLAY, causal_mask_function)
+
 MARK = "_skimkv_layer"  # the attribute of a key tensor that names its layer
 
 
@@ -48,6 +58,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_compileable = False
     supports_early_init = False
+    window: int | None = None  # of a sliding layer: it is full attention until it has seen so many tokens
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,13 +231,13 @@ def _takes_chunks(method: Method, store: Store) -> bool:
 class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     """An attention layer whose tokens a method reads from its store, which is made at the first block.
 
-    workspace: scratch memory of the kernels, one for all layers of a cache.
+    workspace: scratch memory of the kernels, one for all layers of a cache. window: as of AttentionLayer.
     """
 
     is_croppable = True
 
-    def __init__(self, method: Method, workspace: Workspace) -> None:
-        self.method, self.workspace = method, workspace
+    def __init__(self, method: Method, workspace: Workspace, window: int | None = None) -> None:
+        self.method, self.workspace, self.window = method, workspace, window
         self.record_past = False  # whether `crop` must be able to take tokens back
         # positions before this one are read in a block, later ones are decoded one by one; None: a block is read
         self.prefill_until: int | None = None
@@ -425,7 +436,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cached tokens, of what it takes to go back while a draft is verified, and of a prompt's chunks."""
+        """Bytes of the cached tokens, of what is kept to go back from a draft, and of a prompt's chunks."""
         parts = sum(part.nbytes for part in (self.store, self.snapshot, self.prompt) if part is not None)
         return parts + sum(tensor.nbytes for token in self.log for tensor in token)
 
@@ -456,6 +467,8 @@ def attention(
                 continue
             if (name == "dropout" and not argument) or (name == "is_causal" and argument is True):
                 continue
+            if name == "sliding_window" and argument == layer.window:  # Cache.update refuses tokens beyond it
+                continue
             raise ValueError(f"skimkv: {type(module).__name__} passes {name}, which is not supported")
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -479,7 +492,7 @@ def mask(library_name: str, **kwargs: Any) -> Tensor | None:
     """
     make_library_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[library_name], **kwargs)
     given, n, start = kwargs.get("attention_mask"), kwargs["kv_length"], kwargs.get("q_offset", 0)
-    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    is_causal = _is_causal(kwargs.get("mask_function", causal_mask_function), n)
     # the queries are the last tokens of the keys, as in a cache that grows and keeps every position
     is_growing = isinstance(start, int) and n == start + kwargs["q_length"] and not kwargs.get("kv_offset", 0)
     if not is_causal or not is_growing or not kwargs.get("allow_is_causal_skip", True):
@@ -498,6 +511,19 @@ def mask(library_name: str, **kwargs: Any) -> Tensor | None:
     counts: Any = torch.tensor(pads, device=kwargs.get("device", "cpu"))
     counts.pads, counts.error, counts.start, counts.make_library_mask = pads, error, start, make_library_mask
     return counts  # type: ignore[no-any-return]
+
+
+def _is_causal(mask_function: Any, n: int) -> bool:
+    """Whether a mask function means plain causal attention over n tokens; a sliding window does if it is that wide."""
+    if mask_function is causal_mask_function:
+        return True
+    cells = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
+    parts = cells.get("mask_functions", ())
+    if len(parts) != 2 or parts[1] is not causal_mask_function or mask_function.__code__ is not _AND_MASK.__code__:
+        return False
+    if getattr(parts[0], "__code__", None) is not _SLIDING_OVERLAY.__code__:
+        return False
+    return bool(n <= inspect.getclosurevars(parts[0]).nonlocals["sliding_window"])
 
 
 def _library_mask(counts: Any) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any, NamedTuple
 
 from transformers import DynamicCache, PreTrainedModel
@@ -12,14 +14,26 @@ HIDDEN_ATTENTION = {"diffllama", "doge", "jetmoe"}
 
 
 class ModelLayer(NamedTuple):
-    """One attention layer of a model: the cache that transformers would give it, and whether a method can decode it."""
+    """One attention layer of a model: the cache that transformers would give it, and whether a method can decode it.
+
+    window: how many tokens a sliding layer sees, the current one included; None: all.
+    """
 
     library_cache: Any
     supported: bool
+    window: int | None = None
 
 
-def model_layers(model: PreTrainedModel) -> list[ModelLayer]:
-    """The attention layers of a model, in order. Layers of full attention are supported, sliding ones are not.
+def max_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the model was made for; None if its configuration does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[ModelLayer]:
+    """The attention layers of a model, in order, and which of them a method can decode.
+
+    These are the layers of full attention, and the sliding ones that see all of max_tokens tokens (None: as many as the
+    model has positions).
 
     Raises ValueError, in one line, if the model as a whole is not supported: its answers would be wrong.
     """
@@ -44,7 +58,10 @@ def model_layers(model: PreTrainedModel) -> list[ModelLayer]:
     for cache in caches:
         if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(f"{name} is not supported: it has layers of kind {type(cache).__name__}")
-    layers = [ModelLayer(cache, type(cache) is DynamicLayer) for cache in caches]
+    longest = max_positions(model) if max_tokens is None else max_tokens
+    layers = [_layer(cache, longest) for cache in caches]
+    if getattr(config, "attention_chunk_size", None) is not None:  # the library's cache is the same, the mask is not
+        layers = [layer._replace(supported=layer.window is None) for layer in layers]
     for module in modules:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or not layers[index].supported:
@@ -52,5 +69,48 @@ def model_layers(model: PreTrainedModel) -> list[ModelLayer]:
         if getattr(module, "is_causal", True) is False:
             raise ValueError(f"{name} is not supported: layer {index} is not causal")
         if any("sink" in parameter for parameter, _ in module.named_parameters()):
+            if layers[index].window is not None:
+                layers[index] = layers[index]._replace(supported=False)
+                continue
             raise ValueError(f"{name} is not supported: layer {index} has attention sinks")
     return layers
+
+
+def _layer(cache: Any, longest: int | None) -> ModelLayer:
+    if type(cache) is DynamicLayer:
+        return ModelLayer(cache, True)
+    return ModelLayer(cache, longest is not None and longest <= cache.sliding_window, cache.sliding_window)
+
+
+def served_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[ModelLayer]:
+    """`model_layers`; warns, once for each model, if a method can decode only some of them.
+
+    Raises ValueError if the model is not supported, or if a method can decode none of its layers.
+    """
+    layers, name = model_layers(model, max_tokens), type(model).__name__
+    served = sum(layer.supported for layer in layers)
+    window = max((layer.window for layer in layers if layer.window is not None), default=0)
+    if not served:
+        raise ValueError(
+            f"{name} has no layer of full attention that a method could decode: its {len(layers)} layers see only the "
+            f"last {window} tokens, which is enough for skimkv.Cache(model, method, max_tokens={window})"
+        )
+    if served < len(layers) and model not in _warned:
+        _warned.add(model)
+        warnings.warn(
+            f"{name}: the method decodes {served} of {len(layers)} layers; the others see only the last {window} "
+            "tokens and keep the library's cache",
+            stacklevel=3,
+        )
+    return layers
+
+
+def needed_max_tokens(model: PreTrainedModel, n_tokens: int) -> int | None:
+    """What a cache for n_tokens is made with: n_tokens if its method could decode no layer otherwise, else None.
+
+    In a model that mixes layers of full and of sliding attention the method then decodes the same layers at any length.
+    """
+    return None if any(layer.supported for layer in model_layers(model)) else n_tokens
+
+
+_warned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose layers `served_layers` has told about

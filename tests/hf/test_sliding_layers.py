@@ -1,0 +1,134 @@
+"""Layers of sliding attention: full attention as long as the window covers all tokens, otherwise the library's own."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import skimkv
+from skimkv.eval.shared_prompt import record_prompt
+from skimkv.eval.traffic import RowCosts, cache_traffic
+from skimkv.methods import Dense
+from support.generation import GREEDY, MODES, N, conversation, forward
+from support.tiny_models import build, family, padded, prompt
+
+SIZES = {"num_key_value_heads": 2, "head_dim": 16}
+MIXED = ["sliding_attention", "full_attention"]
+
+
+def mistral(window, **options):
+    return build("mistral", **SIZES, sliding_window=window, **options)
+
+
+def refuses(call, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value), "one line"
+
+
+def test_a_method_that_decodes_no_layer_is_refused():
+    model = mistral(8)
+    before = model.config._attn_implementation, dict(model.__dict__)
+    refuses(lambda: skimkv.Cache(model, "Dense()"), "no layer of full attention.*its 2 layers see only the last 8 tok")
+    refuses(lambda: skimkv.Cache(model, "Dense()", max_tokens=9), "last 8 tokens")
+    refuses(lambda: record_prompt(model, prompt(1, 9)), "last 8 tokens")
+    assert before == (model.config._attn_implementation, model.__dict__), "a refused model is left as it was"
+    with skimkv.attach(model, "TopK(k=4)"):
+        refuses(lambda: model.generate(prompt(1, N), **GREEDY), "last 8 tokens")
+        refuses(lambda: model.generate(prompt(1, 5), max_new_tokens=5), "last 8 tokens")
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+def test_a_window_that_covers_all_positions_is_full_attention(mode):
+    """Both layers slide, over as many tokens as the model has positions: methods decode both of them."""
+    model, caches = mistral(160), []
+    expected = mode(model, lambda: None if mode is not conversation and mode is not forward else library(model))
+
+    def make(spec):
+        caches.append(skimkv.Cache(model, spec))
+        return caches[-1]
+
+    for spec in ("Dense()", "SparQ(r=4, k=128)", "H2O(k=128)"):
+        assert mode(model, lambda spec=spec: make(spec)).tolist() == expected.tolist(), spec
+        assert all(len(cache.stores) == 2 for cache in caches)
+    assert mode(model, lambda: make("LMInfinite(k=2, initial=1)")).tolist() != expected.tolist()
+
+
+def library(model):
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+@pytest.mark.parametrize("window", [43, 44, 160])
+def test_a_window_that_covers_the_prompt_and_the_new_tokens(window):
+    """24 tokens, then 19 that are cached and one that is not: attach decodes both layers from a window of 43 on."""
+    model = mistral(window)
+    expected = model.generate(prompt(1, N), **GREEDY).tolist()
+    with skimkv.attach(model, "TopK(k=64)"):
+        out = model.generate(prompt(1, N), **GREEDY, return_dict_in_generate=True)
+        assert out.sequences.tolist() == expected
+        assert len(out.past_key_values.stores) == 2
+        if window < 160:
+            refuses(lambda: model.generate(prompt(1, N + 2), **GREEDY), f"last {window} tokens")
+    cache = skimkv.Cache(model, "LMInfinite(k=2, initial=1)", max_tokens=43)
+    assert model.generate(prompt(1, N), past_key_values=cache, **GREEDY).tolist() != expected
+    skimkv.detach(model)
+
+
+@torch.no_grad()
+def test_never_beyond_the_window():
+    """A token that would not see all tokens before it is refused, decoded or in a block, compiled or not."""
+    for compiled in (False, "eager"):
+        model = mistral(30, max_position_embeddings=30)
+        with skimkv.attach(model, "Dense()", compile=compiled):
+            cache = skimkv.Cache(model, "Dense()")
+            model(prompt(1, 26), past_key_values=cache)
+            for _ in range(4):
+                model(prompt(1, 1), past_key_values=cache)
+            refuses(lambda: model(prompt(1, 1), past_key_values=cache), "31 tokens exceed this cache.* last 30")  # noqa: B023
+        cache = skimkv.Cache(model, "Dense()")
+        refuses(lambda: model(prompt(1, 31), past_key_values=cache), "31 tokens")  # noqa: B023
+
+
+def test_mixed_layers_are_counted_in_one_warning():
+    model = copy.deepcopy(family("gemma3"))
+    with pytest.warns(UserWarning, match="decodes 1 of 2 layers; the others see only the last 8 tokens"):
+        skimkv.Cache(model, "H2O(k=8)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        skimkv.Cache(model, "H2O(k=8)")
+        skimkv.attach(model, "H2O(k=8)")
+        model.generate(prompt(1, N), **GREEDY)
+    skimkv.detach(model)
+    assert len(skimkv.Cache(model, "Dense()", max_tokens=8).layers) == 2
+    kinds = [type(layer).__name__ for layer in skimkv.Cache(model, "Dense()", max_tokens=8).layers]
+    assert kinds == ["Layer", "Layer"]
+    with pytest.warns(UserWarning, match="1 of 2"):
+        skimkv.attach(copy.deepcopy(family("gemma3")), "H2O(k=8)")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_the_librarys_sliding_layers_count_in_bytes_read(name):
+    """min(window, n) rows of K and V, for every method and for dense alike; a window of 8 has 7 tokens before it."""
+    model, batch = family(name), padded([N, 3])
+    for spec in ("TopK(k=4)", "Dense()"):
+        cache = skimkv.Cache(model, spec)
+        model(**batch, past_key_values=cache)
+        mask = torch.cat([batch["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        model(prompt(2, 1), attention_mask=mask, past_key_values=cache)
+        (store,) = cache.stores
+        shape, method, dense = store.shape._replace(B=1), cache.method, Dense()
+        for row, n in ((0, N), (1, 3)):
+            cost = RowCosts(cache).step(row)
+            sliding = dense.traffic(min(n, 7), shape, torch.float32)
+            own, full = method.traffic(n, shape, torch.float32), dense.traffic(n, shape, torch.float32)
+            assert cost.bytes == own.bytes + sliding.bytes and cost.elements == own.elements + sliding.elements
+            assert cost.dense_bytes == full.bytes + sliding.bytes
+            assert cost.dense_elements == full.elements + sliding.elements
+        whole = cache_traffic(cache, steps_ago=1)
+        both = method.traffic(N, store.shape, torch.float32), dense.traffic(7, store.shape, torch.float32)
+        assert whole.bytes == sum(part.bytes for part in both)
+    skimkv.detach(model)
