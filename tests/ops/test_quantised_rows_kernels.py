@@ -42,6 +42,18 @@ def test_every_method(isa, D, dtype, kv):
 
 
 @every_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("span", [0, 64, 128])
+def test_rows_of_odd_width(isa, span, dtype, kv):
+    """Odd head sizes in 8 bits, and those of 2 mod 4 in 4 bits: a row starts anywhere between two words."""
+    for D in (span + 2, span + 6) if kv == "int4" else (span + 1, span + 7):
+        q, store = filled(D, [300, 17], TYPES[dtype], 3, "none", 1, kv=kv)
+        compare("dense", isa, q, store, D**-0.5, None)
+        compare("sparq", isa, q, store, D**-0.5, None, 1, 301, 5, "coverage", True)
+        compare("topk", isa, q, store, D**-0.5, None, 301, False)
+
+
+@every_isa
 @pytest.mark.parametrize(
     ("D", "G", "dtype", "scored"), [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 8, "float16", False)]
 )

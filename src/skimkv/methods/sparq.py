@@ -136,10 +136,12 @@ class SparQ(Method[Full]):
 
 
 def top_channels(q: Tensor, r: int) -> Tensor:
-    """Choose i1, the r channels with the largest sum over the group of |q|, ascending (sec. 4). q (B,H,G,D) ->
-    (B,H,r).
+    """Choose i1, the r channels with the largest sum over the group of |q|, of equal ones the lower (sec. 4).
+
+    q (B,H,G,D) -> (B,H,r), ascending.
     """
-    return q.abs().sum(2).topk(r, -1).indices.sort(-1).values
+    order = q.abs().sum(2).argsort(dim=-1, descending=True, stable=True)
+    return order[..., :r].sort(-1).values
 
 
 def inverse_temperature(q: Tensor, i1: Tensor, scale: float, temperature: str) -> Tensor:
