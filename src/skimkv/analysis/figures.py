@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TAU = {"coverage": "τ = √(D |q[i₁]| / |q|)", "sqrt_d": "τ = √D", "sqrt_r": "τ = √r"}  # of each temperature
 BLUE, ORANGE = STYLES[0][0], STYLES[1][0]
+LEAST_SHARE = 1e-6  # of the accumulated score: smaller shares are counted in words and not drawn
 MIDDLE_LAYER = 0.5  # of the depth: the layer whose queries are drawn as a density
 
 
@@ -39,6 +40,7 @@ def draw_sparq(findings: Findings, path: Path) -> None:
     _label(d, "Kurtosis of q, a point a head", "layer", "Fisher kurtosis (0: Gaussian)")
     _points_by_layer(e, findings.layers, statistics.tail_mass(findings.q), ORANGE)
     e.axhline(1, color="0.5", linestyle="--", linewidth=1)
+    e.set_ylim(bottom=0)
     _label(e, "Mass of q beyond 3σ", "layer", "times a Gaussian's")
     _agreement_by_channels(f, findings)
     _agreement_by_positions(g, findings)
@@ -51,7 +53,7 @@ def draw_h2o(findings: Findings, tokenizer: Any, path: Path) -> None:
     figure = new_figure((15, 4.6), dpi=130)
     a, b, c = figure.subplots(1, 3)
     _points_by_layer(a, findings.layers, 100 * findings.sparsity, BLUE)
-    a.set_ylim(min(90.0, 100 * float(findings.sparsity.min()) - 2), 100)
+    a.set_ylim(0, 100)
     _label(a, "Scores that hardly count, a point a head", "layer", "% of scores below 1% of their row's largest")
     _scores_by_rank(b, findings)
     _scores_by_frequency(c, findings, tokenizer)
@@ -81,6 +83,7 @@ def draw_clusters(findings: Findings, path: Path) -> None:
             m = torch.stack([cloud.clusters[i] for cloud in clouds]).double().mean(0)
             ax.loglog(n, m, color=colour, linewidth=1.8, label=f"δ = {share:g} × median distance")
         ax.loglog(n, n, "--", color="0.5", linewidth=1)
+        ax.set(xlim=(1, None), ylim=(1, None))
         _label(ax, f"Clusters that {kind} form", "tokens n", "clusters m(n); dashed: every token its own")
         ax.legend(fontsize=8, frameon=False)
     save(figure, path)
@@ -95,7 +98,7 @@ def _points_by_layer(ax: Axes, layers: Sequence[int], x: Tensor, colour: str) ->
     """A point for each head in its layer's column, and a bar at their mean. x (L,heads)."""
     for i, row in enumerate(x.tolist()):
         wide = [i + (j / max(1, len(row) - 1) - 0.5) * 0.5 for j in range(len(row))]
-        ax.plot(wide, row, "o", color=colour, markersize=3.5, alpha=0.75, linewidth=0)
+        ax.plot(wide, row, "o", color=colour, markersize=3.5, alpha=0.75, linewidth=0, clip_on=False)
         ax.plot([i - 0.35, i + 0.35], [sum(row) / len(row)] * 2, color="black", linewidth=1.5)
     every = max(1, len(layers) // 8)
     ax.set_xticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
@@ -108,6 +111,7 @@ def _top_mass_histogram(ax: Axes, mass: Tensor) -> None:
     ax.axvline(mean, color="black", linewidth=1.2, linestyle="--")
     where: Any = {"transform": ax.get_xaxis_transform(), "ha": "right", "va": "top"}
     ax.text(mean - 0.02, 0.97, f"mean {mean:.2f}", fontsize=8, **where)
+    ax.set_xlim(0, 1)
     _label(ax, f"Mass of the {TOP} largest scores", "sum of softmax scores", "queries, all heads")
 
 
@@ -164,9 +168,9 @@ def _agreement_axes(ax: Axes, r: Sequence[int]) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(r, [str(channels) for channels in r])
     ax.minorticks_off()
-    ax.set_ylim(0, 1.35)  # room for the legend above 1
+    ax.set_ylim(0, 1)
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    ax.legend(fontsize=8, frameon=False, loc="upper left")
+    ax.legend(fontsize=8, frameon=False, loc="lower right")
 
 
 def _alpha(ax: Axes, findings: Findings) -> None:
@@ -176,9 +180,10 @@ def _alpha(ax: Axes, findings: Findings) -> None:
     for i, (name, (colour, marker)) in enumerate(zip(TEMPERATURES, STYLES, strict=False)):
         estimate = findings.alpha[1 + i].flatten()
         label = f"{TAU[name]}: off by {float((estimate - true).abs().mean()):.3f}"
-        ax.plot(true, estimate, marker, color=colour, markersize=3.5, alpha=0.6, linewidth=0, label=label)
-    least = min(float(findings.alpha.min()), 0.9)
-    ax.set(xlim=(least - 0.02, 1.01), ylim=(least - 0.02, 1.01))
+        ax.plot(
+            true, estimate, marker, color=colour, markersize=3.5, alpha=0.6, linewidth=0, label=label, clip_on=False
+        )
+    ax.set(xlim=(0, 1), ylim=(0, 1))
     ax.legend(fontsize=8, frameon=False, loc="upper left", handletextpad=0.2)
     r, k = findings.grid.alpha
     _label(ax, f"α, from r = {r}, k = {k}", f"true mass of the top {k}", "α by the approximate scores")
@@ -198,15 +203,31 @@ def _scores_by_rank(ax: Axes, findings: Findings) -> None:
     offset = shares.mean(0).log().mean() - p * rank.double().log().mean()  # the line passes through the means
     power_law = offset.exp() * rank.double() ** p
     ax.loglog(rank, power_law, "--", color="0.4", linewidth=1.2, label=f"rank^{p:.2f}, R² = {fit:.2f}")
-    ax.set_ylim(float(shares[shares > 0].min()) / 2, 4 * float(shares.max()))
-    ax.legend(fontsize=8, frameon=False)
-    _label(ax, "Accumulated scores by rank", "rank of the token", "share of the accumulated score")
+    ax.set_xlim(left=1)
+    ax.set_ylim(LEAST_SHARE, 1)
+    ax.legend(fontsize=8, frameon=False, loc="upper right")
+    _label(
+        ax,
+        "Accumulated scores by rank",
+        f"rank of the token\n{describe_undrawn(shares)}",
+        "share of the accumulated score",
+    )
+
+
+def describe_undrawn(shares: Tensor) -> str:
+    """What lies below the axis of the shares of the accumulated score, in words. shares (layers, ranks)."""
+    below = shares < LEAST_SHARE
+    if not below.any():
+        return f"no token is below {LEAST_SHARE:g}"
+    mass = float((shares * below).sum(-1).mean())
+    return f"not drawn: {float(below.double().mean()):.0%} of the tokens, below {LEAST_SHARE:g} each, {mass:.1e} in all"
 
 
 def _scores_by_frequency(ax: Axes, findings: Findings, tokenizer: Any) -> None:
     """H2O fig. 2c: a point for each token of the vocabulary, the five heaviest by name."""
     ids, count, score = findings.scores_by_token()
-    ax.loglog(count, score, "o", color=ORANGE, markersize=3.5, alpha=0.5, linewidth=0)
+    ax.loglog(count, score, "o", color=ORANGE, markersize=3.5, alpha=0.5, linewidth=0, clip_on=False)
+    ax.set_xlim(left=1)
     near: Any = {"textcoords": "offset points", "fontsize": 8, "ha": "right"}
     for i in score.topk(min(5, len(ids))).indices.tolist():
         ax.annotate(repr(tokenizer.decode([int(ids[i])])), (float(count[i]), float(score[i])), (-5, 4), **near)

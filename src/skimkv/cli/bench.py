@@ -47,7 +47,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ms_weights": ("ms in\nthe rest", _milliseconds),
     "floor_ms": ("ms at\nbandwidth", _milliseconds),
     "bytes_predicted": ("bytes\nread", "{:,}".format),
-    "bytes_read": ("cache bytes\nread", "{:,}".format),
+    "bytes_read": ("bytes\nread", "{:,}".format),
     "weight_bytes": ("weight bytes\nread", "{:,}".format),
     "gb_per_s": ("GB/s", "{:.1f}".format),
     "share_of_peak": ("of the\nbandwidth", "{:.0%}".format),

@@ -63,7 +63,7 @@ def _print_table(rows: Sequence[Row], left_out: Sequence[str]) -> None:
     dense_bytes = rows[0].bytes_counted
     table = output.table(
         "one decode step, all layers", "method", "right", "of dense",
-        "elements\npredicted", "\ncounted", "bytes\npredicted", "\ncounted", "cache\nMB", "ms a\ntoken",
+        "elements\npredicted", "\ncounted", "bytes\npredicted", "\ncounted", "MB\nheld", "ms a\ntoken",
     )  # fmt: skip
     for i, row in enumerate(rows):
         table.add_row(

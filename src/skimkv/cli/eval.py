@@ -108,7 +108,7 @@ def evaluate(
 ) -> int:  # fmt: skip
     """Compare methods by the quality of their answers, the bytes that a token reads, and the time that it takes.
 
-    The tasks record and passkey are our own, needle and lines are public tests, and the others are those of the papers.
+    The tasks record and passkey are our own; the others are those of the methods' papers.
     A run that was interrupted goes on where it was when the same command is given again.
 
     Example:
