@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import skimkv
+from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
 from skimkv.methods import Dense
 from support.generation import GREEDY, MODES, N, conversation, forward
-from support.tiny_models import build, family, padded, prompt
+from support.tiny_models import build, family, padded, prompt, tokenizer
 
 SIZES = {"num_key_value_heads": 2, "head_dim": 16}
 MIXED = ["sliding_attention", "full_attention"]
@@ -132,3 +133,19 @@ def test_the_librarys_sliding_layers_count_in_bytes_read(name):
         both = method.traffic(N, store.shape, torch.float32), dense.traffic(7, store.shape, torch.float32)
         assert whole.bytes == sum(part.bytes for part in both)
     skimkv.detach(model)
+
+
+def test_evaluation_decodes_sliding_layers_that_see_all_tokens():
+    """Two methods behind one recorded prompt, in one batch: 24 tokens, 6 that are fed and 4 that are generated."""
+    model, questions = mistral(34), [Question(prompt(1, 6, 1)[0].tolist(), scored=5, new_tokens=4)]
+    full = mistral(None)  # the same weights
+    answers = []
+    for each, specs in ((full, ["Dense()", "TopK(k=4)"]), (model, ["Dense()", "TopK(k=4)"])):
+        recorded = record_prompt(each, prompt(1, N), new_tokens=10)
+        caches = [recorded.cache(skimkv.methods.parse(spec)) for spec in specs]
+        assert all(len(cache.stores) == 2 for cache in caches)
+        with torch.inference_mode():
+            answers.append(answer_questions(each, tokenizer(), caches, recorded.logits, questions))
+    assert answers[0] == answers[1]
+    assert answers[1][0][0].cost.bytes > answers[1][1][0].cost.bytes > 0
+    refuses(lambda: record_prompt(model, prompt(1, N), new_tokens=11), "last 34 tokens")

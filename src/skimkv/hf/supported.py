@@ -83,7 +83,7 @@ def _layer(cache: Any, longest: int | None) -> ModelLayer:
 
 
 def served_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[ModelLayer]:
-    """`model_layers`; warns, once for each model, if a method can decode only some of them.
+    """The result of `model_layers`; warns, once for each model, if a method can decode only some of its layers.
 
     Raises ValueError if the model is not supported, or if a method can decode none of its layers.
     """
