@@ -101,7 +101,7 @@ def side_by_side(scores: Sequence[float], i: int, n: int, greatest: float) -> li
     step, most = FAN
     width = min(most, step * (n - 1))
     up = greatest * width * (n - 1 - i) / max(1, n - 1)
-    return [min(greatest, score * (1 - width) + up) for score in scores]
+    return [min(score * (1 - width) + up, greatest) for score in scores]  # NaN stays NaN
 
 
 def shifted(ax: Axes, i: int, n: int) -> Transform:

@@ -254,6 +254,10 @@ def test_nothing_is_drawn_outside_the_scale(greatest):
     assert all(greatest - line[1] < 0.0301 * greatest for line in lines)
 
 
+def test_a_score_that_is_no_number_is_not_drawn_as_the_best():
+    assert str(plotting.side_by_side([float("nan"), 0.5], 0, 2, 1.0)[0]) == "nan"
+
+
 def test_the_demo_is_drawn_inside_the_scale(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
