@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import sys
 import types
@@ -70,6 +71,37 @@ def test_sizes_that_no_text_has_are_refused_in_one_line(folder, spec):
     with pytest.raises(ValueError, match=spec.split("(")[1].split("=")[0].removesuffix("s")) as error:
         next(tasks.parse(spec).examples(data, 0))
     assert "\n" not in str(error.value)
+
+
+def changed_somewhere(content, draw):
+    """The same JSON value with one of its parts replaced by something else, or left out."""
+    if isinstance(content, (dict, list)) and content and draw.random() < 0.85:
+        copy = content.copy()
+        at = draw.choice([*content]) if isinstance(content, dict) else draw.randrange(len(content))
+        if draw.random() < 0.15:
+            del copy[at]
+        else:
+            copy[at] = changed_somewhere(content[at], draw)
+        return copy
+    return draw.choice([None, True, "x", "", -1, 1.5, 10**30, [], {}, [[]], ["x"], {"x": 1}])
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"), [("lines(lines=12)", "lines_30.jsonl"), ("squad(confusions=2)", "squad.json"),
+                       ("triviaqa", "triviaqa.jsonl"), ("summarise(corpus='xsum')", "xsum.jsonl")],
+)  # fmt: skip
+def test_damaged_data_is_read_or_refused_in_one_line(folder, monkeypatch, spec, name):
+    monkeypatch.setattr(summarise, "_rouge", lambda: None)
+    path, draw, messages = folder / name, random.Random(0), []
+    contents = list(map(json.loads, path.read_text().splitlines()))
+    for _ in range(60):
+        path.write_text("\n".join(json.dumps(changed_somewhere(content, draw)) for content in contents))
+        try:
+            for example in islice(tasks.parse(spec).examples(folder, 0), 3):
+                assert all(isinstance(text, str) for text in (example.id, example.context, example.question))
+        except ValueError as error:
+            messages.append(str(error))
+    assert len(messages) > 20 and all("\n" not in message and len(message) < 500 for message in messages)
 
 
 @pytest.mark.parametrize("spec", [None, 7, tasks.Task, b"lines"])

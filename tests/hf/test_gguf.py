@@ -165,3 +165,31 @@ def test_a_damaged_byte_is_refused_or_harmless(tmp_path):
         except ValueError as error:
             refused.append(str(error))
     assert len(refused) > 10 and all(str(path) in line and "\n" not in line for line in refused)
+
+
+def test_damaged_metadata_is_refused_or_harmless(tmp_path):
+    """Whatever one value of the metadata becomes, and of whatever type: a model, or one line with the path."""
+    path, draw, refused = tmp_path / "m.gguf", np.random.default_rng(0), []
+    kinds = gguf.GGUFValueType
+    values = [
+        (2**63, kinds.UINT64), (6 * 2**58, kinds.UINT64), (-1, kinds.INT64), (1e300, kinds.FLOAT64), (0, kinds.UINT32),
+        (float("nan"), kinds.FLOAT64), ("x", kinds.STRING), (True, kinds.BOOL),
+    ]  # fmt: skip
+    keys = [
+        "llama.embedding_length", "llama.block_count", "llama.attention.head_count", "llama.attention.head_count_kv",
+        "llama.attention.key_length", "llama.feed_forward_length", "llama.context_length", "llama.rope.freq_base",
+        "llama.attention.layer_norm_rms_epsilon", "llama.rope.dimension_count", "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.eos_token_id", "tokenizer.ggml.tokens", "general.alignment", "general.architecture",
+    ]  # fmt: skip
+    for _ in range(40):
+        key, (value, kind) = keys[draw.integers(len(keys))], values[draw.integers(len(values))]
+
+        def edit(writer, key=key, value=value, kind=kind):
+            writer.kv_data[0][key] = gguf.gguf_writer.GGUFValue(value, kind)
+
+        write(path, tiny(), edit=edit)
+        try:
+            load_gguf(path)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 10 and all(str(path) in line and "\n" not in line for line in refused)

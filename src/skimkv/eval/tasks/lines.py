@@ -66,6 +66,8 @@ def _read(data: Path, lines: int) -> Iterator[tuple[str, str, list[tuple[str, st
             head = row["prompt"][: row["prompt"].index("\nline ") + 1]
             index, place = row["random_idx"]
             number = str(row["expected_number"])
+            if not isinstance(place, int) or isinstance(place, bool):
+                raise ValueError(f"random_idx says {place!r}")
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {i + 1}: not a LongEval prompt ({error})") from None
         if not 0 <= place < len(record) or record[place] != (index, number):

@@ -30,8 +30,8 @@ def examples(
     room = context - prompt - reference - 64  # for the ends of words
     if room < asked:
         raise ValueError(f"repetition: context = {context} has no room for {asked} times {prompt} + {reference}")
-    if not 0 <= skip < 1:
-        raise ValueError(f"skip = {skip} must be from 0 to below 1")
+    if isinstance(skip, bool) or not isinstance(skip, int | float) or not 0 <= skip < 1:
+        raise ValueError(f"skip = {skip!r} must be from 0 to below 1")
     path = source.find_file(data, "tinyshakespeare.txt")
     if path is None:
         rows = source.load_from_hub("repetition", "tinyshakespeare.txt", "karpathy/tiny_shakespeare", split="all")

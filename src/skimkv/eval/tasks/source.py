@@ -40,11 +40,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: not a JSON object")
             yield row
+
+
+def check_text(path: Path | None, row: dict[str, Any], *names: str) -> None:
+    """Raise ValueError unless these fields of a row are texts."""
+    for name in names:
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{path}: a line has no text {name!r}")
 
 
 def load_from_hub(task: str, files: str, *name: str, split: str) -> Any:

@@ -66,8 +66,10 @@ def _load(path: Path) -> dict[str, list[Question]]:
                 line = _line(article["title"], paragraph["context"])
                 for q in paragraph["qas"]:
                     texts = tuple(dict.fromkeys(answer["text"] for answer in q["answers"]))
+                    if not texts or not all(isinstance(text, str) for text in (q["id"], q["question"], *texts)):
+                        raise ValueError("a question without an id, a text or an answer")
                     paragraphs.setdefault(line, []).append(Question(q["id"], q["question"], texts))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not in SQuAD's format ({type(error).__name__}: {error})") from None
     return paragraphs
 

@@ -42,7 +42,7 @@ def examples(*, data: Path | None = None, seed: int = 0, corpus: str = "cnn") ->
         row = rows[i]
         article = row.get("article", row.get("document"))
         summary = next((row[k] for k in ("highlights", "summary", "summary_gt") if k in row), None)
-        if article is None or summary is None:
+        if not isinstance(article, str) or not isinstance(summary, str):
             raise ValueError(f"{path}, line {i + 1}: needs an article and its highlights or summary_gt")
         article = article.removeprefix(XSUM[0]).removesuffix(XSUM[1])
         if corpus == "xsum" or 4000 <= len(article) <= 8000:

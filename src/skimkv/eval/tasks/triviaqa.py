@@ -28,11 +28,12 @@ def examples(*, data: Path | None = None, seed: int = 0, cue: str = "Answer:") -
         random.Random(seed).shuffle(lines)
         rows = iter(lines)
     for row in rows:
-        try:
-            key, right_answers = str(row["id"]), tuple(str(answer) for answer in row["answers"])
-            yield Example(key, row["context"], f"\nQuestion: {row['question']}\n{cue}", right_answers, 30, "\n")
-        except KeyError as error:
-            raise ValueError(f"{path}: a line has no {error}") from None
+        source.check_text(path, row, "context", "question")
+        right_answers = row.get("answers")
+        if "id" not in row or not isinstance(right_answers, list) or not right_answers:
+            raise ValueError(f"{path}: a line has no id, or no list of answers")
+        texts = tuple(str(answer) for answer in right_answers)
+        yield Example(str(row["id"]), row["context"], f"\nQuestion: {row['question']}\n{cue}", texts, 30, "\n")
 
 
 def _convert(row: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
