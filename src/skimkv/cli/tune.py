@@ -193,7 +193,7 @@ def _run(tuned: Any, checked: Any, channels: Sequence[str], target: float) -> Ou
 def _draw(outcome: Outcome, target: float, setting: str, path: Path) -> None:
     from ..eval import figures
 
-    points = [(getattr(t.method, "channels", ""), t.share, t.increase, t.stderr) for t in outcome.trials]
+    points = [(getattr(t.method, "channels", ""), t.share, t.increase, t.low, t.high) for t in outcome.trials]
     chosen = outcome.chosen and (repr(outcome.chosen.method), outcome.chosen.share, outcome.chosen.increase)
     figures.tuning(points, target, chosen, setting, path)
 

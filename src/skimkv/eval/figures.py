@@ -35,7 +35,7 @@ CHANNEL_COLOURS = (*CHANNELS[1:], CHANNELS[0])  # kinds of channels in the order
 SHARE_LABEL = "bytes read per step, as a share of dense attention's (log scale)"
 
 LengthPoint = tuple[float, float, float | None, float | None]  # (tokens, mean, low, high)
-TrialPoint = tuple[str, float, float, float | None]  # (channels, share of dense's bytes, increase, standard error)
+TrialPoint = tuple[str, float, float, float | None, float | None]  # (channels, share of bytes, increase, low, high)
 Cells = dict[tuple[float, float], float]  # (tokens of the prompt, depth) -> share of needles found
 
 
@@ -238,7 +238,7 @@ def tuning(
 ) -> None:
     """Draw what `skimkv tune` tried: the increase of the loss over dense against bytes, the bound, the chosen method.
 
-    points: (channels, share of dense's bytes, increase of the loss, its standard error). chosen: (method, share,
+    points: (channels, share of dense's bytes, increase of the loss, the ends of its interval). chosen: (method, share,
     increase). setting: the first line of the title.
     """
     fig = new_figure((8.6, 5.2), dpi=140)
@@ -246,11 +246,13 @@ def tuning(
     for channels, (colour, marker) in zip(CHANNEL_COLOURS, STYLES, strict=False):
         own = sorted(point[1:] for point in points if point[0] == channels)
         if own:
-            x, y, errors = [p[0] for p in own], [100 * p[1] for p in own], [100 * (p[2] or 0) for p in own]
-            ax.errorbar(x, y, errors, fmt=marker, color=colour, markersize=6, alpha=0.85, linewidth=1,
-                        label=f"channels={channels!r}")  # fmt: skip
+            x, y = [p[0] for p in own], [100 * p[1] for p in own]
+            ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=f"channels={channels!r}")
+            for share, _, low_end, high_end in own:
+                if low_end is not None and high_end is not None:
+                    ax.vlines(share, 100 * low_end, 100 * high_end, color=colour, alpha=0.85, linewidth=1)
     lowest: list[tuple[float, float]] = []
-    for _, share, increase, _ in sorted(points, key=lambda p: p[1]):
+    for _, share, increase, *_ in sorted(points, key=lambda p: p[1]):
         if not lowest or 100 * increase < lowest[-1][1]:
             lowest.append((share, 100 * increase))
     ax.step([p[0] for p in lowest], [p[1] for p in lowest], where="post", color="0.5", linewidth=1, zorder=0)
@@ -277,6 +279,6 @@ def tuning(
     ax.set_ylabel("increase of the loss over dense")
     ax.grid(color="0.93", zorder=0)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(f"{setting}\nbars: one standard error; line: the least loss at those bytes", loc="left", fontsize=9)
+    ax.set_title(f"{setting}\nbars: 95% intervals; line: the least loss at those bytes", loc="left", fontsize=9)
     ax.legend(frameon=False, fontsize=9)
     save(fig, path)
