@@ -403,6 +403,11 @@ def _prepare_cache(
     use_cache, implementation = generation_config.use_cache, generation_config.cache_implementation
     if is_ours and (use_cache is False or implementation not in (None, "dynamic")):
         raise ValueError(f"{method} is attached: no use_cache={use_cache}, cache_implementation={implementation!r}")
+    given = model_kwargs.get("past_key_values")
+    if isinstance(given, Cache) and use_cache is False:
+        raise ValueError("use_cache=False: generate() cannot decode with a skimkv.Cache and without a cache")
+    if (is_ours or isinstance(given, Cache)) and generation_config.output_attentions:
+        raise ValueError("output_attentions=True is not supported: a method computes no matrix of attention weights")
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )

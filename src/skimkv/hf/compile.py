@@ -146,7 +146,9 @@ class CompiledForward:
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         cache: Any = arguments.get("past_key_values")
         ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
-        if ids is None or ids.shape[1] != 1 or not _is_step(cache, arguments):
+        if ids is None or ids.shape[1] != 1 or torch.is_autocast_enabled(ids.device.type):
+            return self.__wrapped__(*args, **kwargs)
+        if not _is_step(cache, arguments):
             return self.__wrapped__(*args, **kwargs)
         if ids.device != self.length.device:
             self._build(ids.device)

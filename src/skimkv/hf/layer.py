@@ -38,7 +38,7 @@ LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
 # Keywords of an attention call that `attention` passes on, or that cannot change its result.
 KNOWN_KEYWORDS = {
     "scaling", "softcap", "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
-    "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch",
+    "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 
 # What the library makes the mask of a sliding window from: the intersection of these two.
@@ -122,8 +122,11 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.pending is not v:
             raise RuntimeError("the model changes its values between cache and attention, which is not supported")
         B, H, n, D = k.shape
-        pad = self._padding(mask, n)
-        y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
+        pad, device = self._padding(mask, n), q.device.type
+        if torch.is_autocast_enabled(device):  # the library's attention, too, computes in this type
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+        with torch.autocast(device, enabled=False):
+            y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
         self.pending, self.is_initialized = None, True
         return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
 

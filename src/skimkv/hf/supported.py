@@ -64,8 +64,8 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
         layers = [layer._replace(supported=layer.window is None) for layer in layers]
     for module in modules:
         index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or not layers[index].supported:
-            continue
+        if not isinstance(index, int) or index >= len(layers) or not layers[index].supported:
+            continue  # assisted decoding with assistant_early_exit leaves the last layers out for a while
         if getattr(module, "is_causal", True) is False:
             raise ValueError(f"{name} is not supported: layer {index} is not causal")
         if any("sink" in parameter for parameter, _ in module.named_parameters()):
