@@ -10,6 +10,7 @@ import types
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import skimkv
 from skimkv.hf import load as loading
@@ -117,8 +118,21 @@ def test_weights_that_are_missing_or_of_another_size(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     refused(folder, "lacks 9 weights, the first is model.layers.2")
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    refused(folder, r"config.json leaves out layers of the checkpoint, the first weight is model\.layers\.1\.")
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 98}))
     refused(folder, r"lm_head.weight is \(97, 64\), by config.json it should be \(98, 64\)")
+
+
+def test_other_weights_that_the_model_has_no_place_for_are_left_out(folder):
+    """Those of another part, and those that an earlier version of the model stored in a layer."""
+    more = {name: torch.zeros(2) for name in ("vision.layers.7.weight", "model.layers.0.rotary.inv_freq", "mtp.weight")}
+    save_file(more, folder / "more.safetensors", metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(more, "more.safetensors")
+    index.write_text(json.dumps(content))
+    assert skimkv.load(folder)[0].config.num_hidden_layers == 2
 
 
 def test_a_folder_without_tokenizer(folder):

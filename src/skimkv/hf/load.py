@@ -11,6 +11,7 @@ import json
 import re
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -248,6 +249,22 @@ def _hub_problem(model: str) -> str | None:
     return None
 
 
+def _layers_left_out(loaded: set[str], unexpected: Sequence[str]) -> str | None:
+    """The first weight of a layer beyond the model's last one; None if there is none.
+
+    The library only warns of weights that it does not use. Most are parts that a text model has no place for, such as
+    an image encoder; a layer of the text model's own list is not: without it the answers are wrong.
+    """
+    numbered = re.compile(r"(.*?\.)(\d+)\.")
+    layers = {match.groups() for key in loaded if (match := numbered.match(key))}  # (name of the list, number)
+    lists = {name for name, _ in layers}
+    for key in unexpected:
+        match = numbered.match(key)
+        if match and match[1] in lists and match.groups() not in layers:
+            return key
+    return None
+
+
 def _from_pretrained(
     source: Source, dtype: torch.dtype | None, trust_remote_code: bool, weights: str | None
 ) -> tuple[PreTrainedModel, Any]:
@@ -276,6 +293,8 @@ def _from_pretrained(
     model, info = result
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{name}: the checkpoint lacks {len(missing)} weights, the first is {missing[0]}")
+    if left_out := _layers_left_out(set(model.state_dict()), sorted(info["unexpected_keys"])):
+        raise ValueError(f"{name}: config.json leaves out layers of the checkpoint, the first weight is {left_out}")
     for key, actual, expected in sorted(info["mismatched_keys"]):
         raise ValueError(f"{name}: {key} is {tuple(actual)}, by config.json it should be {tuple(expected)}")
     return model.eval(), tokenizer
