@@ -8,6 +8,7 @@ without the mark come from another cache: they get the model's own attention and
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import sys
@@ -122,10 +123,12 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.pending is not v:
             raise RuntimeError("the model changes its values between cache and attention, which is not supported")
         B, H, n, D = k.shape
+        autocast: Any = contextlib.nullcontext()
         pad, device = self._padding(mask, n), q.device.type
         if torch.is_autocast_enabled(device):  # the library's attention, too, computes in this type
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        with torch.autocast(device, enabled=False):
+            autocast = torch.autocast(device, enabled=False)
+        with autocast:
             y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
         self.pending, self.is_initialized = None, True
         return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
