@@ -10,6 +10,7 @@ import pytest
 
 from skimkv.cli.app import main
 from skimkv.eval import tune
+from skimkv.eval.results import Results
 
 
 @pytest.fixture
@@ -41,6 +42,23 @@ def test_the_command(tmp_path, text, capsys):
     assert out.read_bytes() == whole
     assert main(argv) == 0 and out.read_bytes() == whole
     assert "other pieces" in capsys.readouterr().out
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, text, capsys, monkeypatch):
+    add, left = Results.add, [5]
+
+    def interrupted(results, record):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        add(results, record)
+
+    monkeypatch.setattr(Results, "add", interrupted)
+    out = tmp_path / "t.jsonl"
+    sizes = ["--prompt", "64", "--scored", "8", "--pieces", "3"]
+    assert main(["tune", "--text", str(text), *sizes, "--out", str(out)]) == 130
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line == f"skimkv: interrupted: 4 records are in {out}; the same command goes on where it stopped"
 
 
 def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):

@@ -63,6 +63,12 @@ def fail(message: str, status: int = MISTAKE) -> int:
     return status
 
 
+def fail_interrupted(records: int, out: object) -> int:
+    """Say that Ctrl-C ended a run whose records are in a file and how to go on, and return the exit status."""
+    kept = f"{records} records are in {out}"
+    return fail(f"interrupted: {kept}; the same command goes on where it stopped", INTERRUPTED)
+
+
 def _print_warning(message: Warning | str, *where: Any, **more: Any) -> None:
     """Print a warning as one line on stderr, without the place in the source."""
     print("skimkv: warning:", " ".join(str(message).split()), file=sys.stderr)

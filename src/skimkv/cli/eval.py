@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from . import output
-from .errors import INTERRUPTED, fail
+from .errors import fail_interrupted
 from .options import (
     MODEL_OPTIONS,
     Batch,
@@ -154,8 +154,7 @@ def evaluate(
             except KeyboardInterrupt:
                 records = None
     if records is None:
-        kept = f"{len(results.records)} records are in {out}"
-        return fail(f"interrupted: {kept}; the same command goes on where it stopped", INTERRUPTED)
+        return fail_interrupted(len(results.records), out)
     rows, machine = summary(records, times), _machine_name(place)
     if as_json:
         output.print_json({"rows": [row.json() for row in rows], "out": str(out), "machine": machine})

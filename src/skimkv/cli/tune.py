@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from . import output
+from .errors import fail_interrupted
 from .options import (
     Batch,
     Device,
@@ -87,7 +88,7 @@ def tune(
     resume_anyway: ResumeAnyway = False,
     plot: Plot = None,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Find the SparQ that moves the fewest bytes while the model's loss on a text stays within a target.
 
     The method decodes every token that is scored. A second set of pieces, on which nothing was chosen, checks the
@@ -129,7 +130,10 @@ def tune(
             Scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {cut.digest}"}, batch)
             for name, part in (("tuned", cut.tuned), ("checked", cut.checked))
         )
-        outcome = _run(tuned, checked, list(dict.fromkeys(channels or ("int4", "int8", "copy"))), target)
+        try:
+            outcome = _run(tuned, checked, list(dict.fromkeys(channels or ("int4", "int8", "copy"))), target)
+        except KeyboardInterrupt:
+            return fail_interrupted(len(results.records), out)
     if plot is not None and outcome.trials:
         _draw(outcome, target, f"{model}, {text.name}, {prompt} tokens and {scored} after them", plot)
     if outcome.chosen is None:
@@ -141,11 +145,12 @@ def tune(
             "checked": outcome.checked and outcome.checked.json(), "searched": [t.json() for t in outcome.trials],
             "out": str(out), "figure": None if plot is None else str(plot),
         })  # fmt: skip
-        return
+        return 0
     _print_table(outcome.chosen, outcome.trials, outcome.dense, target)
     _print_check(outcome.checked, len(cut.checked), target)
     if plot is not None:
         print(f"Figure: {plot}")
+    return 0
 
 
 def _parse_share(given: str) -> float:
