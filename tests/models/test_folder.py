@@ -22,9 +22,7 @@ def save(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("failing", FILES)
-def test_a_failed_write_leaves_every_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_a_failed_write_leaves_every_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """The disk is full in the middle of one file: it is the old one, and no part of a new one is left."""
     save(tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in FILES}

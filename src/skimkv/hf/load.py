@@ -298,4 +298,3 @@ def _from_pretrained(
     for key, actual, expected in sorted(info["mismatched_keys"]):
         raise ValueError(f"{name}: {key} is {tuple(actual)}, by config.json it should be {tuple(expected)}")
     return model.eval(), tokenizer
-
