@@ -11,7 +11,7 @@ from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
 from skimkv.methods import Dense
-from support.generation import GREEDY, MODES, N, conversation, forward
+from support.generation import GREEDY, MODES, N, conversation, draft_of, forward
 from support.tiny_models import build, family, padded, prompt, tokenizer
 
 SIZES = {"num_key_value_heads": 2, "head_dim": 16}
@@ -76,6 +76,18 @@ def test_a_window_that_covers_the_prompt_and_the_new_tokens(window):
     cache = skimkv.Cache(model, "LMInfinite(k=2, initial=1)", max_tokens=43)
     assert model.generate(prompt(1, N), past_key_values=cache, **GREEDY).tolist() != expected
     skimkv.detach(model)
+
+
+def test_drafts_stay_within_the_window():
+    """Drafts are cached before they are verified: where one may not fit, the method is refused before it decodes."""
+    model, options = mistral(64), {"max_new_tokens": 41, "do_sample": False}
+    with skimkv.attach(model, "H2O(k=4)"):
+        expected = model.generate(prompt(1, N), **options).tolist()
+        assert model.generate(prompt(1, N), assistant_model=draft_of(model), **options).tolist() == expected
+        refuses(lambda: model.generate(prompt(1, N), prompt_lookup_num_tokens=4, **options), "last 64 tokens")
+        options["max_new_tokens"] = 37
+        shorter = model.generate(prompt(1, N), prompt_lookup_num_tokens=4, **options).tolist()
+        assert shorter[0] == expected[0][: N + 37]
 
 
 @torch.no_grad()

@@ -414,7 +414,9 @@ def _prepare_cache(
     if is_ours:
         assert method is not None
         made: Any = Cache.__new__(Cache)
-        made._build(model, method, needed_max_tokens(model, max_cache_length))
+        # a draft that is looked up in the prompt may reach beyond the text's greatest length
+        longest = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
+        made._build(model, method, needed_max_tokens(model, longest))
         model_kwargs["past_key_values"] = made
         if generation_config.is_assistant:
             made.activate_past_recording()
