@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """Escape what is no UTF-8 in captured output, which a process of xdist could not send to its parent."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
 def backends() -> list[str]:
     """Return the backends that a test of the fixture `backend` runs with: ref, and cpu where its library was built."""
     return ["ref", "cpu"] if ops.select_backend("cpu")[0] == "cpu" else ["ref"]
