@@ -161,3 +161,19 @@ def test_evaluation_decodes_sliding_layers_that_see_all_tokens():
     assert answers[0] == answers[1]
     assert answers[1][0][0].cost.bytes > answers[1][1][0].cost.bytes > 0
     refuses(lambda: record_prompt(model, prompt(1, N), new_tokens=11), "last 34 tokens")
+
+
+@torch.no_grad()
+def test_counted_steps_and_the_closed_form_agree_on_sliding_layers():
+    """Stores count what they read; the library's layers are added in closed form, step by step."""
+    model = family("gemma3")
+    cache = skimkv.Cache(model, "TopK(k=4)")
+    model(prompt(1, 5), past_key_values=cache)
+    steps = []
+    for _ in range(6):
+        model(prompt(1, 1), past_key_values=cache)
+        own = cache.method.traffic(cache.get_seq_length() - 1, cache.stores[0].shape, torch.float32)
+        steps.append(RowCosts(cache).step(0).bytes - own.bytes)
+    assert steps == sorted(steps) and steps[0] < steps[1] < steps[2] == steps[-1], "the window is full after 7 tokens"
+    assert RowCosts(cache).last_sliding(0, 6).bytes == sum(steps)
+    skimkv.detach(model)

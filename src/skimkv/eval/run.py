@@ -22,7 +22,7 @@ from .plan import Job, Plan, PlannedExample, Setup, record_key
 from .results import Record, RecordKey, Results, package_versions
 from .shared_prompt import RecordedPrompt, copy_rows, record_prompt
 from .timing import StepTimes, ms_per_token
-from .traffic import depends_on_data
+from .traffic import RowCosts, depends_on_data
 
 CACHES_AT_ONCE = 6  # methods whose caches of one prompt are in memory together, and which decode in one batch
 T = TypeVar("T")
@@ -143,7 +143,9 @@ def _answer(
         answers = answer_questions(setup.model, setup.tokenizer, caches, logits, questions, mask)
     if setup.counted:
         ((answer,),) = answers
-        counted = {"elements": caches[0].elements - before[0], "bytes": caches[0].bytes - before[1]}
+        sliding = RowCosts(caches[0]).last_sliding(0, answer.steps)
+        elements, moved = caches[0].elements - before[0], caches[0].bytes - before[1]
+        counted = {"elements": elements + sliding.elements, "bytes": moved + sliding.bytes}
         answers = [[answer._replace(cost=answer.cost._replace(**counted))]]
     return answers
 

@@ -111,11 +111,23 @@ class RowCosts:
         cost = Cost()
         for layer, times in layers.items():
             cost = cost.plus(_layer_cost(self._method, n, *layer), times)
+        cost = cost.plus(self._sliding_cost(n))
+        if not self._depends_on_data:
+            self._known[n] = cost
+        return cost
+
+    def last_sliding(self, row: int, steps: int) -> Cost:
+        """What the library's sliding layers cost in the last steps of this row: stores, which count, do not see it."""
+        cost = Cost()
+        for n in range(self._stores[0].lengths[row] - steps, self._stores[0].lengths[row]):
+            cost = cost.plus(self._sliding_cost(n))
+        return cost
+
+    def _sliding_cost(self, n: int) -> Cost:
+        cost = Cost()
         for sliding, times in self._sliding.items():
             layer = sliding.shape._replace(B=1), sliding.dtype, None
             cost = cost.plus(_layer_cost(Dense(), min(n, sliding.rows), *layer), times)
-        if not self._depends_on_data:
-            self._known[n] = cost
         return cost
 
 
