@@ -137,8 +137,8 @@ def appends_add_up(method: Method) -> None:
             start += block
         require(whole.lengths == parts.lengths == [n] * SHAPE.B, f"lengths are {whole.lengths} and {parts.lengths}")
         require(whole.nbytes == parts.nbytes, f"one append holds {whole.nbytes} bytes, several {parts.nbytes}")
-        one, several = (decode(method, store, x.tokens(n, n + 1)) for store in (whole, parts))
-        assert_close(one, several, torch.float32, f"one append and appends of {blocks} tokens")
+        from_one, from_several = (decode(method, store, x.tokens(n, n + 1)) for store in (whole, parts))
+        assert_close(from_one, from_several, torch.float32, f"one append and appends of {blocks} tokens")
 
 
 def counted_is_predicted(method: Method) -> None:
@@ -211,7 +211,9 @@ def full_budget_is_dense(method: Method) -> None:
     """A method whose budget holds everything computes dense attention (of rows in the method's form)."""
     x = Sequences.random(SHAPE, 301)
     dense = Dense(kv=method.kv)
-    y, exact = (decode(each, prompt(each, x.tokens(0, 290), [0, 37]), x.tokens(290, 301)) for each in (method, dense))
+    y, exact = (
+        decode(subject, prompt(subject, x.tokens(0, 290), [0, 37]), x.tokens(290, 301)) for subject in (method, dense)
+    )
     assert_close(y, exact, torch.float32, f"{method} and dense attention")
 
 

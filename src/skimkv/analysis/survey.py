@@ -180,7 +180,7 @@ def survey(
         for layer in layers.values():
             of_layers.append(_measure_layer(layer, at, grid))
             tick("scores")
-        measured.append({name: torch.stack([found[name] for found in of_layers]) for name in of_layers[0]})
+        measured.append({name: torch.stack([layer[name] for layer in of_layers]) for name in of_layers[0]})
         values.append(torch.stack([layer.v[0].cpu() for layer in layers.values()], 1))  # (H,L,n,D)
     x = {name: torch.stack([of_piece[name] for of_piece in measured]) for name in measured[0]}  # each (E,L,...)
     return Findings(
@@ -223,7 +223,7 @@ def _measure_layer(layer: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Te
     r, count = grid.alpha
     alpha = [statistics.top_mass(scores, count)]
     alpha += [statistics.estimated_alpha(x, k, at, scale, softcap, r, count, name) for name in TEMPERATURES]
-    found = {
+    statistics_by_name = {
         "top_mass": statistics.top_mass(scores, TOP).flatten(0, 1),  # (heads,m)
         "q": x.flatten(0, 1),  # (heads,m,D)
         "alpha": torch.stack([mass.mean(-1).flatten() for mass in alpha]),  # (1 + temperatures,heads)
@@ -231,7 +231,7 @@ def _measure_layer(layer: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Te
         "sparsity": statistics.sparsity(q, k, scale, softcap).flatten(),  # (heads,)
         "accumulated": ops.key_scores(q, k, scale, softcap),  # (H,n)
     }
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    return {name: tensor.cpu() for name, tensor in statistics_by_name.items()}
 
 
 def _agreement(q: Tensor, k: Tensor, exact: Tensor, grid: Grid) -> Tensor:

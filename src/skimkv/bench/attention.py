@@ -140,12 +140,12 @@ def candidates(
     machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, sets: int
 ) -> dict[str, Candidate]:
     """Return every method after n tokens, and PyTorch's dense paths, on so many sets of caches."""
-    found: dict[str, Candidate] = {}
+    candidates_by_name: dict[str, Candidate] = {}
     spare = machine.free_bytes() // sets - set_bytes(machine, methods, shape, dtype, n)
     for i in range(sets):
         for name, step in _steps(machine, shape, n, methods, dtype, i, spare):
-            found.setdefault(name, Candidate()).append(step)
-    return {name: candidate for name, candidate in found.items() if len(candidate) == sets}
+            candidates_by_name.setdefault(name, Candidate()).append(step)
+    return {name: candidate for name, candidate in candidates_by_name.items() if len(candidate) == sets}
 
 
 def _steps(
@@ -265,10 +265,10 @@ def faster_from(rows: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
 
     None: it was not faster at the longest length. The rows are those of the JSON contract.
     """
-    found: dict[str, int | None] = {}
+    crossovers: dict[str, int | None] = {}
     ours = [row["method"] for row in rows if row["backend"] != "torch" and row["method"] != "Dense()"]
     for name in dict.fromkeys(ours):
         line = [(row["length"], row["speedup_dense"] > 1) for row in rows if row["method"] == name]
         slow = max((n for n, faster in line if not faster), default=0)
-        found[name] = min((n for n, _ in line if n > slow), default=None)
-    return found
+        crossovers[name] = min((n for n, _ in line if n > slow), default=None)
+    return crossovers

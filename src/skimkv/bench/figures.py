@@ -49,14 +49,14 @@ def sweep(rows: Rows, path: Path) -> None:
     The band is over the k. Dashed: what the bytes of the smallest k allow. The rows are those of
     `bench attention --sweep paper --json`.
     """
-    found = [(parse(row["method"]), row) for row in rows if row["method"].startswith("SparQ(")]
-    batches = sorted({row["batch"] for _, row in found})
-    widths = sorted({method.r for method, _ in found})  # type: ignore[attr-defined]
+    sparq_rows = [(parse(row["method"]), row) for row in rows if row["method"].startswith("SparQ(")]
+    batches = sorted({row["batch"] for _, row in sparq_rows})
+    widths = sorted({method.r for method, _ in sparq_rows})  # type: ignore[attr-defined]
     fig, axes = panel_grid(len(batches), 2, (4.8, 3.5), (0.4, 0.5))
     for ax, batch in zip(axes, batches, strict=True):
         for (colour, marker), r in zip(STYLES, widths, strict=False):
             points: dict[int, list[tuple[float, float]]] = {}
-            for method, row in found:
+            for method, row in sparq_rows:
                 if row["batch"] == batch and method.r == r:  # type: ignore[attr-defined]
                     points.setdefault(row["length"], []).append((row["speedup_best"], row["speedup_theory"]))
             x = sorted(points)
@@ -66,7 +66,7 @@ def sweep(rows: Rows, path: Path) -> None:
             ax.plot(x, fastest, "-", color=colour, marker=marker, linewidth=1.7, label=f"r = {r}")
             ax.plot(x, allowed, "--", color=colour, linewidth=1)
         ax.axhline(1, color="0.4", linewidth=1)
-        length_axis(ax, sorted({row["length"] for _, row in found}))
+        length_axis(ax, sorted({row["length"] for _, row in sparq_rows}))
         label_axes(ax, f"batch {batch}", LENGTHS, "times as fast as the best dense")
         ax.set_ylim(bottom=0)
     axes[0].legend(frameon=False, fontsize=9)

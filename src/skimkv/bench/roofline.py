@@ -76,10 +76,10 @@ def decode_step(
     arithmetic = [products / rate, sums / rate]
     transfers = [weight_bytes / hardware.bandwidth, cache_bytes / hardware.bandwidth]
     seconds = [max(pair) for pair in zip(arithmetic, transfers, strict=True)]
-    held = full * method.bound(n, shape, cache) + model.sliding * Dense().bound(window, shape, cache)
+    cache_size = full * method.bound(n, shape, cache) + model.sliding * Dense().bound(window, shape, cache)
     return DecodeStep(
         repr(method), n, sum(seconds), seconds[1], (products + sums) / (weight_bytes + cache_bytes),
-        seconds == transfers, int(weight_bytes + held),
+        seconds == transfers, int(weight_bytes + cache_size),
     )  # fmt: skip
 
 

@@ -233,8 +233,8 @@ def token(
         measured: dict[Decoder, Measured] = {}
         peak = 0.0
         for group in [decoders] if together else [[decoder] for decoder in decoders]:
-            found, bandwidth = time_together(machine, model, group, rounds, tick, compile)
-            measured, peak = {**measured, **found}, max(peak, bandwidth)
+            group_measured, bandwidth = time_together(machine, model, group, rounds, tick, compile)
+            measured, peak = {**measured, **group_measured}, max(peak, bandwidth)
             gc.collect()
         peaks.append(peak)
         setting = {"shape": shape, "weights": weights, "length": n, "interleaved": together}

@@ -123,7 +123,7 @@ class Results:
         Raises ValueError if one of them does not have the source that `sources` says, and so is of another model or
         of other data.
         """
-        found = {}
+        records_by_key = {}
         for record in self.records:
             key = RecordKey.of(record)
             if key not in sources:
@@ -131,8 +131,8 @@ class Results:
             if record.get("source") != sources[key]:
                 what = ", ".join(map(str, key[4:]))
                 raise ValueError(f"{self.path} has {what} of another model or other data; choose another --out")
-            found[key] = record
-        return found
+            records_by_key[key] = record
+        return records_by_key
 
     def add(self, record: dict[str, Any]) -> None:
         """Append a record to the file.

@@ -30,13 +30,15 @@ def k_centres(x: Tensor, k: int) -> Tensor:
     x = x - x.nan_to_num(0, 0, 0).mean(1, keepdim=True)  # small norms: |x - c|^2 below is a difference of products
     norm = x.square().sum(-1)
     x, norm = x.nan_to_num(0, 0, 0), norm.nan_to_num(torch.inf, torch.inf)  # not finite: far from all
-    columns = x.transpose(1, 2).contiguous()  # (H,D,m)
+    transposed = x.transpose(1, 2).contiguous()  # (H,D,m)
     head = torch.arange(x.shape[0], device=x.device)
     chosen = torch.zeros(k, x.shape[0], dtype=torch.int64, device=x.device)
     distance = torch.full_like(norm, torch.inf)
     for i in range(1, k):
         last = chosen[i - 1]
-        there = torch.baddbmm(norm[:, None], x[head, last][:, None], columns, alpha=-2)[:, 0] + norm[head, last, None]
+        there = (
+            torch.baddbmm(norm[:, None], x[head, last][:, None], transposed, alpha=-2)[:, 0] + norm[head, last, None]
+        )
         torch.minimum(distance, there.clamp_min_(0), out=distance)
         distance[head, last] = -1  # never twice, equal points or not
         chosen[i] = distance.argmax(-1)

@@ -100,8 +100,8 @@ class CClusters(Structure):
 
 def _path() -> str | None:
     names = ("libskimkv.so", "libskimkv.dylib", "skimkv.dll")
-    found = (os.path.join(folder, name) for folder in _package for name in names)
-    return next((path for path in found if os.path.exists(path)), None)
+    paths = (os.path.join(folder, name) for folder in _package for name in names)
+    return next((path for path in paths if os.path.exists(path)), None)
 
 
 @functools.cache
