@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -223,3 +226,10 @@ def test_prompts_longer_than_the_positions():
     cache = skimkv.Cache(family("llama"), "H2O(k=8)")
     family("llama")(prompt(1, 100), past_key_values=cache)
     refuses(lambda: family("llama")(prompt(1, 61), past_key_values=cache), "161 tokens")
+
+
+@pytest.mark.parametrize(("name", "value"), [("SKIMKV_BACKEND", "foo"), ("SKIMKV_ISA", "sse9")])
+def test_a_bad_variable_is_refused_before_the_first_token(name, value):
+    code = "import skimkv; model, _ = skimkv.load('builtin'); skimkv.Cache(model, 'H2O(k=16)')"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True, text=True)
+    assert done.returncode != 0 and "ValueError" in done.stderr and value in done.stderr.splitlines()[-1]

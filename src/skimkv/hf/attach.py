@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache as LibraryCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from .. import ops
 from ..methods import parse
 from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
@@ -319,6 +320,7 @@ def _install(model: PreTrainedModel) -> _Installation:
     if installation is not None:
         return installation
     model_layers(model)  # raises for a model that is not supported
+    ops.select_backend(model.device.type)  # raises for a SKIMKV variable that names what is not there
     for ours, library_name in LIBRARY_ATTENTION.items():
         AttentionInterface.register(ours, partial(attention, library_name))
         AttentionMaskInterface.register(ours, partial(mask, library_name))
