@@ -103,7 +103,7 @@ def score_name(task: Task) -> str:
 
 
 def needle_panels(records: Records) -> dict[str, list[tuple[str, Cells]]]:
-    """For each mode, the share of needles that each method found, by the prompt's tokens and the needle's depth."""
+    """Give, for each mode, the share of needles that each method found, by length of the prompt and depth."""
     panels = {}
     needles = [record for record in records if record["task"].startswith("needle")]
     for mode in dict.fromkeys(record["mode"] for record in needles):

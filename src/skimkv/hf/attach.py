@@ -29,7 +29,7 @@ from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
-from .supported import max_positions, model_layers, needed_max_tokens, served_layers
+from .supported import max_positions, model_layers, needed_max_tokens, supported_layers
 
 __all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 
@@ -55,7 +55,7 @@ class Cache(LibraryCache):
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 1)
         if isinstance(model, PreTrainedModel):
-            served_layers(model, max_tokens)  # raises before anything is changed
+            supported_layers(model, max_tokens)  # raises before anything is changed
         with _lock:
             installation = _install(model)
             installation.lasts |= not installation.stack
@@ -67,7 +67,7 @@ class Cache(LibraryCache):
         super().__init__(
             layers=[
                 Layer(self.method, workspace, layer.window) if layer.supported else layer.library_cache
-                for layer in served_layers(model, max_tokens)
+                for layer in supported_layers(model, max_tokens)
             ]
         )
         self.max_positions = max_positions(model)
@@ -247,7 +247,7 @@ class Attached:
 
 
 def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = False) -> Attached:
-    """From now on `model.generate()` decodes with `method` whenever it is called without a cache.
+    """Make `model.generate()` decode with `method` whenever it is called without a cache.
 
     This is for one user of the model at a time. Inside one `with attach(...)` another may be opened, which holds until
     it is left. Requests that run at the same time take a `Cache` each.
@@ -265,7 +265,7 @@ def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = F
         if (installation := getattr(model, "__dict__", {}).get("_skimkv")) is not None:
             installation.refuse_other_threads(f"attach {method}")
         if isinstance(model, PreTrainedModel):  # raises before anything is changed
-            served_layers(model, needed_max_tokens(model, 1))
+            supported_layers(model, needed_max_tokens(model, 1))
         forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
         installation = _install(model)
         before = set_forward(model, forward)

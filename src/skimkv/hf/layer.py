@@ -411,7 +411,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         self.seen -= n
 
     def activate_past_recording(self) -> None:
-        """From now on `crop` can take tokens back; assisted decoding calls this."""
+        """Let `crop` take tokens back from now on; assisted decoding calls this."""
         self.record_past = True
 
     def _select(self, index: Tensor) -> None:

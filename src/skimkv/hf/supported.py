@@ -82,23 +82,23 @@ def _layer(cache: Any, longest: int | None) -> ModelLayer:
     return ModelLayer(cache, longest is not None and longest <= cache.sliding_window, cache.sliding_window)
 
 
-def served_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[ModelLayer]:
+def supported_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[ModelLayer]:
     """The result of `model_layers`; warns, once for each model, if a method can decode only some of its layers.
 
     Raises ValueError if the model is not supported, or if a method can decode none of its layers.
     """
     layers, name = model_layers(model, max_tokens), type(model).__name__
-    served = sum(layer.supported for layer in layers)
+    supported = sum(layer.supported for layer in layers)
     window = max((layer.window for layer in layers if layer.window is not None), default=0)
-    if not served:
+    if not supported:
         raise ValueError(
             f"{name} has no layer of full attention that a method could decode: its {len(layers)} layers see only the "
             f"last {window} tokens, which is enough for skimkv.Cache(model, method, max_tokens={window})"
         )
-    if served < len(layers) and model not in _warned:
+    if supported < len(layers) and model not in _warned:
         _warned.add(model)
         warnings.warn(
-            f"{name}: the method decodes {served} of {len(layers)} layers; the others see only the last {window} "
+            f"{name}: the method decodes {supported} of {len(layers)} layers; the others see only the last {window} "
             "tokens and keep the library's cache",
             stacklevel=3,
         )
@@ -113,4 +113,4 @@ def needed_max_tokens(model: PreTrainedModel, n_tokens: int) -> int | None:
     return None if any(layer.supported for layer in model_layers(model)) else n_tokens
 
 
-_warned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose layers `served_layers` has told about
+_warned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose layers `supported_layers` has told about
