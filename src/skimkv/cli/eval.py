@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..eval.plan import Setup
-    from ..eval.results import Record, Row
+    from ..eval.results import Record, Row, Tail
     from ..eval.timing import StepTimes
 
 MODE_TITLES = {"blind": "question-blind", "aware": "question-aware"}  # a text that is only scored has neither
@@ -61,7 +61,7 @@ def evaluate(
         typer.Option(
             metavar="TASK",
             help="A task, with its arguments in brackets: lines, or 'lines(lines=200)'. May be given several times. "
-            "Tasks are record, passkey, lines, needle, repetition, bpc, squad, triviaqa and summarise.",
+            "Tasks are record, passkey, lines, needle, repetition, bpc, kl, squad, triviaqa and summarise.",
         ),
     ] = None,
     method: Methods = None,
@@ -84,7 +84,7 @@ def evaluate(
         Path | None,
         input_path(
             "File or folder with the data of tasks that read texts: needle, repetition, bpc, squad, triviaqa and "
-            "summarise.",
+            "summarise; for kl any text file, or a folder of *.txt.",
             "--data",
             "the Hugging Face hub",
         ),
@@ -108,7 +108,8 @@ def evaluate(
 ) -> int:  # fmt: skip
     """Compare methods by the quality of their answers, the bytes that a token reads, and the time that it takes.
 
-    The tasks record and passkey are our own; the others are those of the methods' papers.
+    The tasks record, passkey and kl are our own; the others are those of the methods' papers. kl measures how far a
+    method moves the distribution of the next token, over any text.
     A run that was interrupted goes on where it was when the same command is given again.
 
     Example:
@@ -159,7 +160,7 @@ def evaluate(
     if as_json:
         output.print_json({"rows": [row.json() for row in rows], "out": str(out), "machine": machine})
         return 0
-    output.console(130).print(_table(rows, machine))
+    output.console(170 if any(row.tail is not None for row in rows) else 130).print(_table(rows, machine))
     output.console().print(f"{len(records)} records in {out}", soft_wrap=True, markup=False)
     return 0
 
@@ -190,31 +191,47 @@ def _table(rows: Sequence[Row], machine: str) -> Table:
     from ..eval.tasks import parse
 
     title = f"means and paired differences to dense, with their 95% intervals; times on {machine}"
-    columns = "n", "mean", "95% interval", "to dense", "95% interval", "bytes read", "of dense", "ms a token"
+    columns = ["n", "mean", "95% interval", "to dense", "95% interval", "bytes read", "of dense", "ms a token"]
+    has_tails = any(row.tail is not None for row in rows)
+    if has_tails:
+        columns += ["99th percentile", "maximum", "same top token"]
     table = output.table(title, "method", *columns)
     section = None
     for row in rows:
         if (row.task, row.mode) != section:
             section = row.task, row.mode
             mode = MODE_TITLES.get(row.mode, "given token by token")
-            better = ", lower is better" if parse(row.task).lower else ""
+            task = parse(row.task)
+            better = f", {task.unit}, lower is better" if task.lower else ""
             table.add_section()
             table.add_row(f"[bold]{row.task}[/], {mode}{better}")
         compared = row.method != "Dense()" and row.diff_to_dense is not None
+        number = _number if row.tail is None else _significant
         table.add_row(
-            row.method, str(row.n), _number(row.mean), _interval(row.low, row.high),
-            _number(row.diff_to_dense, signed=True) if compared else "",
-            _interval(row.diff_low, row.diff_high, signed=True),
+            row.method, str(row.n), number(row.mean), _interval(row.low, row.high, number=number),
+            number(row.diff_to_dense, signed=True) if compared else "",
+            _interval(row.diff_low, row.diff_high, signed=True, number=number),
             "" if row.bytes_per_token is None else f"{row.bytes_per_token:,}",
             "" if row.share is None else f"{row.share:.1%}",
             "" if row.ms_per_token is None else f"{row.ms_per_token:.3g}",
+            *(_tail_cells(row.tail) if has_tails else ()),
         )  # fmt: skip
     return table
 
 
-def _interval(low: float | None, high: float | None, signed: bool = False) -> str:
-    """Both ends of an interval; nothing where there is none."""
-    return "" if low is None else f"{_number(low, signed)} … {_number(high, signed)}"
+def _tail_cells(tail: Tail | None) -> list[str]:
+    """The last columns of a row whose score is a mean of divergences; empty ones for another task."""
+    if tail is None:
+        return ["", "", ""]
+    return [_significant(tail.kl_p99), _significant(tail.kl_max), f"{tail.agreement:.1%}"]
+
+
+def _interval(
+    low: float | None, high: float | None, signed: bool = False, number: Callable[..., str] | None = None
+) -> str:
+    """Both ends of an interval; nothing where there is none. number: how one end is written."""
+    number = number or _number
+    return "" if low is None else f"{number(low, signed)} … {number(high, signed)}"
 
 
 def _number(x: float | None, signed: bool = False) -> str:
@@ -222,3 +239,8 @@ def _number(x: float | None, signed: bool = False) -> str:
     if x is None:
         return ""
     return f"{x:{'+' if signed else ''}.{3 if abs(x) < 10 else 1}f}"
+
+
+def _significant(x: float | None, signed: bool = False) -> str:
+    """Three significant digits: divergences that matter differ by powers of ten."""
+    return "" if x is None else f"{x:{'+' if signed else ''}.3g}"

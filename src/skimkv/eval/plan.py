@@ -22,6 +22,8 @@ from .shared_prompt import layer_shapes, record_prompt
 from .sweeps import MODES, SWEEPS
 from .tasks import Example, Task
 
+SPARE_TOKENS = 16  # after those that are wanted, so that a cut through a word does not change them
+
 
 class Setup(NamedTuple):
     """What all records of an evaluation share.
@@ -59,7 +61,7 @@ class PlannedExample(NamedTuple):
 class Job(NamedTuple):
     """One task in one mode, by some methods. The examples of a group share their prompt.
 
-    left_out: how many examples are longer than the model's positions.
+    left_out: how many examples are longer than the model's positions, or how many documents have too few tokens.
     """
 
     task: Task
@@ -130,6 +132,8 @@ def plan_evaluation(
                 notes += [f"Left out: {note}" for note in missing]
             if job.left_out:
                 reason = f"{job.left_out} examples are longer than the model's {setup.positions} positions"
+                if task.is_of_documents:
+                    reason = f"{job.left_out} documents have too few tokens"
                 notes.append(f"Left out of {task.spec}, {job.mode}: {reason}")
             jobs.append(job)
     return Plan(jobs, notes)
@@ -142,6 +146,8 @@ def plan_job(
 
     A task whose examples ask no question, and give the text to score, has one mode: "forced".
     """
+    if task.is_of_documents:
+        return _plan_documents(setup, task, methods, data, limit)
     examples = list(islice(task.examples(data, setup.seed), limit))
     texts = [task.module.prompt(example) for example in examples]
     if not any(question for _, question in texts) and all(example.given for example in examples):
@@ -158,6 +164,44 @@ def plan_job(
         hint = f"; its arguments are {task.sizes}" if task.sizes else ""
         raise ValueError(f"{task.spec}: no example fits the model's {setup.positions} positions{hint}")
     return Job(task, mode, groups, list(methods), left_out)
+
+
+def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: Path | None, limit: int) -> Job:
+    """Plan the first `limit` documents of a task that have enough tokens. Raises ValueError if there is none."""
+    groups: list[list[PlannedExample]] = []
+    size, too_short, longest = 0, 0, 0
+    for example in task.examples(data, setup.seed):
+        context, size = example.tokens[0], sum(example.tokens)
+        if setup.positions is not None and size > setup.positions:
+            raise ValueError(
+                f"{task.spec}: context + reference = {size} tokens exceed the model's {setup.positions} positions; "
+                f"its arguments are {task.sizes}"
+            )
+        ids = _first_tokens(setup.tokenizer, example.context, size)
+        if len(ids) < size:
+            too_short, longest = too_short + 1, max(longest, len(ids))
+            continue
+        source = hashlib.sha256(json.dumps((setup.weights, ids[:context], ids[context:size])).encode())
+        question = Question(ids[context:size])
+        groups.append([PlannedExample(example, ids[:context], question, source.hexdigest()[:16])])
+        if len(groups) == limit:
+            break
+    if not groups:
+        raise ValueError(
+            f"{task.spec}: no document of {data or 'the Hub'} has context + reference = {size} tokens, the longest has "
+            f"{longest}; its arguments are {task.sizes}"
+        )
+    return Job(task, "forced", groups, list(methods), too_short)
+
+
+def _first_tokens(tokenizer: Any, text: str, n: int) -> list[int]:
+    """The first n tokens of a text, or all if it has fewer; of a long text only the beginning is tokenized."""
+    characters = 4 * n  # of usual text that is enough
+    while True:
+        ids = encode(tokenizer, text[:characters], chat=False)
+        if len(ids) >= n + SPARE_TOKENS or characters >= len(text):
+            return ids[:n]
+        characters *= 2
 
 
 def _fits(planned: PlannedExample, positions: int | None) -> bool:

@@ -13,7 +13,7 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from .. import __version__
-from .statistics import cluster_bootstrap, score_interval, standard_error
+from .statistics import TAIL, cluster_bootstrap, quantile, quantile_bootstrap, score_interval, standard_error
 from .tasks import parse as parse_task
 
 FORMAT = 1  # of the file; it changes when a reader of this version would misread it
@@ -58,7 +58,9 @@ class Record(NamedTuple):
 
     source: a digest of what the answer comes from. context: a digest of the context, which the questions on one context
     share. at: where the example stands in a figure. elements to dense_bytes:
-    sums over the decoded steps (traffic.Cost).
+    sums over the decoded steps (traffic.Cost). kl and agrees are there where distributions were compared: the KL
+    divergence from dense attention after each forced token, to 5 significant digits, and a 1 for each after which the
+    most likely token is the same, else a 0.
     """
 
     key: RecordKey
@@ -79,10 +81,12 @@ class Record(NamedTuple):
     batch: int
     backend: str
     versions: dict[str, str]
+    kl: list[float] | None = None
+    agrees: str | None = None
 
     def json(self) -> dict[str, Any]:
-        """The record as one flat object, the key's fields first."""
-        fields = self._asdict()
+        """The record as one flat object, the key's fields first, without the fields that are None."""
+        fields = {name: value for name, value in self._asdict().items() if value is not None}
         return {**fields.pop("key")._asdict(), **fields}
 
 
@@ -264,6 +268,10 @@ def _has_type(name: str, value: Any) -> bool:
         return isinstance(value, bool)
     if name == "score":
         return _is_number(value)
+    if name == "kl":
+        return isinstance(value, list) and bool(value) and all(map(_is_number, value))
+    if name == "agrees":
+        return isinstance(value, str) and bool(value) and set(value) <= {"0", "1"}
     if name == "at":
         return isinstance(value, list) and all(_is_number(x) and math.isfinite(x) for x in value)
     if name == "versions":
@@ -300,6 +308,34 @@ def _lock(file: int, path: Path) -> None:
         raise ValueError(f"{path}: another run is writing to it") from None
 
 
+class Tail(NamedTuple):
+    """What the mean of KL(dense ‖ method) does not show, over all forced tokens of all documents.
+
+    kl_p99 and kl_max: the 99th percentile and the maximum in nats. agreement: the share of tokens after which both
+    distributions have the same most likely token. The 95% intervals are bootstraps over documents.
+    """
+
+    kl_p99: float
+    kl_p99_low: float | None
+    kl_p99_high: float | None
+    kl_max: float
+    agreement: float
+    agreement_low: float | None
+    agreement_high: float | None
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> Tail | None:
+        """The tail of records that hold divergences; None if one of them holds none."""
+        if not all(record.get("kl") and record.get("agrees") for record in records):
+            return None
+        kl = [record["kl"] for record in records]
+        agreement = [record["agrees"].count("1") / len(record["agrees"]) for record in records]
+        interval = cluster_bootstrap(agreement, [_context(record) for record in records], 0, 1)
+        tokens = [x for document in kl for x in document]
+        low, high = quantile_bootstrap(kl, TAIL)
+        return cls(quantile(tokens, TAIL), low, high, max(tokens), fmean(agreement), *interval)
+
+
 class Row(NamedTuple):
     """One method on one task and in one mode, over n examples.
 
@@ -308,7 +344,7 @@ class Row(NamedTuple):
     (statistics.cluster_bootstrap). All three are None without dense. Dense does not differ from itself: its difference
     is 0 and has no interval. bytes_per_token is what a decode step of one sequence moves in all layers, and share is
     its part of what dense attention moves. ms_per_token is the median time of a decode step, for each sequence of its
-    batch; None where no time was taken in this run.
+    batch; None where no time was taken in this run. tail: more of the KL divergences, where the score is their mean.
     """
 
     task: str
@@ -325,10 +361,13 @@ class Row(NamedTuple):
     bytes_per_token: int | None
     ms_per_token: float | None
     share: float | None
+    tail: Tail | None = None
 
     def json(self) -> dict[str, Any]:
         """The row for --json; a number that is not finite is null there, since JSON has no word for it."""
-        fields = {name: value for name, value in self._asdict().items() if name != "share"}
+        fields = {name: value for name, value in self._asdict().items() if name not in ("share", "tail")}
+        if self.tail is not None:
+            fields |= {"kl_mean": self.mean, **self.tail._asdict()}
         return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
@@ -354,7 +393,7 @@ def summary(
             task, mode, method, len(scores), fmean(scores), low, high, standard_error(scores),
             *_difference(cell, cells.get((task, mode, "Dense()"), {}), greatest),
             round(moved / steps) if steps else None, (ms_per_token or {}).get((task, mode, method)),
-            moved / dense_moved if dense_moved else None,
+            moved / dense_moved if dense_moved else None, Tail.of(list(cell.values())),
         ))  # fmt: skip
     return rows
 

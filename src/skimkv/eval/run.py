@@ -18,6 +18,7 @@ from .. import ops
 from ..hf.attach import Cache
 from ..methods.base import Method
 from .answer import Answer, answer_questions
+from .divergence import Divergence, dense_logits, documents_at_once, force_tokens
 from .plan import Job, Plan, PlannedExample, Setup, record_key
 from .results import Record, RecordKey, Results, package_versions
 from .shared_prompt import RecordedPrompt, copy_rows, record_prompt
@@ -61,7 +62,7 @@ def run_job(setup: Setup, job: Job, done: set[RecordKey], times: StepTimes | Non
     With `times`, each method is timed before the first batch that it answers here; not where traffic is counted, since
     the backend that counts is slow.
     """
-    for groups in _batches_of_groups(job.groups, _batch_size(setup)):
+    for groups in _batches_of_groups(job.groups, _documents_at_once(setup, job)):
         rows = [row for row, group in enumerate(groups) for _ in group]  # of the prompts' batch, for each example
         examples = [planned for group in groups for planned in group]
         if not _missing(setup, job, job.methods, examples, done):
@@ -70,9 +71,12 @@ def run_job(setup: Setup, job: Job, done: set[RecordKey], times: StepTimes | Non
         questions = [planned.question for planned in examples]
         new_tokens = max(len(question.feed) + question.new_tokens for question in questions)
         prompt = record_prompt(setup.model, ids, mask, new_tokens)
+        dense = None
+        if job.task.is_of_documents:
+            dense = dense_logits(prompt, _feeds(examples, setup.model.device))
         for methods in _chunks(job.methods, CACHES_AT_ONCE):
             if _missing(setup, job, methods, examples, done):
-                yield from _answer_examples(setup, job, prompt, mask, methods, rows, examples, done, times)
+                yield from _answer_examples(setup, job, prompt, mask, dense, methods, rows, examples, done, times)
 
 
 def _answer_examples(
@@ -80,13 +84,17 @@ def _answer_examples(
     job: Job,
     prompt: RecordedPrompt,
     mask: torch.Tensor | None,
+    dense: torch.Tensor | None,
     methods: Sequence[Method],
     rows: Sequence[int],
     examples: Sequence[PlannedExample],
     done: set[RecordKey],
     times: StepTimes | None,
 ) -> Iterator[Record]:
-    """Answer examples whose prompts are these rows of the recorded prompt, with each method from its own cache."""
+    """Answer examples whose prompts are these rows of the recorded prompt, with each method from its own cache.
+
+    dense (rows,m,V): dense attention's logits after each forced token, where they are what methods are compared with.
+    """
     caches = [prompt.cache(method) for method in methods]
     for joint in _decoded_together(caches, setup.counted):
         joint_methods = [cache.method for cache in joint]
@@ -99,7 +107,8 @@ def _answer_examples(
             if times is not None and not setup.counted:
                 _take_times(setup, job, joint, index, prompt.logits[index], batch_examples, own_mask, times)
             copies = [copy_rows(cache, index) for cache in joint]
-            answers = _answer(setup, copies, prompt.logits[index], batch_examples, own_mask)
+            own_dense = None if dense is None else dense[index]
+            answers = _answer(setup, copies, prompt.logits[index], batch_examples, own_mask, own_dense)
             for method, method_answers in zip(joint_methods, answers, strict=True):
                 for planned, answer in zip(batch_examples, method_answers, strict=True):
                     if record_key(setup, job, method, planned) in missing:
@@ -132,15 +141,21 @@ def _answer(
     logits: torch.Tensor,
     examples: Sequence[PlannedExample],
     mask: torch.Tensor | None,
-) -> list[list[Answer]]:
-    """Answer the examples' questions with each cache; caches, logits and mask have a row for each example.
+    dense: torch.Tensor | None,
+) -> Sequence[Sequence[Answer | Divergence]]:
+    """Answer the examples' questions with each cache; caches, logits, mask and dense have a row for each example.
 
-    Where traffic is counted there are one cache and one row, since the counters are those of a whole batch.
+    With `dense` the tokens of the questions are forced and the predictions after them compared. Where traffic is
+    counted there are one cache and one row, since the counters are those of a whole batch.
     """
-    questions = [planned.question for planned in examples]
+    answers: Sequence[Sequence[Answer | Divergence]]
     before = caches[0].elements, caches[0].bytes
     with ops.backend("ref") if setup.counted else contextlib.nullcontext():
-        answers = answer_questions(setup.model, setup.tokenizer, caches, logits, questions, mask)
+        if dense is None:
+            questions = [planned.question for planned in examples]
+            answers = answer_questions(setup.model, setup.tokenizer, caches, logits, questions, mask)
+        else:
+            answers = force_tokens(setup.model, caches, _feeds(examples, dense.device), dense)
     if setup.counted:
         ((answer,),) = answers
         sliding = RowCosts(caches[0]).last_sliding(0, answer.steps)
@@ -152,6 +167,19 @@ def _answer(
 
 def _batch_size(setup: Setup) -> int:
     return 1 if setup.counted else setup.batch
+
+
+def _documents_at_once(setup: Setup, job: Job) -> int:
+    """How many examples' prompts are read in one batch."""
+    batch = _batch_size(setup)
+    if not job.task.is_of_documents:
+        return batch
+    return documents_at_once(setup.model, batch, len(job.groups[0][0].question.feed))
+
+
+def _feeds(examples: Sequence[PlannedExample], device: Any) -> torch.Tensor:
+    """The tokens (B,m) that are forced after the prompts of documents, all of one number."""
+    return torch.tensor([planned.question.feed for planned in examples], device=device)
 
 
 def _missing(
@@ -193,21 +221,30 @@ def _pad_left(prompts: list[list[int]], device: Any) -> tuple[torch.Tensor, torc
     return ids, torch.tensor([[0] * (n - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
 
 
-def _make_record(setup: Setup, job: Job, method: Method, planned: PlannedExample, answer: Answer) -> Record:
+def _make_record(
+    setup: Setup, job: Job, method: Method, planned: PlannedExample, answer: Answer | Divergence
+) -> Record:
     example = planned.example
+    said: dict[str, Any]
+    if isinstance(answer, Divergence):
+        score = job.task.module.score(answer.kl, example)
+        kl = [float(f"{x:.5g}") for x in answer.kl]
+        said = {"output": "", "new_tokens": 0, "kl": kl, "agrees": "".join("01"[same] for same in answer.agrees)}
+    else:
+        score = job.task.module.score(answer.bits if example.given else answer.text, example)
+        said = {"output": answer.text, "new_tokens": answer.tokens}
     return Record(
         key=record_key(setup, job, method, planned),
         source=planned.source,
         context=hashlib.sha256(json.dumps(example.context).encode()).hexdigest()[:16],
-        score=job.task.module.score(answer.bits if example.given else answer.text, example),
-        output=answer.text,
+        score=score,
         at=list(example.at),
         prompt_tokens=len(planned.prompt),
         fed_tokens=len(planned.question.feed),
-        new_tokens=answer.tokens,
         steps=answer.steps,
         **answer.cost._asdict(),
         batch=_batch_size(setup),
         backend="ref" if setup.counted else ops.select_backend(setup.model.device.type)[0],
         versions=package_versions(),
+        **said,
     )

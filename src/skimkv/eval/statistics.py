@@ -13,6 +13,7 @@ LEAST = 5  # fewer examples, or fewer contexts where they are resampled, give no
 RESAMPLES = 4000
 SEED = 0  # of the resampling, so that the same scores always give the same interval
 AT_ONCE = 1 << 20  # contexts that are drawn at once: 8 MiB of indices
+TAIL = 0.99  # the share of the tokens below the percentile that is reported of their divergences
 Z = NormalDist().inv_cdf(0.975)
 
 Interval = tuple[float | None, float | None]  # low and high; both are None where there is no interval
@@ -88,6 +89,37 @@ def _percentiles(sums: Sequence[float], sizes: Sequence[int]) -> tuple[float, fl
         total, count = both[:, drawn].sum(-1)
         means.append(total / count)
     low, high = torch.cat(means).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def quantile(x: Sequence[float], share: float) -> float:
+    """The smallest value of x that at least this share of the values does not exceed; NaN if one of them is NaN."""
+    if any(map(math.isnan, x)):
+        return math.nan
+    return sorted(x)[max(0, math.ceil(share * len(x) - 1e-9) - 1)]
+
+
+def quantile_bootstrap(groups: Sequence[Sequence[float]], share: float) -> Interval:
+    """The 95% percentile interval of the quantile of all values, where whole groups are drawn again with replacement.
+
+    There is no interval for fewer than 5 groups, and none if a value is not finite or all are the same.
+    """
+    import torch
+
+    m, values = len(groups), [value for group in groups for value in group]
+    if m < LEAST or not all(map(math.isfinite, values)) or min(values) == max(values):
+        return None, None
+    group_of = torch.tensor([i for i, group in enumerate(groups) for _ in group])
+    ordered, order = torch.tensor(values, dtype=torch.float64).sort()
+    group_of, sizes = group_of[order], torch.tensor([len(group) for group in groups])
+    draw, rows, found = torch.Generator().manual_seed(SEED), max(1, AT_ONCE // len(values)), []
+    for start in range(0, RESAMPLES, rows):
+        drawn = torch.randint(m, (min(rows, RESAMPLES - start), m), generator=draw)
+        times = torch.zeros(len(drawn), m, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
+        needed = (share * (times @ sizes).double() - 1e-9).ceil().long()
+        at_most = times[:, group_of].cumsum(1)  # how many drawn values come before each, itself included
+        found.append(ordered[torch.searchsorted(at_most, needed[:, None])[:, 0]])
+    low, high = torch.cat(found).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

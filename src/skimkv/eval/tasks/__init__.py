@@ -6,6 +6,8 @@ A task is a module of three functions:
     score(output, example) -> float; larger is better, or smaller where the module says LOWER; UNIT says of what
 and, where scores go beyond 1, of a fourth:
     greatest_score(...) -> the greatest score that is possible, with the arguments of `examples`
+A module whose examples are documents (Example.tokens) says DOCUMENTS; then `output` are the divergences from dense
+attention.
 The spec of a task is its name with the arguments of `examples`: `lines`, `lines(lines=200)`.
 """
 
@@ -23,7 +25,7 @@ from .base import Example
 
 __all__ = ["TASKS", "Example", "Task", "parse"]
 
-TASKS = ("record", "passkey", "lines", "needle", "repetition", "bpc", "squad", "triviaqa", "summarise")
+TASKS = ("record", "passkey", "lines", "needle", "repetition", "bpc", "kl", "squad", "triviaqa", "summarise")
 
 
 class Task(NamedTuple):
@@ -53,6 +55,11 @@ class Task(NamedTuple):
         """The greatest score that is possible, 1 where the module has no `greatest_score`; the least is 0."""
         greatest_score = getattr(self.module, "greatest_score", None)
         return 1.0 if greatest_score is None else float(greatest_score(**self.arguments))
+
+    @property
+    def is_of_documents(self) -> bool:
+        """Whether its examples are documents, whose distributions are compared with dense attention's."""
+        return getattr(self.module, "DOCUMENTS", False)
 
     @property
     def lower(self) -> bool:

@@ -26,13 +26,7 @@ def examples(
     check_whole("context", context, 1)
     check_whole("reference", reference, 1)
     path = source.find_file(data, "wikitext-test.txt")
-    if path is None:
-        rows = source.load_from_hub("bpc", "wikitext-test.txt", "Salesforce/wikitext", "wikitext-103-v1", split="test")
-        text = "".join(row["text"] for row in rows)
-    else:
-        text = source.read_text(path)
-    starts = [match.start() for match in TITLE.finditer(text)] or [0]
-    articles = [(a, text[a:b]) for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    articles = split_articles(load_wikitext("bpc") if path is None else source.read_text(path))
     parts = re.compile(rf"(.{{{context},}}?)(?=\s)(.{{{reference},}}?)(?=\s)", flags=re.DOTALL)
     matches = [(start, match) for start, article in articles if (match := parts.match(article))]
     if not matches:
@@ -40,6 +34,18 @@ def examples(
     random.Random(seed).shuffle(matches)
     for start, match in matches:
         yield Example(str(start), match[1], "", (match[2],), given=True)
+
+
+def load_wikitext(task: str) -> str:
+    """The test text of WikiText-103 from the Hub. Raises ValueError if it cannot be had; `task` is for the message."""
+    rows = source.load_from_hub(task, "wikitext-test.txt", "Salesforce/wikitext", "wikitext-103-v1", split="test")
+    return "".join(row["text"] for row in rows)
+
+
+def split_articles(text: str) -> list[tuple[int, str]]:
+    """The articles of a text in WikiText's form, each with its position; the text itself where it has no titles."""
+    starts = [match.start() for match in TITLE.finditer(text)] or [0]
+    return [(a, text[a:b]) for a, b in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def prompt(example: Example) -> tuple[str, str]:

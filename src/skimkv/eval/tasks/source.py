@@ -26,6 +26,21 @@ def find_file(data: Path | None, *names: str) -> Path | None:
     raise ValueError(f"--data {data}: it holds no {' or '.join(names)}")
 
 
+def find_texts(data: Path) -> list[Path]:
+    """The file `data` itself, or the *.txt files that lie in the folder `data`, sorted by name.
+
+    Raises ValueError if there is none.
+    """
+    if data.is_file():
+        return [data]
+    if not data.is_dir():
+        raise ValueError(f"--data {data}: no such folder or file")
+    texts = sorted(data.glob("*.txt"))
+    if not texts:
+        raise ValueError(f"--data {data}: it holds no *.txt")
+    return texts
+
+
 def read_text(path: Path) -> str:
     """Read a file of UTF-8 text. Raises ValueError if it is not one."""
     try:
