@@ -14,7 +14,7 @@ from ..ops import Kernels, Token
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
 from .base import Method, Traffic, check_whole
-from .lm_infinite import attend_slots, needed
+from .slots import attend_slots, needed
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import torch
-from torch import Tensor
 
-from ..ops import Kernels, Token
 from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import Method, Traffic, check_whole
-from .lm_infinite import attend_then_append, needed, slots_bound, slots_traffic
+from .base import check_whole
+from .slots import SlotMethod
 
 
 def exponent(p: int) -> int:
@@ -76,32 +74,7 @@ def _fixed(k: int, block: int, c: int) -> Order:
 
 
 @dataclass(frozen=True, repr=False)
-class _Pattern(Method[Slots]):
-    """k tokens in slots; which token a new one replaces is a function of their positions."""
-
-    k: int
-
-    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
-        """Attend to the kept tokens and the current one, which then takes the slot that the pattern gives it."""
-        return attend_then_append(store, q, token, scale, softcap)
-
-    def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
-
-    def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Count 2kD + 2D elements."""
-        return slots_traffic(self.k, n, self, shape, dtype)
-
-    def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        """The bytes of at most k rows of K and V."""
-        return slots_bound(self.k, n, self, shape, dtype)
-
-
-@dataclass(frozen=True, repr=False)
-class Strided(_Pattern):
+class Strided(SlotMethod):
     """A window and a stride: {j > i - local} and {j : j mod s = 0}, k in all; s is a power of two that grows.
 
     local: the window, of the k (None: k//2). As s becomes 2s, its odd multiples are dropped, the oldest first, one for
@@ -123,7 +96,7 @@ class Strided(_Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Fixed(_Pattern):
+class Fixed(SlotMethod):
     """The block of the query and the summaries of earlier ones: {j : j div l = i div l} and {j : j mod l >= l - c}.
 
     l: tokens in a block (None: k//2). c: columns at the end of each (None: l//16, at least 1). The k are always full:

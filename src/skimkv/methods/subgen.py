@@ -18,7 +18,7 @@ from ..stores.base import Shape, compute_dtype
 from ..stores.clusters import Clusters
 from ..stores.slots import Slots
 from .base import Method, Traffic, check_whole
-from .lm_infinite import attend_then_append, needed, slots_bound, slots_traffic
+from .slots import SlotMethod
 
 
 def k_centres(x: Tensor, k: int) -> Tensor:
@@ -46,7 +46,7 @@ def k_centres(x: Tensor, k: int) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class SubGen(Method[Slots]):
+class SubGen(SlotMethod):
     """Keep k centres of the keys, chosen once after the prompt, and the `recent` last tokens. Reads 2(k + recent)D +
     2D.
 
@@ -54,7 +54,6 @@ class SubGen(Method[Slots]):
     clustered anew together with the centres that the store has.
     """
 
-    k: int
     recent: int = 64
 
     def __post_init__(self) -> None:
@@ -62,9 +61,14 @@ class SubGen(Method[Slots]):
         check_whole("k", self.k, 1)
         check_whole("recent", self.recent, 1)
 
+    @property
+    def slots(self) -> int:
+        """The centres and the recent tokens."""
+        return self.k + self.recent
+
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k + recent slots, of which the first k are never overwritten."""
-        return Slots(shape, dtype, device, self.k + self.recent, fixed=self.k, kv=self.kv)
+        return Slots(shape, dtype, device, self.slots, fixed=self.k, kv=self.kv)
 
     def take(
         self,
@@ -100,24 +104,6 @@ class SubGen(Method[Slots]):
         order = list(range(min(c, self.k))) + [store.slot_of(t) for t in range(max(self.k, n - self.recent), n)]
         keys, values = store.stored(b, order)
         return torch.cat([keys, store.row_format.encode(k)], 1), torch.cat([values, store.row_format.encode(v)], 1)
-
-    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
-        """Attend to the centres, the recent tokens and the current one, which then takes the oldest recent slot."""
-        return attend_then_append(store, q, token, scale, softcap)
-
-    def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
-
-    def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Count 2(k + recent)D + 2D elements."""
-        return slots_traffic(self.k + self.recent, n, self, shape, dtype)
-
-    def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        """The bytes of at most k + recent rows of K and V."""
-        return slots_bound(self.k + self.recent, n, self, shape, dtype)
 
 
 @dataclass(frozen=True, repr=False)

@@ -80,7 +80,7 @@ class Kernels(Protocol):
         """Scores in a projection of the keys and the k best positions (methods/lowrank.py)."""
 
     def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
-        """Attention over the slots in use and the current token, which then takes its slot (methods/lm_infinite.py)."""
+        """Attention over the slots in use and the current token, which then takes its slot (methods/slots.py)."""
 
     def scored_slots(
         self,

@@ -1,0 +1,72 @@
+"""What the methods share that keep a budget of tokens in slots: the step, what it moves, and what the slots occupy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import Kernels, Token
+from ..ops.blocks import attend_rows
+from ..stores.base import Shape, compute_dtype
+from ..stores.slots import Slots
+from .base import Method, Traffic
+
+
+@dataclass(frozen=True, repr=False)
+class SlotMethod(Method[Slots]):
+    """A method whose tokens take slots by their positions: the store knows which token a new one replaces.
+
+    k: how many slots there are, or how many of them are the method's own choice (see `slots`).
+    """
+
+    k: int
+
+    @property
+    def slots(self) -> int:
+        """How many tokens the store keeps."""
+        return self.k
+
+    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Attend to the kept tokens and to the current one, which then takes its slot."""
+        token = needed(token)
+        y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, scale, softcap)
+        store.append_token(*token)
+        return y.to(q.dtype)
+
+    def fused(
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        """The same step by a backend's kernel."""
+        return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
+
+    def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
+        """Count 2kD + 2D elements for k slots, of which min(k, n) are in use."""
+        rows = self.row_format(shape.D).traffic(2 * min(self.slots, n) + 2, dtype)
+        return Traffic.of(shape.B * shape.H, 2 * self.slots * shape.D + 2 * shape.D, *rows)
+
+    def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of min(k, n) rows of K and V for k slots."""
+        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * min(self.slots, n), dtype)
+
+
+def attend_slots(store: Slots, q: Tensor, token: Token, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Attention over the slots in use and the current token, which comes last. Reads 2CD elements per KV head.
+
+    q (B,H,G,D) in the type to compute in -> y (B,H,G,D) and the weights (B,H,G,C'+1). Nothing enters the store.
+    """
+    store.validate(token.k[:, :, None], token.v[:, :, None])
+    store.reserve()
+    rows = zip(store.read_rows(), token, strict=True)
+    keys, values = (torch.cat([kept, store.as_stored(new).to(q.dtype)[:, :, None]], 2) for kept, new in rows)
+    valid = store.valid()
+    valid = torch.cat([valid, valid.new_ones(store.shape.B, 1, 1)], 2)
+    return attend_rows(q, keys, values, valid, scale, softcap)
+
+
+def needed(token: Token | None) -> Token:
+    """The current token. Raises ValueError if there is none: it enters the slots after the attention, not before."""
+    if token is None:
+        raise ValueError("a step over slots needs the current token's k and v")
+    return token
