@@ -23,6 +23,7 @@ STYLES = [
 ]  # fmt: skip
 MATCHED_SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the bytes that dense attention reads: where methods are compared
 
+DIVERGENCE_RANGE = 1e-7  # of the largest divergence that is drawn: what is below it is the rounding of logits
 FAN = 0.004, 0.03  # of the axis: how far lines that meet are drawn apart, each from the next, and all together
 
 # (line, share of dense's bytes, mean, low, high); the ends of the mean's interval are None where there is none
@@ -93,6 +94,14 @@ def score_axis(ax: Axes, greatest: float) -> None:
         ax.set_ylim(0, greatest)
 
 
+def divergence_axis(ax: Axes, means: Sequence[float]) -> None:
+    """Make y a logarithmic axis of divergences around these means; what is only rounding lies below it."""
+    ax.set_yscale("log")
+    shown = [mean for mean in means if 0 < mean < math.inf]
+    if shown:
+        ax.set_ylim(max(min(shown), max(shown) * DIVERGENCE_RANGE) / 2, max(shown) * 2)
+
+
 def side_by_side(scores: Sequence[float], i: int, n: int, greatest: float) -> list[float]:
     """The scores of line i of n as they are drawn: equal lines do not hide each other, and none leaves 0 to `greatest`.
 
@@ -136,13 +145,21 @@ def draw_intervals(
 
 
 def draw_scores(
-    ax: Axes, title: str, points: Sequence[ScorePoint], styles: Mapping[str, tuple[str, str]], greatest: float = 1.0
+    ax: Axes,
+    title: str,
+    points: Sequence[ScorePoint],
+    styles: Mapping[str, tuple[str, str]],
+    greatest: float = 1.0,
+    from_dense: bool = False,
 ) -> None:
     """Draw a score against the share of dense attention's bytes, one line for every name that `styles` has.
 
     A band is the 95% interval of the mean. The point named "Dense" becomes a grey line across the panel. greatest: the
-    greatest score that is possible.
+    greatest score that is possible. from_dense: scores are divergences from dense attention; their axis is
+    logarithmic, and dense itself, which has only rounding, is not drawn.
     """
+    if from_dense:
+        points = [point for point in points if point[0] != "Dense"]
     for _, _, mean, low, high in (point for point in points if point[0] == "Dense"):
         ax.axhline(mean, color="0.45", linewidth=1.2, zorder=1, clip_on=False)
         if low is not None and high is not None:
@@ -162,5 +179,8 @@ def draw_scores(
     ax.set_xticks(shown, [ticks[tick] for tick in shown])
     ax.minorticks_off()
     score_axis(ax, greatest)
+    if from_dense:
+        divergence_axis(ax, [mean for _, _, mean, *_ in points])
+        ax.grid(axis="y", color="0.93", zorder=0)
     ax.set_title(title, loc="left", fontsize=10, weight="bold")
     ax.spines[["top", "right"]].set_visible(False)

@@ -81,7 +81,7 @@ def test_score_against_length(tmp_path, capsys, drawn):
             ]
     path.write_text("".join(rows))
     assert plot(path, capsys) == ["f.png", "f-length.png", "f-ablation.png"]
-    panels = {title: lines for title, _, lines, _ in drawn["lengths"]}
+    panels = {title: lines for title, _, lines, *_ in drawn["lengths"]}
     assert list(panels) == ["record, blind, settings kept", "record, blind, 1/4 of the bytes",
                             "record, blind, 1/8 of the bytes"]  # fmt: skip
     assert [p[:2] for p in panels["record, blind, 1/4 of the bytes"]["SparQ"]] == [(300, 1.0), (600, 0.5)]
@@ -119,6 +119,26 @@ def test_the_matched_sweep_shows_both_settings_of_the_mean_value(tmp_path, capsy
     path.write_text("".join(record("record", spec, i, 1.0, 0.25, 500) for spec in specs for i in range(6)))
     assert plot(path, capsys) == ["f.png"]
     assert [name for name, *_ in drawn["scores"][0][1]] == ["Dense", "SparQ", "SparQ, mean_value=True"]
+
+
+def test_divergences(tmp_path, capsys, drawn):
+    """Mean and 99th percentile by bytes on a logarithmic axis, without dense; every form of a method is a line."""
+    path, specs = tmp_path / "r.jsonl", {"Dense()": 1e-12, "SparQ(r=8, k=64)": 0.1, "SparQ(r=16, k=64)": 0.01,
+                                         "SparQ(r=8, k=64, channels='int4')": 0.2}  # fmt: skip
+    for spec, kl in specs.items():
+        share = 0.25 if kl > 0.05 else 0.5
+        rows = [json.loads(record("kl(context=64)", spec, i, kl, share, 64)) for i in range(6)]
+        with path.open("a") as file:
+            file.writelines(json.dumps({**row, "kl": [kl / 2, 3 * kl / 2], "agrees": "10"}) + "\n" for row in rows)
+    assert plot(path, capsys) == ["f.png"]
+    mean, tail = drawn["scores"]
+    assert "mean KL" in mean[0] and "99th" in tail[0] and "lower is better" in mean[0] and mean[3] and tail[3]
+    assert mean[1][3][:2] == ("SparQ, channels='int4'", 0.25) and mean[1][3][2] == pytest.approx(0.2)
+    assert [point[2] for point in tail[1]] == pytest.approx([1.5 * kl for kl in specs.values()])
+    ax = plotting.new_figure((4, 4)).subplots()
+    plotting.draw_scores(ax, *mean[:2], plotting.line_styles(["SparQ"]), *mean[2:])
+    low, high = ax.get_ylim()
+    assert ax.get_yscale() == "log" and 0 < low < 0.01 < 0.1 < high < 1 and low > 1e-4, "dense does not set the axis"
 
 
 ATTENTION = {"speedup_theory": 6.0, "batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "dtype": "bfloat16"}

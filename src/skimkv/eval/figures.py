@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..plotting import (
     STYLES,
     ScorePoint,
+    divergence_axis,
     draw_intervals,
     draw_line,
     draw_scores,
@@ -115,20 +116,22 @@ def _label_other_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]]) 
         labelled.append((score, share))
 
 
-def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float]], path: Path) -> None:
-    """Draw scores against the share of dense's bytes, a panel for each (title, points, greatest possible score).
+def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float, bool]], path: Path) -> None:
+    """Draw scores against the share of dense's bytes.
 
-    Bands are 95% intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
+    panels: (title, points, greatest possible score, whether scores are divergences from dense). Bands are 95%
+    intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
     """
     from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(name for _, points, _ in panels for name, *_ in points if name != "Dense"))
+    names = list(dict.fromkeys(name for _, points, *_ in panels for name, *_ in points if name != "Dense"))
     styles = line_styles(names)
     fig, axes = panel_grid(len(panels), 3, (4.4, 3.5), (0.4, 1.0), least_width=7.5)
-    for ax, (title, points, greatest) in zip(axes, panels, strict=True):
-        draw_scores(ax, title, points, styles, greatest)
+    for ax, (title, points, greatest, from_dense) in zip(axes, panels, strict=True):
+        draw_scores(ax, title, points, styles, greatest, from_dense)
     handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], linewidth=1.7, label=n) for n in names]
-    handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
+    if not all(from_dense for *_, from_dense in panels):
+        handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
     width, height = fig.get_size_inches()
     longest = max(len(str(handle.get_label())) for handle in handles) + 9
     columns = max(2, int(width * 14 / longest))  # 14 letters an inch
@@ -139,18 +142,18 @@ def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float]], path: Path
     save(fig, path)
 
 
-def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]], float]], path: Path) -> None:
+def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]], float, bool]], path: Path) -> None:
     """Draw scores against the length of the prompt, a line for each method (SparQ fig. 6).
 
-    panels: (title, name of the score, the points of each line, greatest possible score). Bands are 95% intervals;
-    dashed is dense.
+    panels: (title, name of the score, the points of each line, greatest possible score, whether scores are divergences
+    from dense). Bands are 95% intervals; dashed is dense.
     """
     from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(name for _, _, lines, _ in panels for name in lines if name != "Dense"))
+    names = list(dict.fromkeys(name for _, _, lines, *_ in panels for name in lines if name != "Dense"))
     styles = {"Dense": ("black", "."), **line_styles(names)}
     fig, axes = panel_grid(len(panels), 3, (4.8, 3.7), (0.4, 0.8))
-    for ax, (title, score, lines, greatest) in zip(axes, panels, strict=True):
+    for ax, (title, score, lines, greatest, from_dense) in zip(axes, panels, strict=True):
         for i, name in enumerate(sorted(lines, key=lambda name: name != "Dense")):
             x, y, low, high = zip(*sorted(lines[name], key=lambda p: p[0]), strict=True)
             colour, marker = styles[name]
@@ -160,7 +163,9 @@ def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]
         length_axis(ax, sorted({p[0] for line in lines.values() for p in line}))
         label_axes(ax, title, "tokens of the prompt (log scale)", f"{score}; band: 95% interval")
         score_axis(ax, greatest)
-    shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines, _ in panels)]
+        if from_dense:
+            divergence_axis(ax, [mean for line in lines.values() for _, mean, *_ in line])
+    shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines, *_ in panels)]
     handles = [
         Line2D([], [], color=styles[n][0], marker=styles[n][1], linestyle="--" if n == "Dense" else "-", label=n)
         for n in shown

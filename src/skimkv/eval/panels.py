@@ -25,8 +25,10 @@ MATCHED_CHANGE = "mean_value=True"  # what the sweep "matched" runs beside it, w
 MOST_LINES = 12  # of a panel; more settings than that are compared at one share of the bytes instead
 
 Records = Sequence[Mapping[str, Any]]
-ScorePanel = tuple[str, list[ScorePoint], float]  # (title, points, greatest possible score)
-LengthPanel = tuple[str, str, dict[str, list[LengthPoint]], float]  # (title, name of the score, lines, greatest score)
+# (title, points, greatest possible score, whether scores are divergences from dense attention)
+ScorePanel = tuple[str, list[ScorePoint], float, bool]
+# (title, name of the score, lines, greatest possible score, whether scores are divergences from dense attention)
+LengthPanel = tuple[str, str, dict[str, list[LengthPoint]], float, bool]
 
 
 def draw_results(records: Records, out: Path) -> list[Path]:
@@ -83,22 +85,31 @@ def line_names(rows: Sequence[Row]) -> dict[str, str]:
 def score_panels(rows: Sequence[Row], changes: bool = True) -> list[ScorePanel]:
     """Scores by the share of dense's bytes: a panel for each task and mode.
 
-    changes: whether methods with another field than those of a budget are shown.
+    A task of divergences has a second panel, for their 99th percentile. changes: whether methods with another field
+    than those of a budget are shown for other tasks.
     """
     names = line_names(rows)
     panels: dict[str, ScorePanel] = {}
     for row in rows:
-        if changes or ", " not in label(row.method):
-            task = parse_task(row.task)
-            title = f"{row.task}, {row.mode}\n{score_name(task)}"
-            _, points, _ = panels.setdefault(title, (title, [], task.greatest))
-            points.append((names[row.method], row.share or 1.0, row.mean, row.low, row.high))
+        task = parse_task(row.task)
+        if changes or task.is_of_documents or ", " not in label(row.method):
+            means = row.mean, row.low, row.high
+            what = {score_name(task): means}
+            if row.tail is not None:
+                tail = row.tail.kl_p99, row.tail.kl_p99_low, row.tail.kl_p99_high
+                what = {"mean KL in nats, lower is better": means, "99th percentile of KL, lower is better": tail}
+            for name, values in what.items():
+                title = f"{row.task}, {row.mode}\n{name}"
+                panel = panels.setdefault(title, (title, [], task.greatest, task.is_of_documents))
+                panel[1].append((names[row.method], row.share or 1.0, *values))
     return list(panels.values())
 
 
 def score_name(task: Task) -> str:
     """What the axis of a task's scores is called, and what a reader must know of it."""
     better = ", lower is better" if task.lower else ""
+    if task.is_of_documents:
+        return f"KL, {task.unit}{better}"
     return f"{task.unit}{better}{'' if math.isfinite(task.greatest) else '; not from 0'}"
 
 
@@ -148,7 +159,8 @@ def length_panels(records: Records) -> list[LengthPanel]:
             if 0 < len(long) <= MOST_LINES:
                 lines = {**({"Dense": dense} if dense else {}), **long}
                 name, greatest = score_name(parsed_tasks[0]), max(parsed.greatest for parsed in parsed_tasks)
-                panels.append((f"{task}, {mode}, {kind}", name, lines, greatest))
+                title = f"{task}, {mode}, {kind}"
+                panels.append((title, name, lines, greatest, parsed_tasks[0].is_of_documents))
     return panels
 
 
@@ -165,13 +177,16 @@ def _compared(rows: Sequence[Row]) -> list[tuple[str, str, Row]]:
 
 
 def ablation_rows(rows: Sequence[Row]) -> list[Ablation]:
-    """A row of SparQ fig. 7 for each task and mode in which SparQ was changed at one r and k."""
+    """A row of SparQ fig. 7 for each task and mode in which SparQ was changed at one r and k.
+
+    Divergences have none: all their methods are lines by the bytes that they read (`score_panels`).
+    """
     names = line_names(rows)
     ablations = []
     for task, mode in dict.fromkeys((row.task, row.mode) for row in rows):
         own = [row for row in rows if (row.task, row.mode) == (task, mode)]
         changes = _changes(own)
-        if {change for _, change, *_ in changes} <= {PUBLISHED, MATCHED_CHANGE}:
+        if {change for _, change, *_ in changes} <= {PUBLISHED, MATCHED_CHANGE} or parse_task(task).is_of_documents:
             continue
         finding, counts = [], []
         for row in own:
