@@ -10,7 +10,14 @@ import torch
 
 import skimkv
 from skimkv.eval import tasks
-from skimkv.eval.divergence import MethodDivergence, dense_logits, force_tokens, kl_divergence, measure_divergence
+from skimkv.eval.divergence import (
+    MethodDivergence,
+    dense_logits,
+    force_tokens,
+    kl_divergence,
+    measure_divergence,
+    read_documents,
+)
 from skimkv.eval.plan import Plan, Setup, plan_job
 from skimkv.eval.results import Results, summary
 from skimkv.eval.run import run_evaluation, run_job
@@ -83,6 +90,7 @@ def test_divergence_falls_with_the_budget(documents):
     setup, job = kl_job(documents)
     texts = [group[0].prompt + group[0].question.feed for group in job.groups]
     assert {len(text) for text in texts} == {108} and len(texts) == 6
+    assert read_documents(setup.tokenizer, documents, 96, 12, limit=6) == texts
     dense, least, middle, most, windowed = measure_divergence(setup.model, texts, SPECS, 96, batch=4)
     assert dense.max < 1e-9 and dense.agreement == 1 and dense.share == 1
     assert least.mean > 2 * middle.mean > 4 * most.mean and most.mean < 1e-9, "all channels and all positions"
@@ -151,6 +159,8 @@ def test_documents_that_are_too_short(documents, tmp_path):
         plan_job(setup, tasks.parse(TASK), "blind", [Dense()], tmp_path / "a.txt", 9)
     with pytest.raises(ValueError, match=r"context \+ reference = 5256 tokens exceed the model's 4096 positions"):
         plan_job(setup, tasks.parse("kl(context=5000)"), "blind", [Dense()], tmp_path, 9)
+    with pytest.raises(ValueError, match=r"no document of .* = 108 tokens, the longest has"):
+        read_documents(setup.tokenizer, tmp_path / "a.txt", 96, 12)
     (tmp_path / "a.txt").write_text(" \n")
     with pytest.raises(ValueError, match="holds no text"):
         plan_job(setup, tasks.parse(TASK), "blind", [Dense()], tmp_path / "a.txt", 9)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,69 @@ from ..hf.attach import Cache
 from ..hf.layer import Layer
 from ..methods import Dense, parse
 from ..methods.base import Method
+from .generate import encode
 from .shared_prompt import RecordedPrompt, forward, joint_cache, record_prompt
 from .statistics import TAIL, Interval, cluster_bootstrap, quantile, quantile_bootstrap
+from .tasks import Example, kl
 from .traffic import Cost, RowCosts, depends_on_data
 
 BLOCK = 64  # tokens that are fed at once, which each layer decodes one by one
+SPARE_TOKENS = 16  # after those that are wanted, so that a cut through a word does not change them
 MOST_LOGITS = 1 << 27  # that one block may give for all rows of a batch: 512 MiB in float32
 MOST_DENSE_BYTES = 1 << 30  # of dense attention's logits that are kept for one batch of documents
+
+
+class Documents(NamedTuple):
+    """Documents with enough tokens: each as its example and its first tokens, all of one length.
+
+    too_short: how many others were looked at before. longest: the tokens of the longest of them.
+    """
+
+    documents: list[tuple[Example, list[int]]]
+    too_short: int
+    longest: int
+
+
+def take_documents(tokenizer: Any, examples: Iterable[Example], limit: int) -> Documents:
+    """Tokenize examples with `tokens` = (context, reference); keep the first `limit` that have as many tokens."""
+    documents: list[tuple[Example, list[int]]] = []
+    too_short = longest = 0
+    for example in examples:
+        ids = _first_tokens(tokenizer, example.context, sum(example.tokens))
+        if len(ids) < sum(example.tokens):
+            too_short, longest = too_short + 1, max(longest, len(ids))
+            continue
+        documents.append((example, ids))
+        if len(documents) == limit:
+            break
+    return Documents(documents, too_short, longest)
+
+
+def read_documents(
+    tokenizer: Any, data: Path | None, context: int = 2048, reference: int = 256, limit: int = 20, seed: int = 0
+) -> list[list[int]]:
+    """Read the documents of the task kl, as tokens for `measure_divergence`: each context + reference token ids.
+
+    data: a text file or a folder of *.txt; None is WikiText from the Hub. At most `limit` documents are taken, in an
+    order that the seed gives. Raises ValueError if none has enough tokens.
+    """
+    found = take_documents(tokenizer, kl.examples(data=data, seed=seed, context=context, reference=reference), limit)
+    if not found.documents:
+        raise ValueError(
+            f"no document of {data or 'the Hub'} has context + reference = {context + reference} tokens, the longest "
+            f"has {found.longest}"
+        )
+    return [ids for _, ids in found.documents]
+
+
+def _first_tokens(tokenizer: Any, text: str, n: int) -> list[int]:
+    """The first n tokens of a text, or all if it has fewer; of a long text only the beginning is tokenized."""
+    characters = 4 * n  # of usual text that is enough
+    while True:
+        ids = encode(tokenizer, text[:characters], chat=False)
+        if len(ids) >= n + SPARE_TOKENS or characters >= len(text):
+            return ids[:n]
+        characters *= 2
 
 
 class Divergence(NamedTuple):

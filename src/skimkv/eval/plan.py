@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,12 @@ from ..methods import Dense, SparQ, parse
 from ..methods.base import Method
 from . import budgets
 from .answer import Question
+from .divergence import take_documents
 from .generate import encode
 from .results import RecordKey
 from .shared_prompt import layer_shapes, record_prompt
 from .sweeps import MODES, SWEEPS
 from .tasks import Example, Task
-
-SPARE_TOKENS = 16  # after those that are wanted, so that a cut through a word does not change them
 
 
 class Setup(NamedTuple):
@@ -168,40 +167,25 @@ def plan_job(
 
 def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: Path | None, limit: int) -> Job:
     """Plan the first `limit` documents of a task that have enough tokens. Raises ValueError if there is none."""
-    groups: list[list[PlannedExample]] = []
-    size, too_short, longest = 0, 0, 0
-    for example in task.examples(data, setup.seed):
-        context, size = example.tokens[0], sum(example.tokens)
-        if setup.positions is not None and size > setup.positions:
-            raise ValueError(
-                f"{task.spec}: context + reference = {size} tokens exceed the model's {setup.positions} positions; "
-                f"its arguments are {task.sizes}"
-            )
-        ids = _first_tokens(setup.tokenizer, example.context, size)
-        if len(ids) < size:
-            too_short, longest = too_short + 1, max(longest, len(ids))
-            continue
-        source = hashlib.sha256(json.dumps((setup.weights, ids[:context], ids[context:size])).encode())
-        question = Question(ids[context:size])
-        groups.append([PlannedExample(example, ids[:context], question, source.hexdigest()[:16])])
-        if len(groups) == limit:
-            break
-    if not groups:
+    examples = task.examples(data, setup.seed)
+    first = next(examples)
+    context, size = first.tokens[0], sum(first.tokens)
+    if setup.positions is not None and size > setup.positions:
+        raise ValueError(
+            f"{task.spec}: context + reference = {size} tokens exceed the model's {setup.positions} positions; its "
+            f"arguments are {task.sizes}"
+        )
+    found = take_documents(setup.tokenizer, chain([first], examples), limit)
+    if not found.documents:
         raise ValueError(
             f"{task.spec}: no document of {data or 'the Hub'} has context + reference = {size} tokens, the longest has "
-            f"{longest}; its arguments are {task.sizes}"
+            f"{found.longest}; its arguments are {task.sizes}"
         )
-    return Job(task, "forced", groups, list(methods), too_short)
-
-
-def _first_tokens(tokenizer: Any, text: str, n: int) -> list[int]:
-    """The first n tokens of a text, or all if it has fewer; of a long text only the beginning is tokenized."""
-    characters = 4 * n  # of usual text that is enough
-    while True:
-        ids = encode(tokenizer, text[:characters], chat=False)
-        if len(ids) >= n + SPARE_TOKENS or characters >= len(text):
-            return ids[:n]
-        characters *= 2
+    groups = []
+    for example, ids in found.documents:
+        source = hashlib.sha256(json.dumps((setup.weights, ids[:context], ids[context:])).encode()).hexdigest()[:16]
+        groups.append([PlannedExample(example, ids[:context], Question(ids[context:]), source)])
+    return Job(task, "forced", groups, list(methods), found.too_short)
 
 
 def _fits(planned: PlannedExample, positions: int | None) -> bool:
