@@ -88,6 +88,8 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -
         (["--prompt", "x " * 5000], "does not fit the model's 4096 positions"),
         (["--chat"], "no chat template"),
         (["--weights", "int3"], "--weights 'int3' is unknown"),
+        (["--weights", "int8", "--compile"], "--compile: a model with 8-bit weights cannot be compiled"),
+        (["--device", "gpu"], "--device 'gpu' is unknown; write cpu, cuda"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--temperature", "1e-45"], "--temperature 1e-45 must be 0, or at least 1e-06"),
         (["--temperature", "-1"], "--temperature -1.0 must be 0"),
@@ -174,3 +176,32 @@ def test_it_stops_at_the_models_last_position() -> None:
     ids = encode(tokenizer, "".join(f"a: {i}\n" for i in range(2000)), chat=False)[:4090]
     assert len(ids) == 4090
     assert run(model, tokenizer, ids, parse("LMInfinite(k=64)"), 100).new_tokens <= 6
+
+
+def test_the_device_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "generate", "--prompt", "x", "--max-new-tokens", "1", "--device"
+    assert answer(capsys, *argv, "cpu")["new_tokens"] == 1
+    assert_mistake(run(capsys, *argv, "cuda:99"), "--device cuda:99: PyTorch sees ")
+
+
+def test_a_compiled_model_gives_the_same_text() -> None:
+    from torch._dynamo.utils import counters
+
+    from skimkv import load, parse
+    from skimkv.eval.generate import encode, run
+
+    model, tokenizer = load("builtin")
+    ids = encode(tokenizer, "lamp-stone: 31425\nriver-goat: 27182\nlamp-stone: ", chat=False)
+    plain, compiled = (run(model, tokenizer, ids, parse("SparQ(r=16, k=16)"), 6, compile=c) for c in (False, "eager"))
+    assert plain.text == compiled.text and plain.text.startswith("31425")
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not hasattr(model, "_skimkv") or not model._skimkv.stack, "nothing stays attached"
+
+
+@pytest.mark.slow  # inductor compiles with a C++ compiler
+def test_compile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    argv = "generate", "--prompt", "lamp-stone: 31425\nriver-goat: 27182\nlamp-stone: ", "--max-new-tokens", "6"
+    compiled = answer(capsys, *argv, "--compile")
+    assert compiled["text"] == answer(capsys, *argv)["text"]
+    assert compiled["ms_per_token"] < 1000, "the step that compiles does not count"

@@ -225,3 +225,18 @@ def test_a_step_is_captured_and_replayed(spec, monkeypatch):
         cache = skimkv.Cache(model, spec)
         assert got == turns()
     model.to("cpu")
+
+
+def test_a_compiler_that_fails_is_one_line():
+    """As where PyTorch finds no C++ compiler; the model is usable afterwards."""
+
+    def broken(graph, inputs):
+        raise RuntimeError("No working C++ compiler found.\nMore lines. And more")
+
+    if "broken" not in torch.compiler.list_backends(None):
+        torch._dynamo.register_backend(broken, name="broken")
+    model = family("llama")
+    with pytest.raises(ValueError) as caught:
+        tokens(model, "Dense()", "broken")
+    assert str(caught.value) == "torch.compile with backend 'broken' failed: No working C++ compiler found"
+    assert tokens(model, "Dense()", "eager") == tokens(model, "Dense()", False)

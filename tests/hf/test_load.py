@@ -271,3 +271,74 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(folder):
             messages.append(str(error))
     assert len(messages) > 5
     assert all("\n" not in line and str(folder) in line and len(line) < 1000 for line in messages)
+
+
+@torch.no_grad()
+def test_device_and_device_map(folder, monkeypatch):
+    for device in ("cpu", torch.device("cpu")):
+        model, _ = skimkv.load(folder, device=device, dtype="half")
+        assert (model.device.type, model.dtype) == ("cpu", torch.float16)
+    pytest.importorskip("accelerate")
+    for device_map in ("cpu", {"": "cpu"}):
+        model, _ = skimkv.load(folder, device_map=device_map)
+        assert torch.equal(model(prompt()).logits, family("llama")(prompt()).logits)
+    asked = []
+    monkeypatch.setattr(loading, "_from_pretrained", lambda *args: asked.append(args[-1]) or (None, None))
+    skimkv.load(folder, device_map="auto")
+    assert asked == ["auto"]
+
+
+PLACES = [
+    ({"device": "tpu"}, "device 'tpu' is unknown; write cpu, cuda .* or mps"),
+    ({"device": 1}, "device '1' is unknown"),
+    ({"device": "cuda:x"}, "device 'cuda:x' is unknown"),
+    ({"device": "cpu", "device_map": "auto"}, "device='cpu' and device_map='auto': give one of them"),
+    ({"device_map": "tpu"}, "device_map='tpu': 'tpu' is unknown; write auto, balanced"),
+    ({"device_map": {"": "gpu"}}, "'gpu' is unknown"),
+    ({"device_map": True}, "'True' is unknown"),
+    ({"device_map": -1}, "'cuda:-1' is unknown"),
+    ({"device_map": "auto", "weights": "int8"}, "weights=\"int8\": device_map='auto' is not possible"),
+    (
+        {"device": "cuda", "weights": "int8"},
+        "weights=\"int8\": device 'cuda' is not possible; 8-bit weights run on a CPU",
+    ),
+    ({"dtype": "fp15"}, "unknown dtype 'fp15'; known are float32"),
+    ({"dtype": torch.int8}, "unknown dtype 'int8'"),
+    ({"dtype": 16}, "unknown dtype '16'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), PLACES, ids=[str(arguments) for arguments, _ in PLACES])
+def test_a_place_or_format_that_cannot_be(monkeypatch, arguments, reason):
+    """Each is found before torch is needed: an import of it would raise ImportError."""
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())  # as if accelerate was there
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=reason) as caught:
+        patch.setitem(sys.modules, "torch", None)
+        skimkv.load("builtin", **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for arguments, reason in (
+        ({"device": "cuda"}, "device cuda: PyTorch sees no CUDA device here"),
+        ({"device": "mps"}, "device mps: PyTorch sees no Apple GPU here"),
+        ({"device_map": 0}, "device cuda:0: PyTorch sees no CUDA device here"),
+        ({"device_map": {"": "cuda:1"}}, "device cuda:1: PyTorch sees no CUDA device here"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            skimkv.load("builtin", **arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ValueError, match="device cuda:2: PyTorch sees only 2 CUDA devices here; write cuda:0 to cuda:1"
+    ):
+        skimkv.load("builtin", device="cuda:2")
+
+
+def test_device_map_needs_accelerate(monkeypatch):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="device_map='auto' needs accelerate: pip install accelerate"):
+        skimkv.load("builtin", device_map="auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -166,14 +166,13 @@ def evaluate(
 
 
 def _load(model: str, dtype: str | None, place: torch.device, seed: int, batch: int, count: bool) -> Setup:
-    """Load the model and put it on its device."""
+    """Load the model onto its device."""
     from ..hf.load import load
 
-    network: Any
-    network, tokenizer = load(model, dtype=dtype)  # finds mistakes before transformers is imported
+    network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
     from ..eval.plan import Setup, fingerprint
 
-    return Setup(network.to(place), tokenizer, model, seed, batch, count, fingerprint(network))
+    return Setup(network, tokenizer, model, seed, batch, count, fingerprint(network))
 
 
 def _machine_name(place: torch.device) -> str:

@@ -11,7 +11,19 @@ import typer
 
 from . import output
 from .errors import INTERRUPTED, fail
-from .options import MODEL_OPTIONS, Dtype, Json, Method, Model, check_environment, input_file, quiet, seed_option
+from .options import (
+    MODEL_OPTIONS,
+    Device,
+    Dtype,
+    Json,
+    Method,
+    Model,
+    check_environment,
+    input_file,
+    quiet,
+    resolve_device,
+    seed_option,
+)
 
 if TYPE_CHECKING:
     from ..eval.generate import Result
@@ -56,6 +68,16 @@ def generate(
             help="int8: quantise the weights to 8 bits while they are read. Those of a GGUF file are so already.",
         ),
     ] = None,
+    device: Device = "cpu",
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            rich_help_panel=MODEL_OPTIONS,
+            help="Compile the model around our attention. The first token then takes up to a minute; on a CPU, PyTorch "
+            "needs a C++ compiler.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Continue a prompt with a method, and report what it cost.
@@ -70,6 +92,8 @@ def generate(
         raise ValueError("give --prompt or --prompt-file, not both")
     if weights not in (None, "int8"):
         raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
+    if compile and (weights is not None or model.endswith(".gguf")):
+        raise ValueError("--compile: a model with 8-bit weights cannot be compiled")
     text = _read_prompt(prompt, prompt_file)
     check_environment()
     quiet(model)
@@ -77,18 +101,21 @@ def generate(
     from ..methods import parse
 
     parsed = parse(method)
-    network, tokenizer = load(model, dtype=dtype, weights=weights)
+    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device))
     from ..eval import generate as generation  # after `load`, which finds mistakes before it imports transformers
 
     ids = generation.encode(tokenizer, text, chat)
 
     def run(method: AnyMethod) -> Result:
         """Generate with this method; without --json the text streams to stdout and its cost goes to stderr."""
-        if as_json:
-            return generation.run(network, tokenizer, ids, method, max_new_tokens, temperature, seed)
-        if compare:
+        if compare and not as_json:
             print(f"--- {method}")
-        result = generation.run(network, tokenizer, ids, method, max_new_tokens, temperature, seed, _write)
+        write = _discard if as_json else _write
+        result = generation.run(
+            network, tokenizer, ids, method, max_new_tokens, temperature, seed, write, compile=compile
+        )
+        if as_json:
+            return result
         print("" if result.text.endswith("\n") else "\n", end="")
         print(result.line(), file=sys.stderr)
         return result
@@ -110,6 +137,9 @@ def generate(
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _discard(text: str) -> None: ...
 
 
 def _difference(text: str, dense: str, differs_at: int | None) -> str:

@@ -49,18 +49,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def resolve_device(device: str) -> torch.device:
     """Return the torch.device of a name. Raises ValueError if this machine has no such device."""
-    import torch
-
     try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"--device {device!r} is unknown; write for example cpu, cuda or cuda:1") from None
-    if place.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {device}: PyTorch sees no CUDA device here")
-        if place.index is not None and place.index >= torch.cuda.device_count():
-            raise ValueError(f"--device {device}: PyTorch sees only {torch.cuda.device_count()} CUDA devices here")
-    return place
+        return load.resolve_device(device)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
 
 
 def quiet(model: str) -> None:
@@ -171,8 +163,10 @@ def _dtype(value: str | None) -> str | None:
 
 
 def _device(value: str) -> str:
-    if not re.fullmatch(r"[a-z]+(:\d+)?", value):
-        raise ValueError(f"--device {value!r} is unknown; write for example cpu, cuda or cuda:1")
+    try:
+        load.check_device(value)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
     return value
 
 
@@ -276,7 +270,7 @@ Device = Annotated[
     str,
     typer.Option(
         "--device", metavar="DEVICE", callback=_device, rich_help_panel=MODEL_OPTIONS,
-        help="The device to run on: cpu, cuda, or cuda:1 for the second GPU.",
+        help="The device to run on: cpu, cuda (cuda:1 is the second GPU) or mps.",
     ),
 ]  # fmt: skip
 Method = Annotated[

@@ -116,12 +116,10 @@ def tune(
     from ..hf.load import load
 
     with Results(out, ops.select_backend(place.type)[0], resume_anyway) as results:
-        network: Any
-        network, tokenizer = load(model, dtype=dtype)  # finds mistakes before transformers is imported
+        network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
         from ..eval.tune import Scorer
         from ..hf.attach import check_length
 
-        network = network.to(place)
         check_length(network, prompt + scored + 1)
         cut = _cut(text, tokenizer, prompt + scored + 1, pieces)
         spec = f"tune(prompt={prompt}, scored={scored})"

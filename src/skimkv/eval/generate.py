@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from ..hf.attach import Cache, check_length
+from ..hf.attach import Cache, attach, check_length
 from ..hf.supported import needed_max_tokens
 from ..methods.base import Method
 from .traffic import cache_traffic
@@ -92,12 +95,12 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 
 def run(
     model: Any, tokenizer: Any, ids: list[int], method: Method, limit: int, temperature: float = 0.0, seed: int = 0,
-    write: Callable[[str], None] = lambda text: None,
+    write: Callable[[str], None] = lambda text: None, compile: bool | str = False,
 ) -> Result:  # fmt: skip
     """Generate at most `limit` tokens after `ids`, and no more than the model has positions for.
 
-    temperature = 0 is greedy. write is called with each new piece of the text. Ctrl-C ends the text early. Raises
-    ValueError if not even one more token fits.
+    temperature = 0 is greedy. write is called with each new piece of the text. compile is that of `attach`. Ctrl-C ends
+    the text early. Raises ValueError if not even one more token fits, or if the model cannot be compiled.
     """
     check_length(model, len(ids) + 1)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -109,7 +112,7 @@ def run(
     torch.manual_seed(seed)
     interrupted = False
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), attach(model, method, compile) if compile else contextlib.nullcontext():
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=stream,
                 max_new_tokens=limit, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, **sampling,
@@ -119,8 +122,8 @@ def run(
         stream.end()
     times = stream.times
     seconds = times[-1] - times[0]  # with the prompt's, where no second token says more
-    if len(times) > 2:
-        seconds = (times[-1] - times[1]) / (len(times) - 2)
+    if len(times) > 2:  # the median, since the first step may have compiled the model
+        seconds = statistics.median(after - before for before, after in pairwise(times[1:]))
     return Result(
         stream.text, method, len(ids), len(stream.ids or []), 1e3 * seconds,
         cache_traffic(cache).bytes, cache.nbytes, interrupted,

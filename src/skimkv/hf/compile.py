@@ -25,6 +25,7 @@ from ..ops.gpu import device
 from ..stores.base import Store
 from ..stores.full import Full
 from .cuda_graph import Replay, capture, footing
+from .errors import first_sentence
 from .layer import MARK, Layer
 from .supported import model_layers
 from .weights import Packed
@@ -197,6 +198,13 @@ class CompiledForward:
         inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in inputs)
         try:
             return self.step(*inputs)
+        except Exception as error:
+            from torch._dynamo.exc import TorchDynamoException  # too slow to be imported before it is needed
+
+            if not isinstance(error, TorchDynamoException):
+                raise
+            reason = first_sentence(getattr(error, "inner_exception", error))
+            raise ValueError(f"torch.compile with backend {self.backend!r} failed: {reason}") from error
         finally:
             _running.layers = before
 

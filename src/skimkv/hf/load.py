@@ -7,6 +7,7 @@ anything heavy is imported.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import threading
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    DeviceMap = str | int | torch.device | dict[str, str | int | torch.device]
+
 BUILTIN = Path(__file__).parent.parent / "models" / "tiny"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Names of number formats -> PyTorch's name.
@@ -34,6 +37,8 @@ DTYPES = {
 LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
 # Names of other counts of parts, and how many no model has.
 MOST_PARTS = {"num_labels": 10**6, "num_experts": 10**4, "num_local_experts": 10**4, "n_routed_experts": 10**4}
+DEVICES = "cpu, cuda (cuda:1 is the second GPU) or mps"
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map by a name that is no device
 NUMBERS_PER_BYTE = 16  # of a checkpoint, more than any format of quantised weights packs
 FREE_NUMBERS = 2**26  # in buffers that are not stored, such as tables of positions
 HUB_TIMEOUT = 4.0  # seconds until the hub counts as out of reach
@@ -52,6 +57,8 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     weights: str | None = None,
+    device: str | torch.device | None = None,
+    device_map: DeviceMap | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model in eval mode, and its tokenizer.
 
@@ -59,17 +66,31 @@ def load(
     dtype: of weights, activations and cache, as torch.dtype or as a name: "float32", "bfloat16", "float16", "fp32",
     "bf16", "fp16", "half". None: the checkpoint's own, for a GGUF file bfloat16.
     weights: "int8" quantises matrices to Q8_0 while they are read; no full-precision copy of the model exists.
+    device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". 8-bit weights run on a CPU only.
+    device_map: the transformers library's way to place a model, such as "auto" for all GPUs; it needs accelerate.
 
-    Raises ValueError, one line with the name and the reason, if the model cannot be read completely.
+    Raises ValueError, one line with the name and the reason, if an argument is wrong, if this machine has no such
+    device, or if the model cannot be read completely.
     """
     if weights not in (None, "int8"):
         raise ValueError(f"unknown weights {weights!r}; known: int8")
-    if isinstance(dtype, str):
-        dtype = check_dtype(dtype)
+    if dtype is not None:
+        dtype = check_dtype(str(dtype).removeprefix("torch."))
+    if device is not None:
+        check_device(device)
+    if device_map is not None:
+        if device is not None:
+            raise ValueError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
+        _check_device_map(device_map)
     source = check_source(model)
+    if weights or source.kind == "gguf":
+        _check_place_of_8_bits(source.location if source.kind == "gguf" else 'weights="int8"', device, device_map)
     import torch
 
-    number_format: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    place = None if device is None else resolve_device(device)
+    for name in () if device_map is None else _devices(device_map):
+        resolve_device(name)
+    number_format: torch.dtype | None = None if dtype is None else getattr(torch, str(dtype))
     if source.kind == "gguf":
         from .gguf_llama import load_gguf
 
@@ -77,7 +98,10 @@ def load(
     if source.kind == "folder":
         _check_weights(Path(source.location))
         _check_counts(Path(source.location))
-    return _from_pretrained(source, number_format, trust_remote_code, weights)
+    network, tokenizer = _from_pretrained(source, number_format, trust_remote_code, weights, device_map)
+    if place is not None:
+        torch.nn.Module.to(network, place)
+    return network, tokenizer
 
 
 def check_dtype(name: str) -> str | None:
@@ -87,6 +111,57 @@ def check_dtype(name: str) -> str | None:
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; known are float32 (fp32), bfloat16 (bf16) and float16 (fp16, half)")
     return DTYPES[name]
+
+
+def check_device(device: object) -> None:
+    """Raise ValueError unless this is written as a device that can run a model. Whether it is there is not asked."""
+    if not re.fullmatch(r"cpu|mps(:0)?|cuda(:\d{1,2})?", str(device)):
+        raise ValueError(f"device {str(device)!r} is unknown; write {DEVICES}")
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The torch.device of a name. Raises ValueError if the name is unknown, or if this machine has no such device."""
+    check_device(device)
+    import torch
+
+    place = torch.device(device)
+    if place.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device {place}: PyTorch sees no Apple GPU here; write cpu")
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {place}: PyTorch sees no CUDA device here; write cpu")
+        if place.index is not None and place.index >= (n := torch.cuda.device_count()):
+            raise ValueError(f"device {place}: PyTorch sees only {n} CUDA devices here; write cuda:0 to cuda:{n - 1}")
+    return place
+
+
+def _check_device_map(device_map: object) -> None:
+    """Raises ValueError for a device_map that cannot be meant, or where accelerate is missing."""
+    for device in _devices(device_map):
+        try:
+            check_device(device)
+        except ValueError:
+            raise ValueError(
+                f"device_map={device_map!r}: {device!r} is unknown; write {', '.join(PLACEMENTS)}, a device such as "
+                "cuda:1 or its number, or a dictionary from the names of modules to devices"
+            ) from None
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError(f"device_map={device_map!r} needs accelerate: pip install accelerate; for one GPU give device")
+
+
+def _devices(device_map: object) -> list[str]:
+    """The names of the devices in a device_map; a number is that of a GPU."""
+    places: list[object] = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
+    others = ["disk"] if isinstance(device_map, dict) else PLACEMENTS
+    return [f"cuda:{place}" if type(place) is int else str(place) for place in places if place not in others]
+
+
+def _check_place_of_8_bits(what: str, device: object, device_map: object) -> None:
+    """Raises ValueError for 8-bit weights elsewhere than on a CPU, where nothing computes with them but slowly."""
+    if device_map is not None:
+        raise ValueError(f"{what}: device_map={device_map!r} is not possible; 8-bit weights run on a CPU only")
+    if str(device or "cpu") != "cpu":
+        raise ValueError(f"{what}: device {str(device)!r} is not possible; 8-bit weights run on a CPU only")
 
 
 def check_source(model: str | Path) -> Source:
@@ -266,7 +341,11 @@ def _layers_left_out(loaded: set[str], unexpected: Sequence[str]) -> str | None:
 
 
 def _from_pretrained(
-    source: Source, dtype: torch.dtype | None, trust_remote_code: bool, weights: str | None
+    source: Source,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    weights: str | None,
+    device_map: DeviceMap | None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load with the transformers library, and raise ValueError for everything that it would only warn about."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -282,6 +361,8 @@ def _from_pretrained(
         _check_size(Path(name), trust_remote_code)
     # sizes that differ are reported below by name, where the library would only say that there are some
     options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if device_map is not None:
+        options["device_map"] = device_map
     if weights:
         from .weights import quantise_while_loading
 
