@@ -18,6 +18,8 @@ from .methods.base import Method
 from .stores.base import Shape, Store
 from .stores.clusters import Clusters
 from .stores.full import Full
+from .stores.rotation import KeyRotation
+from .stores.slots import Slots
 
 SHAPE = Shape(B=2, H=2, G=3, D=16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -54,9 +56,17 @@ class Sequences(NamedTuple):
         return Sequences(self.q[..., start:stop, :], self.k[:, :, start:stop], self.v[:, :, start:stop])
 
 
+def empty_store(method: Method, shape: Shape, dtype: torch.dtype) -> Store:
+    """An empty store of this method; one that turns keys to other positions turns them as Llama does."""
+    store: Store = method.store(shape, dtype)
+    if isinstance(store, Slots):
+        store.rotation = KeyRotation.llama(shape.D)
+    return store
+
+
 def prompt(method: Method, x: Sequences, pad: list[int] | None = None, softcap: float | None = None) -> Store:
     """A store that has read these sequences as a prompt; the first pad[b] tokens of row b are padding."""
-    store: Store = method.store(x.shape, x.k.dtype)
+    store = empty_store(method, x.shape, x.k.dtype)
     method.prefill(store, x.q, x.k, x.v, scale=x.shape.D**-0.5, pad=pad, softcap=softcap)
     return store
 
@@ -129,7 +139,7 @@ def appends_add_up(method: Method) -> None:
     for blocks in ((1,) * 30, (256, 44), (7, 250, 43), (255, 1, 1, 43)):
         n = sum(blocks)
         x = Sequences.random(SHAPE, n + 1)
-        whole, parts = method.store(SHAPE, torch.float32), method.store(SHAPE, torch.float32)
+        whole, parts = (empty_store(method, SHAPE, torch.float32) for _ in range(2))
         whole.append(x.k[:, :, :n], x.v[:, :, :n])
         start = 0
         for block in blocks:

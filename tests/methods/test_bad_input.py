@@ -7,6 +7,7 @@ import torch
 
 from skimkv.methods import H2O, Fixed, LMInfinite, LowRank, SparQ, Strided, SubGen, SubGenStream, TopK
 from skimkv.stores.base import Shape
+from skimkv.testing import empty_store
 from support.specs import EACH
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -20,7 +21,7 @@ def block(n, dtype=torch.float32):
 
 
 def filled(method, n=20):
-    store = method.store(SHAPE, torch.float32)
+    store = empty_store(method, SHAPE, torch.float32)
     method.prefill(store, *block(n), scale=0.3)
     return store
 
@@ -44,7 +45,7 @@ BAD = {
 @pytest.mark.parametrize("wrong", BAD)
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_append_checks_shapes_and_dtypes(method, wrong):
-    store = method.store(SHAPE, torch.float32) if isinstance(method, H2O) else filled(method)
+    store = empty_store(method, SHAPE, torch.float32) if isinstance(method, H2O) else filled(method)
     _, k, v = block(5)
     before = state(store)
     for args in ((BAD[wrong](k), BAD[wrong](v)), (BAD[wrong](k), v), (k, BAD[wrong](v))):
@@ -80,7 +81,7 @@ def test_a_block_of_nothing_but_padding_adds_nothing(method):
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_prompt_and_step_check_shapes_and_dtypes(method, wrong):
     q, k, v = block(4)
-    for store in (method.store(SHAPE, torch.float32), filled(method)):
+    for store in (empty_store(method, SHAPE, torch.float32), filled(method)):
         before = state(store)
         with pytest.raises(ValueError, match=r"^k "):
             method.prefill(store, q, BAD[wrong](k), BAD[wrong](v), scale=0.3)
@@ -103,7 +104,7 @@ def test_a_budget_beyond_all_positions_is_dense(method):
 
 @pytest.mark.parametrize("method", [LMInfinite(MOST), H2O(MOST), SubGen(MOST, 4)], ids=repr)
 def test_slots_that_do_not_fit_in_memory(method):
-    store = method.store(Shape(2, 8, 1, 4096), torch.float32)  # beyond any address space
+    store = empty_store(method, Shape(2, 8, 1, 4096), torch.float32)  # beyond any address space
     q, k, v = torch.zeros(2, 8, 1, 1, 4096), torch.zeros(2, 8, 1, 4096), torch.zeros(2, 8, 1, 4096)
     with pytest.raises(ValueError, match=r"2147483647|2147483651") as error:
         method.prefill(store, q, k, v, scale=1.0)
@@ -111,7 +112,7 @@ def test_slots_that_do_not_fit_in_memory(method):
 
 
 def outputs(method, k, v, q, prompt):
-    store, y = method.store(SHAPE, k.dtype), []
+    store, y = empty_store(method, SHAPE, k.dtype), []
     method.prefill(store, q[..., :prompt, :], k[:, :, :prompt], v[:, :, :prompt], scale=0.3)
     for i in range(prompt, k.shape[2]):
         y.append(method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.3))
@@ -128,7 +129,7 @@ def test_a_nan_key_makes_its_head_nan_and_no_other(method, when):
     y = outputs(method, k, v, q, 260)
     first = max(when - 260, 0)  # the step that sees it first
     if isinstance(method, Strided | Fixed):  # a later token took its slot
-        slot = method.store(SHAPE, k.dtype).slot_of
+        slot = empty_store(method, SHAPE, k.dtype).slot_of
         last = max(first, next((p for p in range(when + 1, 264) if slot(p) == slot(when)), 264) - 260)
     elif isinstance(method, LMInfinite | SubGen | H2O) and when < (260 if isinstance(method, H2O) else 258):
         last = first  # it may have been dropped with the prompt
@@ -172,7 +173,7 @@ def test_what_was_dropped_cannot_be_cropped(method):
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_decoding_without_a_prompt(method):
     """The first token may come through decode: it attends to itself alone."""
-    store = method.store(SHAPE, torch.float32)
+    store = empty_store(method, SHAPE, torch.float32)
     q, k, v = block(2)
     for i in range(2):
         y = method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.3)

@@ -12,7 +12,7 @@ from skimkv.methods import METHODS, Dense, SparQ, SubGenStream, TopK, parse
 from skimkv.methods.base import Traffic
 from skimkv.stores.base import Shape
 from skimkv.stores.slots import Slots
-from skimkv.testing import LAWS, Sequences, check_method, prompt
+from skimkv.testing import LAWS, Sequences, check_method, empty_store, prompt
 from support.laws import DTYPES, FULL, QUANTISED, SMALL, close, run
 
 
@@ -161,7 +161,7 @@ def test_padding_over_several_prompt_blocks(spec, backend):
     """Not the methods that drop tokens between blocks: there the cut of the prompt is part of the method."""
     method, shape, pad = parse(spec), Shape(2, 2, 2, 16), 60
     s = Sequences.random(shape, 130)
-    store, scale = method.store(shape, torch.float32), 0.25
+    store, scale = empty_store(method, shape, torch.float32), 0.25
     for a, b in ((0, 50), (50, 120)):
         pads = [0, min(max(pad - a, 0), b - a)]
         method.prefill(store, s.q[..., a:b, :], s.k[:, :, a:b], s.v[:, :, a:b], scale=scale, pad=pads)

@@ -14,6 +14,7 @@ EACH = [
     TopK(4, oracle=True),
     LowRank(2, 4),
     LMInfinite(6, initial=2),
+    LMInfinite(6, initial=2, positions="cache"),
     Strided(8, local=3),
     Fixed(8, l=4, c=2),
     H2O(6),

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..methods.base import Method
 from ..stores.base import Shape, Store
 from ..stores.full import Full
+from ..stores.rotation import KeyRotation
 from ..stores.slots import Slots
 
 BLOCK = 4096  # tokens that are put into a store at once
@@ -33,13 +34,21 @@ def keys_values(store: Full) -> tuple[Tensor, Tensor]:
     return store.history(slice(0, store.shape.B))
 
 
+def empty_store(method: Method, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Store:
+    """Return an empty store of the method. Where it turns keys to other positions, it turns them as Llama does."""
+    store: Store = method.store(shape, dtype, device)
+    if isinstance(store, Slots):
+        store.rotation = KeyRotation.llama(shape.D)
+    return store
+
+
 def filled_store(method: Method, base: Full, more: int = 1) -> Store:
     """Return the method's store after the tokens of `base`, with room for `more`; K and V are shared where they can be.
 
     Other stores take the tokens in blocks, as a prompt that is read in pieces. Where a method scores tokens as it reads
     them the queries are random: which tokens it keeps does not matter to a clock.
     """
-    store: Store = method.store(base.shape, base.dtype, base.device)
+    store = empty_store(method, base.shape, base.dtype, base.device)
     n = max(base.lengths)
     if isinstance(store, Full) and method.kv is None:
         store.adopt(base, n)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..methods import parse
 from ..stores.base import Shape
+from .caches import empty_store
 from .machine import Call, Cpu, nothing
 
 BLOCK = 256  # tokens of a prompt that are read at once
@@ -47,7 +48,7 @@ def measure(method_spec: str, shape: Shape, tokens: int, dtype: torch.dtype) -> 
         return torch.randn(*size).to(dtype)
 
     def grow(n: int) -> Any:
-        store = method.store(shape, dtype)
+        store = empty_store(method, shape, dtype)
         for start in range(0, n, BLOCK):
             m = min(BLOCK, n - start)
             method.prefill(store, draw(B, H, G, m, D), draw(B, H, m, D), draw(B, H, m, D), scale=D**-0.5)

@@ -167,6 +167,10 @@ class Method(Generic[S]):
         """Whether this method has a kernel's form of its step; without one it runs its reference on any device."""
         return cls.fused is not Method.fused
 
+    def positions_used(self, n: int) -> int:
+        """How many of the model's positions a step uses after n tokens; n + 1 where keys stay at theirs in the text."""
+        return n + 1
+
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """What one step moves with n cached tokens besides the current one, in closed form."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import Shape, Store, compute_dtype
 from .memory import empty
+from .rotation import KeyRotation
 
 
 class Slots(Store):
@@ -17,6 +18,9 @@ class Slots(Store):
 
     k, v (B,H,C,width of a stored row). Slots 0 .. filled[b]-1 of row b are in use, of budget[b] <= C. Token p goes to
     slot order(p); without an order the slots are a ring that never overwrites the `fixed` first ones.
+    With `moves_fixed`, the keys of the fixed tokens are turned to other positions before a step (`move_fixed`): by
+    `rotation`, which belongs to the model and is put here by whoever knows it; fixed_k (B,H,fixed,width) keeps these
+    keys as they came.
     With `scored`: score (B,H,C) float32, accumulated weights, and pos (B,H,C) int32, original positions; then the
     method says which slot a token takes (`put`).
     """
@@ -31,12 +35,15 @@ class Slots(Store):
         scored: bool = False,
         order: Callable[[int], int] | None = None,
         kv: str | None = None,
+        moves_fixed: bool = False,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         self.capacity, self.fixed, self.order = capacity, fixed, order
+        self.rotation: KeyRotation | None = None
         self._filled, self._budget = [0] * shape.B, [capacity] * shape.B
         width, stored = self.row_format.width, self.row_format.storage_dtype(dtype)
         self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=stored, device=self.device)
+        self.fixed_k = self.k if moves_fixed and fixed else None
         self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
         self.pos = torch.empty(shape.B, shape.H, 0, dtype=torch.int32, device=self.device) if scored else None
 
@@ -70,6 +77,8 @@ class Slots(Store):
             self.k, self.v = (empty((B, H, capacity, self.row_format.width), self.k.dtype, self.device) for _ in "kv")
         except RuntimeError as error:
             raise ValueError(f"a budget of {capacity} tokens does not fit in memory") from error
+        if self.fixed_k is not None:
+            self.fixed_k = torch.empty(B, H, self.fixed, self.row_format.width, dtype=self.k.dtype, device=self.device)
         if self.score is not None:
             self.score = torch.zeros(B, H, capacity, device=self.device)
             self.pos = torch.full((B, H, capacity), -1, dtype=torch.int32, device=self.device)
@@ -93,11 +102,40 @@ class Slots(Store):
         slots, source = list(last), list(last.values())
         self.k[rows, :, slots], self.v[rows, :, slots] = (self.row_format.encode(x[:, :, source]) for x in (k, v))
         self.count_rows(2 * k.shape[0] * k.shape[1] * len(source))
+        self._keep_fixed(rows, range(start, min(end, self.fixed)))
         for b in range(rows.start, rows.stop):
             self._filled[b] = min(end, self.capacity)
 
+    def _keep_fixed(self, rows: slice, slots: range) -> None:
+        """Keep the keys that were just put into these of the fixed slots as they are."""
+        if self.fixed_k is not None and slots:
+            self.fixed_k[rows, :, slots.start : slots.stop] = self.k[rows, :, slots.start : slots.stop]
+            self.count_rows((rows.stop - rows.start) * self.shape.H * len(slots))
+
+    def move_fixed(self) -> None:
+        """Turn the keys of the fixed tokens to the positions just before those of the ring, in the fixed slots.
+
+        In a row that has seen n tokens, n - C were dropped between the two: so far the keys, as they came, are turned
+        on. Reads and writes `fixed` rows of K in each KV head of a row that has dropped tokens.
+        Raises ValueError if no rotation was put here.
+        """
+        dropped = [max(0, n - self.capacity) for n in self._lengths]
+        if self.fixed_k is None or not any(dropped):
+            return
+        if self.rotation is None:
+            raise ValueError("positions = 'cache' needs the model's rotation: decode by skimkv.Cache or skimkv.attach")
+        rows: Any = [b for b, n in enumerate(dropped) if n]
+        at = slice(None) if len(rows) == len(dropped) else rows
+        keys = self.row_format.decode(self.fixed_k[at], compute_dtype(self.dtype))
+        turned = self.rotation(keys, [dropped[b] for b in rows]).to(self.dtype)
+        self.k[at, :, : self.fixed] = self.row_format.encode(turned)
+        self.count_rows(2 * len(rows) * self.shape.H * self.fixed)
+
     def advance(self) -> None:
         """Note that a kernel has written one token into every row."""
+        if self.fixed_k is not None and min(self._lengths) < self.fixed:
+            for b, n in enumerate(self._lengths):
+                self._keep_fixed(slice(b, b + 1), range(n, min(n + 1, self.fixed)))
         self._filled = [min(c + 1, budget) for c, budget in zip(self._filled, self._budget, strict=True)]
         super().advance()
 
@@ -178,15 +216,17 @@ class Slots(Store):
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The kept keys and values of these rows, which all have one number of them: (b,H,m,D) twice; not counted."""
+        self.move_fixed()
         c = self._filled[rows.start]
         k, v = (self.row_format.decode(t[rows, :, :c], self.dtype) for t in (self.k, self.v))
         return k, v
 
     @property
     def nbytes(self) -> int:
-        """Live bytes: rows of K and V in use, with their scores and positions."""
+        """Live bytes: rows of K and V in use, with their scores and positions, and keys that are kept as they came."""
         row = self.row_format.nbytes(2, self.dtype) + (0 if self.score is None else 8)
-        return sum(self._filled) * self.shape.H * row
+        fixed = 0 if self.fixed_k is None else sum(min(n, self.fixed) for n in self._filled)
+        return self.shape.H * (sum(self._filled) * row + self.row_format.nbytes(fixed, self.dtype))
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
