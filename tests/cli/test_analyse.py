@@ -40,14 +40,30 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
 
 def test_its_tables(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "128", "--pieces", "1", "--queries", "2", "--clouds", "1"]
+    sizes += ["--steps", "2", "--method", "SparQ(r=8, k=16)"]
     assert main(["analyse", "--text", str(text), *sizes, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for words in ("1 pieces of 128 tokens", "agreement on the top 32", "random projection", "clusters of 128 values"):
+    titles = "1 pieces of 128 tokens", "agreement on the top 32", "clusters of 128 values"
+    for words in (*titles, "random projection", "diffuse"):
         assert words in shown
-    assert shown.count("Figure: ") == 4
+    assert shown.count("Figure: ") == 5
+
+
+def test_errors_of_methods(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "128", "--pieces", "1", "--queries", "2", "--clouds", "1", "--steps", "3"]
+    methods = ["--method", "Dense()", "--method", "SparQ(r=8, k=16)", "--method", "SparQ(r=16, k=32)"]
+    assert main(["analyse", "--text", str(text), *sizes, *methods, "--out", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    dense, little, more = found["output_error"]
+    assert (dense["mean"], dense["share_of_dense"], dense["heads"]) == (0, 1, "captured")
+    assert little["mean"] > more["mean"] > 0 and little["share_of_dense"] < more["share_of_dense"] < 1
+    assert sum(little[kind]["query_heads"] for kind in ("sharp", "diffuse") if little[kind]) == 16
+    assert Path(found["figures"][-1]).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("argv", "words"), [
+    (["--synthetic"], "--synthetic measures methods; give at least one --method"),
+    (["--method", "Dense()", "--tokens", "128", "--steps", "128"], "--steps 128 must be below --tokens 128"),
     (["--tokens", "100"], "--tokens 100 must be at least 128"),
     (["--tokens", "99999"], "has fewer than --tokens 99999"),
     (["--text", "nowhere.txt"], "--text nowhere.txt: there is no such file"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..methods.sparq import TEMPERATURES
-from ..plotting import STYLES, label_axes, new_figure, save
+from ..plotting import STYLES, label_axes, line_styles, new_figure, panel_grid, save
 from . import statistics
+from .output_error import OutputError
 from .survey import CENTRES, CHANNEL_CHOICES, DELTAS, TOP, Cloud, Findings
 
 if TYPE_CHECKING:
@@ -87,6 +89,49 @@ def draw_clusters(findings: Findings, path: Path) -> None:
         _label(ax, f"Clusters that {kind} form", "tokens n", "clusters m(n); dashed: every token its own")
         ax.legend(fontsize=8, frameon=False)
     save(figure, path)
+
+
+def draw_output_error(errors: Sequence[OutputError], path: Path) -> None:
+    """Save the errors of attention outputs against bytes: a panel for each source of heads, means and percentiles.
+
+    A method at several settings is a line; the filled marker is the mean over heads and steps, the hollow one the 95th
+    percentile.
+    """
+    sources = list(dict.fromkeys(error.source for error in errors))
+    figure, axes = panel_grid(len(sources), 2, (5.6, 4.6), (0.3, 0.3))
+    names = list(dict.fromkeys(_setting_free(error.method) for error in errors))
+    styles = line_styles(names)
+    for ax, source in zip(axes, sources, strict=True):
+        for name in names:
+            line = [e for e in errors if e.source == source and _setting_free(e.method) == name]
+            line.sort(key=lambda e: e.share)
+            colour, marker = styles[name]
+            rows = [e.json() for e in line]
+            share = [100 * e.share for e in line]
+            style: Any = {"color": colour, "marker": marker, "markersize": 5}
+            ax.plot(share, [row["mean"] for row in rows], linewidth=1.7, label=name, **style)
+            ax.plot(share, [row["p95"] for row in rows], linewidth=0.8, linestyle=":", markerfacecolor="none", **style)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(
+            ticks := [x for x in (0.5, 1, 2, 4, 8, 16, 32, 64) if _near(x, errors)], [f"{x:g}" for x in ticks]
+        )
+        ax.minorticks_off()
+        ax.set_yscale("symlog", linthresh=1e-3)
+        ax.set_ylim(bottom=0)
+        label = "mean (filled), 95th percentile (hollow) of |y − dense| / mean |v|"
+        _label(ax, f"{source} heads", "bytes read per step, % of dense attention's", label)
+        ax.legend(fontsize=7, frameon=False)
+    save(figure, path)
+
+
+def _setting_free(spec: str) -> str:
+    """A spec without its numbers, so that one method at several settings has one name."""
+    return re.sub(r"=\d[\d.e-]*", "", spec)
+
+
+def _near(percent: float, errors: Sequence[OutputError]) -> bool:
+    shares = [100 * error.share for error in errors]
+    return min(shares) / 2 <= percent <= 2 * max(shares)
 
 
 def _label(ax: Axes, title: str, x: str, y: str) -> None:

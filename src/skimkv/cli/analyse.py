@@ -14,6 +14,7 @@ from .options import (
     Device,
     Dtype,
     Json,
+    Methods,
     Model,
     Seed,
     check_environment,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_OPTIONS = "Text options"
+ERROR_OPTIONS = "Error of the attention output"
 
 
 def analyse(
@@ -49,10 +51,27 @@ def analyse(
     clouds: Annotated[
         int, typer.Option(min=1, help="Number of layers whose keys and values are drawn as points; one head of each.")
     ] = 5,
+    method: Methods = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            rich_help_panel=ERROR_OPTIONS,
+            help="Number of tokens at the end of each piece that every --method decodes.",
+        ),
+    ] = 16,
+    synthetic: Annotated[
+        bool,
+        typer.Option(
+            "--synthetic",
+            rich_help_panel=ERROR_OPTIONS,
+            help="Measure every --method on made-up heads of 32768 tokens too, from sharp to diffuse.",
+        ),
+    ] = False,
     seed: Seed = 0,
     dtype: Dtype = None,
     device: Device = "cpu",
-    out: Annotated[Path, output_folder("Save the four figures in this folder.")] = Path("skimkv-analysis"),
+    out: Annotated[Path, output_folder("Save the figures in this folder.")] = Path("skimkv-analysis"),
     as_json: Json = False,
 ) -> None:
     """Measure why reading a part of the cache is enough: scores, queries, heavy hitters and clusters, layer by layer.
@@ -60,47 +79,70 @@ def analyse(
     The command repeats the analyses of the SparQ, H2O and SubGen papers on your model and text. It prints three tables
     and saves four figures. It needs scikit-learn: pip install 'skimkv[analyse]'.
 
+    With --method it also measures how far the output of a single attention head is from dense attention's, beside the
+    bytes that the method reads, for sharp and for diffuse heads apart; this adds a table and a figure.
+
     Example:
 
         skimkv analyse --model Qwen/Qwen3-0.6B --text book.txt --out book-analysis
+        skimkv analyse --method 'SparQ(r=16, k=64)' --method 'SparQ(r=16, k=256)' --synthetic
     """
+    if synthetic and not method:
+        raise ValueError("--synthetic measures methods; give at least one --method")
     if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
         raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
     check_environment()
     quiet(model)
-    from ..analysis import figures, statistics
+    from ..analysis import figures, output_error, statistics
     from ..analysis.survey import LEAST_TOKENS, count_layers, survey
     from ..eval.generate import encode
     from ..hf.load import load
+    from ..methods import parse
 
     if tokens < LEAST_TOKENS:
         raise ValueError(f"--tokens {tokens} must be at least {LEAST_TOKENS}")
-    torch_device = resolve_device(device)
+    if method and steps >= tokens:
+        raise ValueError(f"--steps {steps} must be below --tokens {tokens}")
+    methods = [parse(text) for text in method or ()]
+    place = resolve_device(device)
     words = _text(text, tokens, pieces, seed)
-    network: Any
-    network, tokenizer = load(model, dtype=dtype)
-    network = network.to(torch_device)
+    network, tokenizer = load(model, dtype=dtype, device=place)
     ids = statistics.split_into_pieces(encode(tokenizer, words, False), tokens, pieces, tokenizer.bos_token_id)
     if not ids:
         raise ValueError(f"{text}: the text has fewer than --tokens {tokens}")
+    errors: list[output_error.OutputError] = []
     with output.progress_bar() as bar:
         layers = count_layers(network)
-        task = bar.add_task("", total=len(ids) * layers + 2 * min(clouds, layers))
+        rounds = len(methods) * (1 + synthetic)
+        task = bar.add_task("", total=len(ids) * layers + 2 * min(clouds, layers) + rounds)
         findings = survey(
             network, ids, queries, clouds, seed, lambda what: bar.update(task, advance=1, description=what)
         )
+        if methods:
+            sources = [list(output_error.captured_heads(network, ids))]
+            sources += [[output_error.synthetic_heads(steps, seed=seed)]] if synthetic else []
+            for heads in sources:
+                for error in output_error.measure(methods, heads, steps):
+                    errors.append(error)
+                    bar.update(task, advance=1, description="errors")
     out.mkdir(exist_ok=True)
     paths = [out / f"{name}.png" for name in ("sparq", "h2o", "subgen", "clusters")]
     figures.draw_sparq(findings, paths[0])
     figures.draw_h2o(findings, tokenizer, paths[1])
     figures.draw_subgen(findings, paths[2])
     figures.draw_clusters(findings, paths[3])
+    if errors:
+        paths.append(out / "output_error.png")
+        figures.draw_output_error(errors, paths[-1])
     answer = {"model": model, "tokens": tokens, "pieces": len(ids), "queries": queries, **findings.json(tokenizer)}
+    answer |= {"steps": steps, "output_error": [error.json() for error in errors]} if errors else {}
     if as_json:
         output.print_json({**answer, "figures": [str(path) for path in paths]})
         return
     console = output.console(110)
     console.print(_layers_table(answer), _agreement_table(answer), _other_table(answer), sep="\n")
+    if errors:
+        console.print(_error_table(answer))
     for path in paths:
         console.print(f"Figure: {path}", soft_wrap=True, markup=False)
 
@@ -174,6 +216,22 @@ def _other_table(answer: dict[str, Any]) -> Table:
         means = [sum(cluster["clusters"] for cluster in part) / len(part) for part in counts]
         shown = ", ".join(f"{share:g}: {mean:.0f}" for share, mean in zip(DELTAS, means, strict=True))
         table.add_row(f"clusters of {answer['tokens']} {kind}, by δ over the median distance", shown)
+    return table
+
+
+def _error_table(answer: dict[str, Any]) -> Table:
+    """A line for each method and source of heads."""
+    table = output.table(
+        f"|y − dense| / mean |v| over the last {answer['steps']} steps: mean, and the 95th percentile",
+        "heads", "method", "bytes", "all", "sharp", "diffuse",
+    )  # fmt: skip
+    table.columns[1].justify = "left"
+    for row in answer["output_error"]:
+        parts = [
+            "–" if part is None else f"{part['mean']:.4f}  {part['p95']:.3f}"
+            for part in (row, row["sharp"], row["diffuse"])
+        ]
+        table.add_row(row["heads"], row["method"], f"{row['share_of_dense']:.2%}", *parts)
     return table
 
 
