@@ -1,32 +1,66 @@
 """Every keyword that the library documents for generate() works as with the model's own attention, or is refused."""
 
+import contextlib
 import copy
 import inspect
 import re
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+)
 
 import skimkv
 from support.generation import N, draft_of
-from support.tiny_models import VOCAB, family, prompt
+from support.tiny_models import VOCAB, build, family, prompt
 
 SAMPLE, BEAM = {"do_sample": True}, {"num_beams": 3}
 LOOKUP = {"prompt_lookup_num_tokens": 3}
 
 
-def letters():
+def letters(tokens=VOCAB):
     """One letter per token; a text may stop at any string of them."""
     from tokenizers import Tokenizer, decoders, models
 
-    tokenizer = Tokenizer(models.BPE({chr(33 + i): i for i in range(VOCAB)}, []))
+    tokenizer = Tokenizer(models.BPE({chr(33 + i): i for i in range(tokens)}, []))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def drafted(**options):
     return lambda: {"assistant_model": draft_of(family("llama")), **options}
+
+
+def drafted_in_other_tokens(**options):
+    """The draft of a model with fewer tokens passes from one tokenizer to the other as text."""
+    draft = build("llama", num_key_value_heads=2, head_dim=16, vocab_size=VOCAB - 7)
+    tokenizers = {"tokenizer": letters(), "assistant_tokenizer": letters(VOCAB - 7)}
+    return lambda: {"assistant_model": draft, **tokenizers, **options}
+
+
+class Streamer:
+    """It takes tokens and keeps none."""
+
+    def put(self, tokens): ...
+
+    def end(self): ...
+
+
+@torch.no_grad()
+def every_second_token(model, input_ids, **options):
+    """A way to generate that somebody else wrote: it appends the second most likely token."""
+    cache = options["past_key_values"]
+    for _ in range(5):
+        logits = model(input_ids[:, cache.get_seq_length() :], past_key_values=cache).logits
+        input_ids = torch.cat([input_ids, logits[:, -1].topk(2).indices[:, 1:]], 1)
+    return input_ids
 
 
 # keyword -> generate()'s arguments in which it takes part; a function makes them anew for every call
@@ -79,7 +113,12 @@ WORKING = {
     "assistant_early_exit": {"assistant_early_exit": 1},
     "prompt_lookup_num_tokens": LOOKUP,
     "max_matching_ngram_size": {"max_matching_ngram_size": 1, **LOOKUP},
+    "assistant_ensemble_weight": drafted(assistant_ensemble_weight=0.5, **SAMPLE),
+    "assistant_lookbehind": drafted_in_other_tokens(assistant_lookbehind=5),
+    "target_lookbehind": drafted_in_other_tokens(target_lookbehind=5),
     "disable_compile": {"disable_compile": True},
+    "compile_config": {"compile_config": CompileConfig()},
+    "low_memory": {"low_memory": True},
     "prefill_chunk_size": {"prefill_chunk_size": 7},
     "logits_processor": lambda: {"logits_processor": LogitsProcessorList([lambda ids, scores: -scores])},
     "stopping_criteria": lambda: {
@@ -87,7 +126,16 @@ WORKING = {
     },
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(3, 40))},
     "negative_prompt_ids": lambda: {"guidance_scale": 2.0, "negative_prompt_ids": prompt(1, 9, 3)},
+    "negative_prompt_attention_mask": lambda: {
+        "guidance_scale": 2.0,
+        "negative_prompt_ids": prompt(1, 9, 3),
+        "negative_prompt_attention_mask": (torch.arange(9) > 3).long()[None],
+    },
     "synced_gpus": {"synced_gpus": False},
+    "assistant_model": drafted(),
+    "streamer": lambda: {"streamer": Streamer()},
+    "generation_config": {"generation_config": GenerationConfig(repetition_penalty=1.3, pad_token_id=0)},
+    "custom_generate": {"custom_generate": every_second_token},
 }
 # keyword -> arguments, and what the refusal names
 REFUSED = {
@@ -96,8 +144,22 @@ REFUSED = {
     "cache_config": ({"cache_implementation": "quantized", "cache_config": {}}, "cache_implementation"),
     "max_cache_len": ({"cache_implementation": "static", "max_cache_len": 99}, "cache_implementation"),
 }
-# they are about an encoder, set by the library itself, or need a second tokenizer or another kind of head
-ELSEWHERE = {"decoder_start_token_id", "is_assistant", "assistant_ensemble_weight", "speculation_type", "token_healing"}
+# keyword -> arguments that the library itself refuses for these models, and what it names
+REFUSED_BY_THE_LIBRARY = {
+    "dola_layers": ({"dola_layers": "high"}, "trust_remote_code"),
+    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, "trust_remote_code"),
+    "num_beam_groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "trust_remote_code"),
+    "diversity_penalty": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "trust_remote_code"),
+    "force_words_ids": ({"force_words_ids": [[5]], **BEAM}, "trust_remote_code"),
+    "constraints": ({"constraints": [1], **BEAM}, "trust_remote_code"),
+    "use_mtp": ({"use_mtp": True}, "num_mtp_layers"),
+}
+# they are about an encoder, generate_batch() or another kind of draft, or the library alone sets them
+ELSEWHERE = {
+    "decoder_start_token_id", "is_assistant", "speculation_type", "token_healing", "continuous_batching_config",
+    "transformers_version",
+}  # fmt: skip
+DECIDED = {*WORKING, *REFUSED, *REFUSED_BY_THE_LIBRARY, *ELSEWHERE}
 
 
 @pytest.fixture
@@ -117,15 +179,24 @@ def tokens(model, arguments, **options):
 def test_every_documented_keyword_is_here():
     documented = set(re.findall(r"^\s*(\w+) \(`", inspect.getdoc(GenerationConfig) or "", re.M))
     assert len(documented) > 40
-    assert documented <= {*WORKING, *REFUSED, *ELSEWHERE}, documented - {*WORKING, *REFUSED, *ELSEWHERE}
+    assert documented <= DECIDED, documented - DECIDED
+
+
+def test_every_attribute_of_a_generation_config_is_here():
+    """Also those that are not documented, and the parameters of generate(): a new one fails until it is decided."""
+    attributes = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "inputs", "kwargs"}
+    assert len(attributes) > 60 and len(parameters) > 8
+    assert attributes | parameters <= DECIDED, (attributes | parameters) - DECIDED
 
 
 @pytest.mark.parametrize("keyword", WORKING)
 def test_a_keyword_that_works(model, keyword):
     arguments = WORKING[keyword]
     expected = tokens(model, arguments)
-    with skimkv.attach(model, "SparQ(r=4, k=128)"):
-        assert tokens(model, arguments) == expected
+    for spec in ("SparQ(r=4, k=128)", "H2O(k=128)"):
+        with skimkv.attach(model, spec):
+            assert tokens(model, arguments) == expected
     assert tokens(model, arguments, past_key_values=skimkv.Cache(model, "H2O(k=128)")) == expected
 
 
@@ -139,11 +210,48 @@ def test_a_keyword_that_is_refused(model, keyword):
         tokens(model, arguments, past_key_values=skimkv.Cache(model, "H2O(k=128)"))
 
 
+@pytest.mark.parametrize("keyword", [name for name in REFUSED_BY_THE_LIBRARY if hasattr(GenerationConfig(), name)])
+def test_a_keyword_that_the_library_refuses(model, keyword):
+    arguments, named = REFUSED_BY_THE_LIBRARY[keyword]
+    for spec in (None, "SparQ(r=4, k=128)"):
+        attached = skimkv.attach(model, spec) if spec else contextlib.nullcontext()
+        with attached, pytest.raises(ValueError, match=named):
+            tokens(model, arguments)
+
+
+def test_continuous_batching_is_refused(model):
+    with skimkv.attach(model, "Dense()"), pytest.raises(ValueError, match="skimkv is not supported for continuous"):
+        model.generate_batch([prompt(1, N)[0].tolist()], progress_bar=False)
+
+
 def test_no_cache_at_all_is_refused(model):
     with skimkv.attach(model, "Dense()"), pytest.raises(ValueError, match="use_cache=False"):
         tokens(model, {"use_cache": False})
     with pytest.raises(ValueError, match="use_cache=False"):
         tokens(model, {"use_cache": False}, past_key_values=skimkv.Cache(model, "Dense()"))
+
+
+@torch.no_grad()
+def guided(model, prompt_cache, negative_cache):
+    """Classifier-free guidance by hand: the tokens that the log-likelihoods of two texts choose together."""
+    text, negative, out = prompt(1, N), prompt(1, 9, 3), []
+    for _ in range(12):
+        wanted = model(text, past_key_values=prompt_cache).logits[:, -1].log_softmax(-1)
+        unwanted = model(negative, past_key_values=negative_cache).logits[:, -1].log_softmax(-1)
+        out.append((2 * (wanted - unwanted) + unwanted).argmax(-1, keepdim=True))
+        text = negative = out[-1]
+    return torch.cat([prompt(1, N), *out], 1).tolist()
+
+
+def test_guidance_decodes_both_texts_with_the_method(model):
+    spec, options = "LMInfinite(k=3, initial=1)", WORKING["negative_prompt_ids"]
+    assert tokens(model, options) == guided(model, DynamicCache(), DynamicCache())
+    expected = guided(model, skimkv.Cache(model, spec), skimkv.Cache(model, spec))
+    assert expected != guided(model, skimkv.Cache(model, spec), DynamicCache())
+    with skimkv.attach(model, spec):
+        assert tokens(model, options) == expected
+        assert tokens(model, options, past_key_values=DynamicCache()) == guided(model, DynamicCache(), DynamicCache())
+    assert tokens(model, options, past_key_values=skimkv.Cache(model, spec)) == expected
 
 
 def test_prompt_as_embeddings(model):

@@ -2,6 +2,7 @@
 
     attach.py      attach a method to a model; the cache that generate() uses
     layer.py       one layer of that cache, and the attention and mask functions that the model calls
+    adapters.py    models of PEFT: the transformers model inside, and which adapters are refused
     supported.py   which models, and which of their layers, a method can decode
     load.py        load a model: builtin, a folder, a GGUF file, or an id of the Hugging Face hub
     weights.py     8-bit weights, quantised while a checkpoint is read

@@ -1,8 +1,9 @@
 """Attach a method to a transformers model, or give generate() a cache that decodes with one.
 
 No modelling file is copied, and nothing is patched at import. The attention and mask functions of layer.py are
-registered with transformers, the model's configuration names them, and two methods of this model object are replaced:
-generate(), and the one in which generate() makes its cache. `detach` undoes both.
+registered with transformers, the model's configuration names them, and three methods of this model object are
+replaced: generate(), and those in which generate() makes its cache and its logits processors. `detach` undoes all.
+A model of PEFT is served through the transformers model inside it.
 
 What is attached is a state of the model, so it is for one user of the model at a time: a thread that would change the
 method of another one is refused. A `Cache` has its own method and belongs to its request.
@@ -18,8 +19,14 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.cache_utils import Cache as LibraryCache
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -27,6 +34,7 @@ from .. import ops
 from ..methods import parse
 from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
+from .adapters import check_adapter, transformers_model
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
 from .supported import max_positions, model_layers, needed_max_tokens, supported_layers
@@ -37,11 +45,11 @@ __all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 class Cache(LibraryCache):
     """A key-value cache that decodes with `method`: give it to generate() or to forward as past_key_values.
 
-    Layers of full attention use the method, and so do sliding layers whose window covers max_tokens tokens, which the
-    cache then cannot exceed (None: as many as the model has positions). Other sliding layers keep the library's own
-    cache; a warning then says, once for a model, how many layers the method decodes. Making a Cache sets the
-    model up for it; `detach(model)` undoes that, and so does leaving the `with attach(...)` in which it was made. A
-    copy.deepcopy of a cache is independent of it.
+    model: of transformers, or of PEFT. Layers of full attention use the method, and so do sliding layers whose window
+    covers max_tokens tokens, which the cache then cannot exceed (None: as many as the model has positions). Other
+    sliding layers keep the library's own cache; a warning then says, once for a model, how many layers the method
+    decodes. Making a Cache sets the model up for it; `detach(model)` undoes that, and so does leaving the
+    `with attach(...)` in which it was made. A copy.deepcopy of a cache is independent of it.
 
     generate() reads a prompt exactly, also in chunks (prefill_chunk_size): what the method drops is dropped after the
     last chunk. Where a prompt is fed by hand, in several calls of forward, each call counts as a prompt: the method
@@ -50,19 +58,19 @@ class Cache(LibraryCache):
     Raises ValueError if the model is not supported, or if the method can decode none of its layers.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method | str, max_tokens: int | None = None) -> None:
-        method = parse(method)
+    def __init__(self, model: torch.nn.Module, method: Method | str, max_tokens: int | None = None) -> None:
+        check_adapter(model)
+        method, model = parse(method), transformers_model(model)
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 1)
-        if isinstance(model, PreTrainedModel):
-            supported_layers(model, max_tokens)  # raises before anything is changed
+        supported_layers(model, max_tokens)  # raises before anything is changed
         with _lock:
             installation = _install(model)
             installation.lasts |= not installation.stack
         self._build(model, method, max_tokens)
 
     def _build(self, model: PreTrainedModel, method: Method, max_tokens: int | None) -> None:
-        self.method = method
+        self.method, self.max_tokens = method, max_tokens
         workspace = Workspace()
         super().__init__(
             layers=[
@@ -246,8 +254,10 @@ class Attached:
             )
 
 
-def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = False) -> Attached:
+def attach(model: torch.nn.Module, method: Method | str, compile: bool | str = False) -> Attached:
     """Make `model.generate()` decode with `method` whenever it is called without a cache.
+
+    model: of transformers, or of PEFT.
 
     This is for one user of the model at a time. Inside one `with attach(...)` another may be opened, which holds until
     it is left. Requests that run at the same time take a `Cache` each.
@@ -257,15 +267,14 @@ def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = F
 
     Raises ValueError if the model is not supported or cannot be compiled, or if the method can decode none of its
     layers. Where all of them slide, generate() raises it if the prompt and the new tokens exceed their window. Raises
-    RuntimeError if another thread runs generate() on this model
-    or is inside `with attach(...)`.
+    RuntimeError if another thread runs generate() on this model or is inside `with attach(...)`.
     """
-    method = parse(method)
+    check_adapter(model)
+    method, model = parse(method), transformers_model(model)
     with _lock:
-        if (installation := getattr(model, "__dict__", {}).get("_skimkv")) is not None:
+        if (installation := model.__dict__.get("_skimkv")) is not None:
             installation.refuse_other_threads(f"attach {method}")
-        if isinstance(model, PreTrainedModel):  # raises before anything is changed
-            supported_layers(model, needed_max_tokens(model, 1))
+        supported_layers(model, needed_max_tokens(model, 1))  # raises before anything is changed
         forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
         installation = _install(model)
         before = set_forward(model, forward)
@@ -276,11 +285,13 @@ def attach(model: PreTrainedModel, method: Method | str, compile: bool | str = F
     return attached
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: torch.nn.Module) -> None:
     """Put the model's own attention back. Does nothing if no method is attached.
 
-    Raises RuntimeError if another thread runs generate() on this model or is inside `with attach(...)`.
+    Raises ValueError if the model is not of transformers or PEFT, and RuntimeError if another thread runs generate() on
+    it or is inside `with attach(...)`.
     """
+    model = transformers_model(model)
     with _lock:
         if (installation := model.__dict__.get("_skimkv")) is not None:
             installation.refuse_other_threads("detach")
@@ -291,6 +302,7 @@ def _uninstall(model: PreTrainedModel) -> None:
     installation: _Installation = model.__dict__.pop("_skimkv")
     installation.stack.clear()
     model.__dict__.pop("_prepare_cache_for_generation", None)
+    model.__dict__.pop("_get_logits_processor", None)
     ours = model.__dict__.pop("generate", None)
     if isinstance(ours, _Generate) and ours.replaced is not None:
         model.__dict__["generate"] = ours.replaced
@@ -314,8 +326,6 @@ def _install(model: PreTrainedModel) -> _Installation:
     Raises ValueError, and leaves the model as it was, if the model is not supported.
     """
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{name} is not a transformers model")
     installation: _Installation | None = model.__dict__.get("_skimkv")
     if installation is not None:
         return installation
@@ -343,6 +353,7 @@ def _install(model: PreTrainedModel) -> _Installation:
     installation = model.__dict__["_skimkv"] = _Installation(before)
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = MethodType(_prepare_cache, model)
+        model.__dict__["_get_logits_processor"] = MethodType(_logits_processors, model)
         _replace_generate(model, installation)
     return installation
 
@@ -410,6 +421,9 @@ def _prepare_cache(
         raise ValueError("use_cache=False: generate() cannot decode with a skimkv.Cache and without a cache")
     if (is_ours or isinstance(given, Cache)) and generation_config.output_attentions:
         raise ValueError("output_attentions=True is not supported: a method computes no matrix of attention weights")
+    user = getattr(model.prepare_inputs_for_generation, "__self__", model)  # PEFT's generate() puts its own there
+    if (is_ours or isinstance(given, Cache)) and user is not model:
+        check_adapter(user, model_kwargs.get("attention_mask"))
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
@@ -429,12 +443,33 @@ def _prepare_cache(
         check_length(model, prompt)
     if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
         is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if is_assisted and (seen := cache.get_seq_length()):
+        prefill_until, seen = None, cache.get_seq_length()
+        if is_assisted and seen:
             # transformers would feed the whole text again, after what the cache already holds of it
             raise ValueError(f"assisted decoding needs a new cache: this one holds {seen} tokens")
+        if is_assisted:  # drafts are verified in blocks of several tokens, which must be decoded one by one
+            prefill_until = prompt
+        elif generation_config.is_assistant and not seen and prompt is not None:
+            prefill_until = prompt - 1  # a draft of one token that is rejected takes the prompt's last one with it
         cache._begin_generation(
-            # drafts are verified in blocks of several tokens, which must be decoded one by one
-            prefill_until=prompt if is_assisted else None,
+            prefill_until=prefill_until,
             prompt_end=None if generation_config.prefill_chunk_size is None else prompt,
             keep_recording=generation_config.is_assistant,
         )
+
+
+def _logits_processors(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of the method in which generate() makes its logits processors.
+
+    The one of classifier-free guidance decodes a second text, without the prompt: it gets a cache of its own.
+    """
+    processors = type(model)._get_logits_processor(model, *args, **kwargs)
+    cache = (kwargs.get("model_kwargs") or {}).get("past_key_values")
+    if not isinstance(cache, Cache):
+        return processors
+    for processor in processors:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            second: Any = Cache.__new__(Cache)
+            second._build(model, cache.method, cache.max_tokens)
+            processor.unconditional_context["past_key_values"] = second
+    return processors
