@@ -44,6 +44,32 @@ def test_the_command(tmp_path, text, capsys):
     assert "other pieces" in capsys.readouterr().out
 
 
+def test_a_target_of_divergence(tmp_path, text, capsys):
+    """The cheapest that was tried within the target is chosen, and a run that was killed finds the same."""
+    out, figure = tmp_path / "t.jsonl", tmp_path / "t.png"
+    sizes = ["--prompt", "64", "--scored", "8", "--pieces", "5", "--target-kl", "0.02", "--channels", "int4"]
+    argv = ["tune", "--text", str(text), *sizes, "--out", str(out)]
+    assert main([*argv, "--plot", str(figure), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert figure.read_bytes().startswith(b"\x89PNG") and found["target"] == 0.02 and found["dense_kl"] < 1e-9
+    chosen, tried = found["chosen"], found["searched"]
+    assert chosen in tried and chosen["low"] < chosen["kl_mean"] < chosen["high"] and chosen["kl_mean"] <= 0.02
+    assert chosen["bytes"] == min(t["bytes"] for t in tried if t["kl_mean"] <= 0.02) < max(t["bytes"] for t in tried)
+    assert any(t["kl_mean"] > 0.02 for t in tried) and chosen["kl_mean"] < chosen["kl_p99"] <= chosen["kl_max"]
+    assert found["checked"]["method"] == chosen["method"] and found["checked"]["kl_mean"] != chosen["kl_mean"]
+    whole = out.read_bytes()
+    out.write_bytes(whole[: len(whole) // 2])  # killed there
+    assert main([*argv, "--json"]) == 0
+    assert {**json.loads(capsys.readouterr().out), "figure": None} == {**found, "figure": None}
+    assert out.read_bytes() == whole
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "within 0.02 nats" in shown and "mean KL" in shown and "On 5 other pieces" in shown
+    assert main([*argv[:-2], "--target-kl", "0", "--out", str(tmp_path / "u.jsonl")]) == 2
+    err = capsys.readouterr().err
+    assert "stays within 0 nats of mean KL from dense; the nearest is SparQ(" in err and err.strip().count("\n") == 0
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path, text, capsys, monkeypatch):
     add, left = Results.add, [5]
 
@@ -73,6 +99,9 @@ def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
 @pytest.mark.parametrize(("argv", "words"), [
     (["--target-loss", "many"], "--target-loss 'many' must be a share"),
     (["--target-loss", "150%"], "--target-loss '150%'"),
+    (["--target-kl", "-1"], "--target-kl -1.0 must be a number of nats"),
+    (["--target-kl", "nan"], "--target-kl nan must be"),
+    (["--target-kl", "0.1", "--target-loss", "2%"], "--target-kl 0.1 and --target-loss 2% bound two things"),
     (["--channels", "int2"], "--channels 'int2' is unknown"),
     (["--prompt", "8"], "--prompt 8 must be at least 32"),
     (["--pieces", "1"], "--pieces 1 must be at least 2"),

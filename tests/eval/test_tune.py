@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from skimkv.eval import tune
+from skimkv.eval.divergence import measure_divergence
 from skimkv.eval.results import Results
 from skimkv.methods import Dense, SparQ
 from support.tiny_models import family, prompt, tokenizer
@@ -84,3 +85,24 @@ def test_what_is_known_is_not_run_again(scorer):
     other = tune.Scorer(None, None, scorer.pieces, 20, scorer.results, {**scorer.key, "mode": "y"})
     with pytest.raises(AttributeError):
         other.loss(SparQ(r=4, k=8))
+
+
+def test_the_cheapest_within_a_divergence(tmp_path, monkeypatch):
+    """Against all of a small grid, each measured by itself; what is recorded are the same divergences."""
+    monkeypatch.setattr(tune, "grid", lambda D, n: ([2, 4, 8], [2, 4, 8]))
+    model, pieces = family("llama"), prompt(5, 29).tolist()
+    grid = [SparQ(r=r, k=k, channels=way) for way in ("int8", "copy") for r in (2, 4, 8) for k in (2, 4, 8)]
+    alone = measure_divergence(model, [piece[:-1] for piece in pieces], grid, 20)
+    target = 1.01 * sorted(measured.mean for measured in alone)[6]
+    with Results(tmp_path / "t.jsonl", "cpu") as results:
+        key = {"model": "m", "dtype": "float32", "task": "kl", "mode": "x"}
+        scorer = tune.DivergenceScorer(model, tokenizer(), pieces, 20, results, key, batch=2)
+        chosen, trials, dense = tune.tune(scorer, ("int8", "copy"), target)
+    assert chosen is not None and chosen.value <= target and max(dense.nats) < 1e-9
+    by_method = {measured.method: measured for measured in alone}
+    for trial in trials:
+        same = by_method[trial.method]
+        assert trial.value == pytest.approx(same.mean, rel=1e-3) and trial.share == pytest.approx(same.share, rel=1e-2)
+        assert trial.bytes == pytest.approx(same.bytes_per_token, abs=2)
+    cost = {m.method: tune.step_bytes(m.method, scorer.layers(), 20) for m in alone}
+    assert cost[chosen.method] == min(cost[m.method] for m in alone if m.mean <= target) < max(cost.values())

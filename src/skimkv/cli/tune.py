@@ -1,4 +1,4 @@
-"""`skimkv tune`: find the cheapest r, k and channels of SparQ that keep a model's loss on a text within a bound."""
+"""`skimkv tune`: find the cheapest r, k and channels of SparQ that keep a model near dense attention on a text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..eval.tune import Loss, Trial
+    from ..eval.tune import DivergenceTrial, Loss, Scorer, Trial
 
 TEXT_OPTIONS = "Text options"
 LEAST_SIZES = {"prompt": 32, "scored": 1, "pieces": 2}
@@ -47,18 +47,42 @@ class Pieces(NamedTuple):
 class Outcome(NamedTuple):
     """What was found: the chosen method, and the same on the pieces on which nothing was chosen."""
 
-    chosen: Trial | None
-    checked: Trial | None
-    trials: list[Trial]
+    chosen: Trial | DivergenceTrial | None
+    checked: Trial | DivergenceTrial | None
+    trials: list[Trial | DivergenceTrial]
     dense: Loss
+
+
+class Target(NamedTuple):
+    """What bounds the choice: the increase of the loss as a share, or the mean KL in nats a token."""
+
+    bound: float
+    is_kl: bool
+
+    def __str__(self) -> str:
+        return f"{self.bound:g} nats" if self.is_kl else f"{100 * self.bound:g}%"
+
+    def write(self, value: float) -> str:
+        """A value that the target bounds, for people."""
+        return f"{value:.3g} nats" if self.is_kl else f"{value:+.2%}"
 
 
 def tune(
     text: Annotated[Path, input_file("Text file like those that the model will read.", "--text", TEXT_OPTIONS)],
     target_loss: Annotated[
-        str,
-        typer.Option(metavar="SHARE", help="The greatest increase of the loss over dense attention's: 1%, or 0.01."),
-    ] = "1%",
+        str | None,
+        typer.Option(
+            metavar="SHARE", show_default="1%",
+            help="The greatest increase of the loss over dense attention's: 1%, or 0.01.",
+        ),
+    ] = None,
+    target_kl: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS", show_default=False,
+            help="The greatest mean of KL(dense ‖ method) in nats a token, such as 0.01, instead of --target-loss.",
+        ),
+    ] = None,
     channels: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,7 +113,9 @@ def tune(
     plot: Plot = None,
     as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Find the SparQ that moves the fewest bytes while the model's loss on a text stays within a target.
+    """Find the SparQ that moves the fewest bytes while the model stays within a target on a text.
+
+    The target bounds the increase of the loss or, with --target-kl, how far the distributions of the next token move.
 
     The method decodes every token that is scored. A second set of pieces, on which nothing was chosen, checks the
     choice. A run that was interrupted goes on where it was when the same command is given again.
@@ -98,7 +124,7 @@ def tune(
 
         skimkv tune --text book.txt --model Qwen/Qwen3-0.6B --target-loss 1% --plot tune.png
     """
-    target = _parse_share(target_loss)
+    target = _parse_target(target_loss, target_kl)
     for name, value in (("prompt", prompt), ("scored", scored), ("pieces", pieces)):
         if value < LEAST_SIZES[name]:
             raise ValueError(f"--{name} {value} must be at least {LEAST_SIZES[name]}")
@@ -117,15 +143,17 @@ def tune(
 
     with Results(out, ops.select_backend(place.type)[0], resume_anyway) as results:
         network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
-        from ..eval.tune import Scorer
+        from ..eval.tune import DivergenceScorer, Scorer
         from ..hf.attach import check_length
 
         check_length(network, prompt + scored + 1)
         cut = _cut(text, tokenizer, prompt + scored + 1, pieces)
-        spec = f"tune(prompt={prompt}, scored={scored})"
+        scorer, spec = Scorer, f"tune(prompt={prompt}, scored={scored})"
+        if target.is_kl:
+            scorer, spec = DivergenceScorer, f"kl(context={prompt}, reference={scored})"
         key = {"model": model, "dtype": str(network.dtype).removeprefix("torch."), "task": spec}
         tuned, checked = (
-            Scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {cut.digest}"}, batch)
+            scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {cut.digest}"}, batch)
             for name, part in (("tuned", cut.tuned), ("checked", cut.checked))
         )
         try:
@@ -137,8 +165,9 @@ def tune(
     if outcome.chosen is None:
         raise ValueError(_nearest(outcome.trials, target))
     if as_json:
+        dense = fmean(outcome.dense.nats)
         output.print_json({
-            "model": model, "target": target, "dense_nats": fmean(outcome.dense.nats),
+            "model": model, "target": target.bound, "dense_kl" if target.is_kl else "dense_nats": dense,
             "dense_bytes": outcome.dense.bytes, "chosen": outcome.chosen.json(),
             "checked": outcome.checked and outcome.checked.json(), "searched": [t.json() for t in outcome.trials],
             "out": str(out), "figure": None if plot is None else str(plot),
@@ -162,6 +191,17 @@ def _parse_share(given: str) -> float:
     return value
 
 
+def _parse_target(loss: str | None, kl: float | None) -> Target:
+    """The target that the two options give; 1% of the loss without them."""
+    if kl is None:
+        return Target(_parse_share("1%" if loss is None else loss), is_kl=False)
+    if loss is not None:
+        raise ValueError(f"--target-kl {kl:g} and --target-loss {loss} bound two things: give one of them")
+    if not 0 <= kl < math.inf:
+        raise ValueError(f"--target-kl {kl} must be a number of nats from 0, such as 0.01")
+    return Target(kl, is_kl=True)
+
+
 def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> Pieces:
     """Cut a text into pieces of `size` tokens: `pieces` to choose on, and up to as many to check."""
     from ..analysis.statistics import split_into_pieces
@@ -175,62 +215,83 @@ def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> Pieces:
     return Pieces(cut[:pieces], cut[pieces:], hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16])
 
 
-def _run(tuned: Any, checked: Any, channels: Sequence[str], target: float) -> Outcome:
+def _run(tuned: Scorer, checked: Scorer, channels: Sequence[str], target: Target) -> Outcome:
     """Choose a method on the one scorer's pieces, and check it on the other's."""
-    from ..eval.tune import compare
     from ..eval.tune import tune as search
-    from ..methods import Dense
 
     with output.progress_bar() as bar:
         task = bar.add_task("", total=None)
         chosen, trials, dense = search(
-            tuned, channels, target, lambda spec: bar.update(task, advance=1, description=spec)
+            tuned, channels, target.bound, lambda spec: bar.update(task, advance=1, description=spec)
         )  # fmt: skip
         check = None
         if chosen is not None and checked.pieces:
             bar.update(task, description="on other pieces")
-            check = compare(chosen.method, checked.loss(chosen.method), checked.loss(Dense()))
+            check = checked.trial(chosen.method)
     return Outcome(chosen, check, trials, dense)
 
 
-def _draw(outcome: Outcome, target: float, setting: str, path: Path) -> None:
+def _draw(outcome: Outcome, target: Target, setting: str, path: Path) -> None:
     from ..eval import figures
 
-    points = [(getattr(t.method, "channels", ""), t.share, t.increase, t.low, t.high) for t in outcome.trials]
-    chosen = outcome.chosen and (repr(outcome.chosen.method), outcome.chosen.share, outcome.chosen.increase)
-    figures.tuning(points, target, chosen, setting, path)
+    points = [(getattr(t.method, "channels", ""), t.share, t.value, t.low, t.high) for t in outcome.trials]
+    chosen = outcome.chosen and (repr(outcome.chosen.method), outcome.chosen.share, outcome.chosen.value)
+    figures.tuning(points, target.bound, chosen, setting, path, from_dense=target.is_kl)
 
 
-def _nearest(trials: Sequence[Trial], target: float) -> str:
+def _nearest(trials: Sequence[Trial | DivergenceTrial], target: Target) -> str:
     """What to say where nothing stays within the target."""
     if not trials:
         return "no SparQ moves fewer bytes than dense at this length: give a longer --prompt"
-    best = min(trials, key=lambda t: t.increase)
+    best = min(trials, key=lambda t: t.value)
+    bound, nearest = f"{target.bound:.3%} of dense's loss", f"{best.value:+.3%}"
+    if target.is_kl:
+        bound, nearest = f"{target} of mean KL from dense", target.write(best.value)
     return (
-        f"none of {len(trials)} SparQ stays within {target:.3%} of dense's loss; the nearest is {best.method}, "
-        f"{best.increase:+.3%} with {best.share:.1%} of its bytes"
+        f"none of {len(trials)} SparQ stays within {bound}; the nearest is {best.method}, {nearest} with "
+        f"{best.share:.1%} of its bytes"
     )
 
 
-def _print_table(chosen: Trial, trials: Sequence[Trial], dense: Loss, target: float) -> None:
+def _print_table(
+    chosen: Trial | DivergenceTrial, trials: Sequence[Trial | DivergenceTrial], dense: Loss, target: Target
+) -> None:
     """Print what was tried, cheapest first, and the chosen method."""
-    title = f"{len(dense.nats)} pieces; dense: {fmean(dense.nats):.4f} nats a token, {dense.bytes:,} bytes a step"
-    table = output.table(title, "method", "of dense's bytes", "loss", "±", f"within {100 * target:g}%")
+    first = f"{len(dense.nats)} pieces; dense: "
+    title = f"{first}{dense.bytes:,} bytes a step"
+    columns = ["mean KL, nats", "99th percentile", "maximum", "same top token"]
+    if not target.is_kl:
+        title = f"{first}{fmean(dense.nats):.4f} nats a token, {dense.bytes:,} bytes a step"
+        columns = ["loss", "±"]
+    table = output.table(title, "method", "of dense's bytes", *columns, f"within {target}")
     for t in sorted(trials, key=lambda t: t.bytes):
-        mark = "chosen" if t.method == chosen.method else "yes" if t.increase <= target else ""
-        table.add_row(repr(t.method), f"{t.share:.1%}", f"{t.increase:+.2%}", f"{t.stderr or 0:.2%}", mark)
-    console = output.console(110)
+        mark = "chosen" if t.method == chosen.method else "yes" if t.value <= target.bound else ""
+        table.add_row(repr(t.method), f"{t.share:.1%}", *_cells(t), mark)
+    console = output.console(130 if target.is_kl else 110)
     console.print(table)
-    interval = "" if chosen.low is None else f" (95%: {chosen.low:+.2%} … {chosen.high:+.2%})"
-    sentence = f"{chosen.method}: {chosen.share:.1%} of dense's bytes, loss {chosen.increase:+.2%}{interval}."
+    ends = ""
+    if chosen.low is not None and chosen.high is not None:
+        ends = f" (95%: {target.write(chosen.low)} … {target.write(chosen.high)})"
+    what = "mean KL" if target.is_kl else "loss"
+    sentence = f"{chosen.method}: {chosen.share:.1%} of dense's bytes, {what} {target.write(chosen.value)}{ends}."
     console.print(sentence, soft_wrap=True, markup=False)
 
 
-def _print_check(checked: Trial | None, pieces: int, target: float) -> None:
+def _cells(trial: Trial | DivergenceTrial) -> list[str]:
+    """What a trial measured, for the table."""
+    from ..eval.tune import Trial
+
+    if isinstance(trial, Trial):
+        return [f"{trial.increase:+.2%}", f"{trial.stderr or 0:.2%}"]
+    return [f"{trial.kl_mean:.3g}", f"{trial.kl_p99:.3g}", f"{trial.kl_max:.3g}", f"{trial.agreement:.1%}"]
+
+
+def _print_check(checked: Trial | DivergenceTrial | None, pieces: int, target: Target) -> None:
     """Print how the chosen method does on the pieces on which nothing was chosen."""
     console = output.console(110)
     if checked is None:
         console.print("The text has no other pieces to check it on.")
         return
-    verdict = "within the target" if checked.increase <= target else "beyond the target: tune on more pieces"
-    console.print(f"On {pieces} other pieces: {checked.increase:+.2%} ± {checked.stderr or 0:.2%}, {verdict}.")
+    verdict = "within the target" if checked.value <= target.bound else "beyond the target: tune on more pieces"
+    spread = "" if target.is_kl else f" ± {_cells(checked)[1]}"
+    console.print(f"On {pieces} other pieces: {target.write(checked.value)}{spread}, {verdict}.")

@@ -100,6 +100,10 @@ class Divergence(NamedTuple):
     steps: int
     cost: Cost
 
+    def json(self) -> dict[str, Any]:
+        """The fields `kl` and `agrees` of a record: 5 significant digits, and a 1 or a 0 for each token."""
+        return {"kl": [float(f"{x:.5g}") for x in self.kl], "agrees": "".join("01"[same] for same in self.agrees)}
+
 
 def kl_divergence(dense: Tensor, logits: Tensor) -> Tensor:
     """KL(dense ‖ method) in nats between distributions that are given as logits, both (...,V) -> (...) in float64.

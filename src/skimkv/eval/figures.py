@@ -240,50 +240,61 @@ def tuning(
     chosen: tuple[str, float, float] | None,
     setting: str,
     path: Path,
+    from_dense: bool = False,
 ) -> None:
     """Draw what `skimkv tune` tried: the increase of the loss over dense against bytes, the bound, the chosen method.
 
     points: (channels, share of dense's bytes, increase of the loss, the ends of its interval). chosen: (method, share,
-    increase). setting: the first line of the title.
+    increase). setting: the first line of the title. from_dense: instead of increases, these are divergences from dense
+    attention in nats.
     """
+    scale, what = (1, "mean KL from dense, in nats a token") if from_dense else (100, "increase of the loss over dense")
     fig = new_figure((8.6, 5.2), dpi=140)
     ax = fig.subplots()
     for channels, (colour, marker) in zip(CHANNEL_COLOURS, STYLES, strict=False):
         own = sorted(point[1:] for point in points if point[0] == channels)
         if own:
-            x, y = [p[0] for p in own], [100 * p[1] for p in own]
+            x, y = [p[0] for p in own], [scale * p[1] for p in own]
             ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=f"channels={channels!r}")
             for share, _, low_end, high_end in own:
                 if low_end is not None and high_end is not None:
-                    ax.vlines(share, 100 * low_end, 100 * high_end, color=colour, alpha=0.85, linewidth=1)
+                    ax.vlines(share, scale * low_end, scale * high_end, color=colour, alpha=0.85, linewidth=1)
     lowest: list[tuple[float, float]] = []
-    for _, share, increase, *_ in sorted(points, key=lambda p: p[1]):
-        if not lowest or 100 * increase < lowest[-1][1]:
-            lowest.append((share, 100 * increase))
+    for _, share, value, *_ in sorted(points, key=lambda p: p[1]):
+        if not lowest or scale * value < lowest[-1][1]:
+            lowest.append((share, scale * value))
     ax.step([p[0] for p in lowest], [p[1] for p in lowest], where="post", color="0.5", linewidth=1, zorder=0)
-    ax.axhline(100 * target, color="black", linestyle="--", linewidth=1)
-    ax.text(0.995, 100 * target, f"target {target:.2%} ", ha="right", va="bottom", fontsize=9,
-            transform=ax.get_yaxis_transform())  # fmt: skip
+    ax.axhline(scale * target, color="black", linestyle="--", linewidth=1)
+    ax.text(0.995, scale * target, f"target {target:g} " if from_dense else f"target {target:.2%} ", ha="right",
+            va="bottom", fontsize=9, transform=ax.get_yaxis_transform())  # fmt: skip
     if chosen is not None:
-        name, share, increase = chosen
-        ax.plot(share, 100 * increase, "*", color="black", markersize=17, zorder=5)
-        ax.annotate(name, (share, 100 * increase), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
+        name, share, value = chosen
+        ax.plot(share, scale * value, "*", color="black", markersize=17, zorder=5)
+        ax.annotate(name, (share, scale * value), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
                     va="top", ha="right" if share > 1 / 16 else "left")  # fmt: skip
     ax.set_xscale("log", base=2)
     least, most = min(p[1] for p in points), max(p[1] for p in points)
     ticks = [t for t in (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1) if least / 2 < t < 2 * most]
     ax.set_xticks(ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
     ax.minorticks_off()
-    ax.set_yscale("symlog", linthresh=max(100 * target, 0.1))
-    low, high = 100 * min(0.0, *(p[2] for p in points)), 130 * max(target, *(p[2] for p in points))
-    marks = [m for m in (-5, -2, -1, -0.5, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if 1.5 * low <= m <= high]
-    ax.set_yticks(marks, [f"{m:g}%" for m in marks])
-    ax.set_ylim(1.5 * low - 0.15 * max(100 * target, 0.1), high)
-    ax.axhline(0, color="0.7", linewidth=1, zorder=0)
+    if from_dense:
+        divergence_axis(ax, [target, *(p[2] for p in points)])
+    else:
+        _increase_axis(ax, 100 * target, [100 * p[2] for p in points])
     ax.set_xlabel(SHARE_LABEL)
-    ax.set_ylabel("increase of the loss over dense")
+    ax.set_ylabel(what)
     ax.grid(color="0.93", zorder=0)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(f"{setting}\nbars: 95% intervals; line: the least loss at those bytes", loc="left", fontsize=9)
+    ax.set_title(f"{setting}\nbars: 95% intervals; line: the least at those bytes", loc="left", fontsize=9)
     ax.legend(frameon=False, fontsize=9)
     save(fig, path)
+
+
+def _increase_axis(ax: Axes, target: float, increases: Sequence[float]) -> None:
+    """Make y an axis of increases of the loss in percent, logarithmic beyond the target."""
+    ax.set_yscale("symlog", linthresh=max(target, 0.1))
+    low, high = min(0.0, *increases), 1.3 * max(target, *increases)
+    marks = [m for m in (-5, -2, -1, -0.5, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if 1.5 * low <= m <= high]
+    ax.set_yticks(marks, [f"{m:g}%" for m in marks])
+    ax.set_ylim(1.5 * low - 0.15 * max(target, 0.1), high)
+    ax.axhline(0, color="0.7", linewidth=1, zorder=0)

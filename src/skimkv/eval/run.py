@@ -158,7 +158,7 @@ def _answer(
             answers = force_tokens(setup.model, caches, _feeds(examples, dense.device), dense)
     if setup.counted:
         ((answer,),) = answers
-        sliding = RowCosts(caches[0]).last_sliding(0, answer.steps)
+        sliding = RowCosts(caches[0]).library_layers(0, answer.steps)
         elements, moved = caches[0].elements - before[0], caches[0].bytes - before[1]
         counted = {"elements": elements + sliding.elements, "bytes": moved + sliding.bytes}
         answers = [[answer._replace(cost=answer.cost._replace(**counted))]]
@@ -228,8 +228,7 @@ def _make_record(
     said: dict[str, Any]
     if isinstance(answer, Divergence):
         score = job.task.module.score(answer.kl, example)
-        kl = [float(f"{x:.5g}") for x in answer.kl]
-        said = {"output": "", "new_tokens": 0, "kl": kl, "agrees": "".join("01"[same] for same in answer.agrees)}
+        said = {"output": "", "new_tokens": 0, **answer.json()}
     else:
         score = job.task.module.score(answer.bits if example.given else answer.text, example)
         said = {"output": answer.text, "new_tokens": answer.tokens}

@@ -1,7 +1,8 @@
-"""The cheapest SparQ whose loss stays within a bound, for one model and text: `skimkv tune`.
+"""The cheapest SparQ whose loss, or divergence from dense, stays within a bound, for one model and text: `skimkv tune`.
 
 The text is cut into pieces: a dense prompt, read once for all methods, then tokens that are given one at a time, so
-that the method decodes each before the next is scored. The loss is the mean of -log p of those tokens, in nats.
+that the method decodes each before the next is scored. The loss is the mean of -log p of those tokens, in nats; the
+divergence is the mean of KL(dense ‖ method) after them (divergence.py).
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..methods import Dense, SparQ
 from ..methods.base import Method
 from ..stores.base import Shape
 from .answer import Question, answer_questions
+from .divergence import dense_logits, force_tokens
 from .results import Results
 from .shared_prompt import RecordedPrompt, record_prompt
-from .statistics import mean_and_interval, standard_error
+from .statistics import TAIL, cluster_bootstrap, mean_and_interval, quantile, standard_error
 
 RANKS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # values of r that are tried
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # values of k that are tried
@@ -47,6 +50,39 @@ class Trial(NamedTuple):
     high: float | None
     bytes: int
     share: float
+
+    @property
+    def value(self) -> float:
+        """What the target bounds: the increase of the loss."""
+        return self.increase
+
+    def json(self) -> dict[str, Any]:
+        """The trial for --json, its method as a spec."""
+        return {**self._asdict(), "method": repr(self.method)}
+
+
+class DivergenceTrial(NamedTuple):
+    """How far a method is from dense attention on all pieces.
+
+    kl_mean: the mean of KL(dense ‖ method) in nats a token; low and high are its 95% interval by a bootstrap over
+    pieces. kl_p99 and kl_max: its 99th percentile and maximum. agreement: the share of tokens after which the most
+    likely token is the same. share: its part of the bytes that dense moves.
+    """
+
+    method: Method
+    kl_mean: float
+    low: float | None
+    high: float | None
+    kl_p99: float
+    kl_max: float
+    agreement: float
+    bytes: int
+    share: float
+
+    @property
+    def value(self) -> float:
+        """What the target bounds: the mean KL."""
+        return self.kl_mean
 
     def json(self) -> dict[str, Any]:
         """The trial for --json, its method as a spec."""
@@ -96,33 +132,79 @@ class Scorer:
                 self._prompts.append(record_prompt(self.model, ids, new_tokens=len(pieces[0]) - self.n))
             yield self._prompts[number], pieces
 
-    @torch.inference_mode()
     def loss(self, method: Method) -> Loss:
         """The method's loss on all pieces. Pieces whose losses the file holds are not run again."""
+        records = self.records(method)
+        return Loss([record["score"] for record in records], records[0]["bytes"])
+
+    def trial(self, method: Method) -> Trial | DivergenceTrial:
+        """The method beside dense attention."""
+        return compare(method, self.loss(method), self.loss(Dense()))
+
+    @torch.inference_mode()
+    def records(self, method: Method) -> list[dict[str, Any]]:
+        """The method's record of every piece. Those that the file lacks are made."""
         spec, ids = repr(method), [str(i) for i in range(len(self.pieces))]
         if any((spec, id_) not in self._records for id_ in ids):
             remaining = iter(ids)
-            for prompt, pieces in self.prompts():
-                scored = len(pieces[0]) - self.n - 1
-                questions = [Question(list(piece[self.n :]), scored) for piece in pieces]
-                caches = [prompt.cache(method)]
-                (answers,) = answer_questions(self.model, self.tokenizer, caches, prompt.logits, questions)
-                for answer in answers:
-                    nats = answer.bits * math.log(2) / scored
-                    self._add(spec, next(remaining), nats, round(answer.cost.bytes / answer.steps))
-        records = [self._records[spec, id_] for id_ in ids]
-        return Loss([record["score"] for record in records], records[0]["bytes"])
+            for number, (prompt, pieces) in enumerate(self.prompts()):
+                for measured in self._measure(method, number, prompt, pieces):
+                    self._add(spec, next(remaining), measured)
+        return [self._records[spec, id_] for id_ in ids]
+
+    def _measure(
+        self, method: Method, number: int, prompt: RecordedPrompt, pieces: Sequence[Sequence[int]]
+    ) -> Iterator[dict[str, Any]]:
+        """What the records of the batch of that number say besides what they are of, its pieces in their order."""
+        scored = len(pieces[0]) - self.n - 1
+        questions = [Question(list(piece[self.n :]), scored) for piece in pieces]
+        caches = [prompt.cache(method)]
+        (answers,) = answer_questions(self.model, self.tokenizer, caches, prompt.logits, questions)
+        for answer in answers:
+            nats = answer.bits * math.log(2) / scored
+            yield {"score": nats, "bytes": round(answer.cost.bytes / answer.steps)}
 
     def layers(self) -> list[tuple[Shape, torch.dtype]]:
         """The shape and dtype of each layer that a method serves."""
         prompt, _ = next(self.prompts())
         return [(layer.shape, layer.k.dtype) for layer in prompt.recorded.values()]
 
-    def _add(self, spec: str, id_: str, nats: float, step_bytes: int) -> None:
+    def _add(self, spec: str, id_: str, measured: dict[str, Any]) -> None:
         if (spec, id_) not in self._records:
-            record = {**self.key, "method": spec, "id": id_, "score": nats, "bytes": step_bytes}
+            record = {**self.key, "method": spec, "id": id_, **measured}
             self.results.add(record)
             self._records[spec, id_] = record
+
+
+@dataclass
+class DivergenceScorer(Scorer):
+    """Divergences from dense attention on such pieces, of which the last token is not fed.
+
+    A record's score is the mean KL of its piece, and `loss` gives these means.
+    """
+
+    _dense: list[Tensor] = field(default_factory=list)  # dense attention's logits, by the number of the batch
+
+    def trial(self, method: Method) -> DivergenceTrial:
+        """The method beside dense attention."""
+        records, dense = self.records(method), self.records(Dense())
+        kl = [record["kl"] for record in records]
+        means, tokens = [record["score"] for record in records], [x for piece in kl for x in piece]
+        low, high = cluster_bootstrap(means, range(len(means)), 0, math.inf)
+        agreement = fmean(record["agrees"].count("1") / len(record["agrees"]) for record in records)
+        moved = records[0]["bytes"]
+        tail = quantile(tokens, TAIL), max(tokens)
+        return DivergenceTrial(method, fmean(means), low, high, *tail, agreement, moved, moved / dense[0]["bytes"])
+
+    def _measure(
+        self, method: Method, number: int, prompt: RecordedPrompt, pieces: Sequence[Sequence[int]]
+    ) -> Iterator[dict[str, Any]]:
+        ids = torch.tensor([piece[self.n : -1] for piece in pieces], device=self.model.device)
+        if number == len(self._dense):
+            self._dense.append(dense_logits(prompt, ids))
+        (rows,) = force_tokens(self.model, [prompt.cache(method)], ids, self._dense[number])
+        for row in rows:
+            yield {"score": fmean(row.kl), "bytes": round(row.cost.bytes / row.steps), **row.json()}
 
 
 def search(
@@ -169,23 +251,24 @@ def grid(D: int, n: int) -> tuple[list[int], list[int]]:
 
 def tune(
     scorer: Scorer, channels: Sequence[str], target: float, on_trial: Callable[[str], None] = lambda spec: None
-) -> tuple[Trial | None, list[Trial], Loss]:
-    """Find the cheapest SparQ whose loss increases by at most `target` (0.01 for 1%).
+) -> tuple[Trial | DivergenceTrial | None, list[Trial | DivergenceTrial], Loss]:
+    """Find the cheapest SparQ that stays within the target.
 
-    Returns (the chosen one or None, all that were tried, dense's loss); on_trial is called with each spec before it
-    is tried.
+    target: the greatest increase of the loss (0.01 for 1%), or for a DivergenceScorer the greatest mean KL in nats.
+    Returns (the chosen one or None, all that were tried, dense's loss); on_trial is called with each spec before it is
+    tried.
     """
     on_trial(repr(Dense()))
     dense = scorer.loss(Dense())
     layers = scorer.layers()
     ranks, counts = grid(layers[0][0].D, scorer.n)
-    trials: dict[Method, Trial] = {}
+    trials: dict[Method, Trial | DivergenceTrial] = {}
 
     def within(method: Method) -> bool:
         if method not in trials:
             on_trial(repr(method))
-            trials[method] = compare(method, scorer.loss(method), dense)
-        return trials[method].increase <= target
+            trials[method] = scorer.trial(method)
+        return trials[method].value <= target
 
     def cost(method: Method) -> int:
         return step_bytes(method, layers, scorer.n)
