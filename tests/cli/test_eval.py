@@ -201,3 +201,26 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 def test_options_name_what_there_is():
     assert [sweep.value for sweep in Sweep] == list(sweeps.SWEEPS)
     assert [mode.value for mode in Mode] == [*sweeps.MODES, "both"]
+
+
+def test_divergences(tmp_path, capsys):
+    """Units and figures of their own in the table, keys of their own in JSON, and the rows of other tasks as before."""
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"the {i % 7} mill of the {i % 11} king" for i in range(800)))
+    argv = ["eval", "--task", "kl(context=64, reference=6)", "--task", "record(lines=8, asked=1)", "--limit", "5",
+            "--data", str(text), "--method", "Dense()", "--method", "SparQ(r=4, k=8)",
+            "--out", str(tmp_path / "r.jsonl")]  # fmt: skip
+    assert main([*argv, "--json"]) == 0
+    dense, sparse, *others = json.loads(capsys.readouterr().out)["rows"]
+    assert dense["kl_max"] < 1e-9 and dense["agreement"] == 1 and sparse["mode"] == "forced" and sparse["n"] == 5
+    assert 0 < sparse["kl_mean"] == sparse["mean"] < sparse["kl_p99"] <= sparse["kl_max"]
+    assert sparse["low"] <= sparse["mean"] <= sparse["high"] and sparse["kl_p99_low"] <= sparse["kl_p99"]
+    assert sparse["agreement_low"] <= sparse["agreement"] <= sparse["agreement_high"] <= 1
+    assert sparse["diff_to_dense"] == pytest.approx(sparse["mean"]) and len(others) == 2
+    assert all(set(sparse) - set(row) == {key for key in sparse if key.startswith(("kl_", "agree"))} for row in others)
+    assert main(argv) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "same top token" in table and "nats a token" in "".join(table.replace("│", " ").split("  "))
+    assert "lower is" in table and f"{sparse['kl_p99']:.3g}" in table
+    assert main([*argv[:2], "kl(context=5000)", *argv[3:]]) == 2
+    assert "exceed the model's 4096 positions" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skimkv.eval.statistics import cluster_bootstrap, score_interval, wilson_interval
+from skimkv.eval.statistics import cluster_bootstrap, quantile, quantile_bootstrap, score_interval, wilson_interval
 
 
 @pytest.mark.parametrize(("successes", "n", "low", "high"), [
@@ -89,3 +89,23 @@ def test_no_interval_leaves_the_range(data, greatest, difference):
     assert (low is None) == (high is None)
     if low is not None:
         assert least <= low < high <= greatest
+
+
+def test_quantile_by_hand():
+    """The smallest value that so many do not exceed: of 1 to 100 the 99th, of 1 to 50 the 50th."""
+    assert quantile([*range(100, 0, -1)], 0.99) == 99 and quantile([*range(1, 51)], 0.99) == 50
+    assert quantile([3.0], 0.99) == 3 and quantile([1.0, 2.0], 0.5) == 1 and quantile([1.0, math.inf], 0.99) == math.inf
+    assert math.isnan(quantile([1.0, math.nan], 0.99))
+
+
+def test_the_bootstrap_of_a_quantile_draws_whole_groups():
+    """Against a plain loop over drawn groups; all of a group comes or none of it."""
+    draw = random.Random(1)
+    groups = [[draw.expovariate(1) * (1 + i % 3) for _ in range(20 + i)] for i in range(12)]
+    low, high = quantile_bootstrap(groups, 0.9)
+    plain = sorted(quantile([x for group in draw.choices(groups, k=12) for x in group], 0.9) for _ in range(4000))
+    assert low is not None and high is not None and low < quantile([x for g in groups for x in g], 0.9) < high
+    assert low == pytest.approx(plain[100], rel=0.1) and high == pytest.approx(plain[3899], rel=0.1)
+    assert quantile_bootstrap(groups, 0.9) == (low, high), "the seed is fixed"
+    for none in (groups[:4], [[1.0]] * 9, [*groups, [math.inf]], [*groups, [math.nan]]):
+        assert quantile_bootstrap(none, 0.9) == (None, None)

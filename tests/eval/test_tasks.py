@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from skimkv.eval import tasks
-from skimkv.eval.tasks import Example, answers, bpc, lines, needle, passkey, record, repetition, squad, summarise
+from skimkv.eval.tasks import Example, answers, bpc, kl, lines, needle, passkey, record, repetition, squad, summarise
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 WORDS = "the quick brown fox jumps over a lazy dog and runs".split()
@@ -220,6 +220,24 @@ def test_bpc(folder):
         next(bpc.examples(data=folder, context=3000))
 
 
+def test_kl(folder):
+    """Articles are documents, another text is cut between words; of a folder all texts come, in random order."""
+    articles = list(kl.examples(data=folder / "wikitext-test.txt", context=30, reference=10))
+    assert len(articles) == 4 and all(e.context.startswith(" = Title") and e.tokens == (30, 10) for e in articles)
+    pieces = list(kl.examples(data=folder / "tinyshakespeare.txt", context=300, reference=75))
+    source = (folder / "tinyshakespeare.txt").read_text()
+    in_order = sorted(pieces, key=lambda e: int(e.id.split(":")[1]))
+    assert "".join(e.context for e in in_order) == source and in_order != pieces and len(pieces) == 10
+    assert all(3000 <= len(e.context) < 3020 for e in in_order[:-1]) and in_order[1].context.startswith(" ")
+    both = list(kl.examples(data=folder, context=300, reference=75))
+    assert {e.id for e in pieces} < {e.id for e in both} and len(both) == 14
+    assert [e.id for e in both] != [e.id for e in kl.examples(data=folder, seed=1, context=300, reference=75)]
+    assert kl.score([0.5, 0.25, 0.0], both[0]) == 0.25 and kl.LOWER and tasks.parse("kl").greatest == math.inf
+    (folder / "without texts").mkdir()
+    with pytest.raises(ValueError, match=r"holds no \*\.txt"):
+        next(kl.examples(data=folder / "without texts"))
+
+
 def test_needle(folder):
     cells = list(islice(needle.examples(data=folder, lengths=(400, 800), depths=3), 12))
     assert [e.at for e in cells[:6]] == [(n, d) for n in (400, 800) for d in (0.0, 0.5, 1.0)]
@@ -303,6 +321,7 @@ def test_the_hub(monkeypatch):
         assert found and all(e.context and e.answers for e in found)
         if name == "triviaqa":
             assert len(found) == 1 and found[0].context == "d" * 5000
+    assert [e.context[:9] for e in kl.examples()] == [" = Title "]
     fake.load_dataset = lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no\nnetwork"))
     with pytest.raises(ValueError, match=r"\Asquad: rajpurkar/squad cannot be had from the Hub \(no network\)"):
         next(squad.examples())
