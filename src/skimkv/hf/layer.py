@@ -362,6 +362,10 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
         self.seen, self.is_initialized, self.prefill_until = k.shape[2], True, 0
 
+    def take_store(self, store: Store) -> None:
+        """Hold a store that was filled elsewhere, whose rows all have one length; every later token is decoded."""
+        self.store, self.seen, self.is_initialized = store, max(store.lengths), True
+
     def copy_rows(self, rows: Sequence[int], workspace: Workspace) -> Layer:
         """A layer of these rows of the batch, in this order, independent of this one; a row may come repeatedly.
 
