@@ -28,12 +28,24 @@ class Call(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """What a spec may pass: its name, whether it must be given, by keyword only, and whether it may be text."""
+    """What a spec may pass: its name, whether it must be given, by keyword only, and whether it may be text.
+
+    least: the least whole number that it may be; None where that is not known before the method is made.
+    """
 
     name: str
     required: bool = False
     keyword_only: bool = False
     takes_text: bool = False
+    least: int | None = None
+
+
+def check_whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
+    """Raise ValueError unless value is a whole number from low to high."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} = {value!r} must be an integer of at least {low}")
+    if value > high:
+        raise ValueError(f"{name} = {value} must be at most {high}")
 
 
 def parse_call(text: object, kind: str, example: str) -> Call:
@@ -149,15 +161,18 @@ registered_names: set[str] = set()  # of methods that `skimkv.register` has made
 
 
 def check_method(text: str) -> None:
-    """Find mistakes in the spec of a method without importing PyTorch: syntax, names, arguments and literals.
+    """Find mistakes in the spec of a method without PyTorch: in syntax, names, arguments, literals and least values.
 
-    Bounds of values are checked when the method is made. A name that other packages announce is not checked.
+    Other bounds are checked when the method is made. A name that other packages announce is not checked.
     Raises ValueError in one line.
     """
     call = parse_call(text, "method", METHOD_EXAMPLE)
     signatures = _builtin_signatures()
     if call.name in signatures:
-        bind(call, signatures[call.name])
+        values = bind(call, signatures[call.name])
+        for parameter in signatures[call.name]:
+            if parameter.least is not None and parameter.name in values:
+                check_whole(parameter.name, values[parameter.name], parameter.least)
     elif call.name not in registered_names and not announced_methods():
         raise unknown_method(call.name, signatures)
 
@@ -185,6 +200,7 @@ def _builtin_signatures() -> dict[str, list[Parameter]]:
         for base in classes[name].bases:
             base_name = base.value if isinstance(base, ast.Subscript) else base
             own += fields(base_name.id) if isinstance(base_name, ast.Name) else []
+        least_values = _least_values(classes[name])
         for item in classes[name].body:
             if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
                 continue
@@ -194,7 +210,8 @@ def _builtin_signatures() -> dict[str, list[Parameter]]:
             is_field = isinstance(item.value, ast.Call)
             options = {k.arg: k.value for k in item.value.keywords} if isinstance(item.value, ast.Call) else {}
             required = item.value is None or (is_field and "default" not in options)
-            own.append(Parameter(item.target.id, required, "kw_only" in options, "str" in kind))
+            least = least_values.get(item.target.id)
+            own.append(Parameter(item.target.id, required, "kw_only" in options, "str" in kind, least))
         return own
 
     exported = next(
@@ -204,3 +221,17 @@ def _builtin_signatures() -> dict[str, list[Parameter]]:
     )
     names = [node.id for node in ast.walk(exported) if isinstance(node, ast.Name) and node.id in classes]
     return {name: fields(name) for name in names if name != "Method"}
+
+
+def _least_values(class_node: ast.ClassDef) -> dict[str, int]:
+    """The least values of a method's fields: of every line check_whole("k", self.k, 1) at the top of __post_init__."""
+    least = {}
+    for function in class_node.body:
+        if isinstance(function, ast.FunctionDef) and function.name == "__post_init__":
+            for statement in function.body:
+                match statement:
+                    case ast.Expr(
+                        ast.Call(ast.Name("check_whole"), [ast.Constant(str(name)), _, ast.Constant(int(low)), *_])
+                    ):
+                        least[name] = low
+    return least

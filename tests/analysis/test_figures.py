@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from skimkv.analysis import figures
-from skimkv.analysis.survey import LEAST_TOKENS, survey
+from skimkv.analysis import LEAST_TOKENS, figures
+from skimkv.analysis.survey import survey
 from support.tiny_models import family, prompt
 
 

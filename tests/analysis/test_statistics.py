@@ -131,12 +131,5 @@ def test_founders_are_those_of_the_streaming_store():
     assert 1 < int(store.m.sum()) == int(statistics.cluster_founders(x[0, 0], 1.5).sum()) < 60
 
 
-def test_pieces_of_a_text():
-    assert statistics.split_into_pieces([1, *range(10, 20)], 4, 9, bos=1) == [
-        [1, 10, 11, 12],
-        [1, 13, 14, 15],
-        [1, 16, 17, 18],
-    ]
-    assert statistics.split_into_pieces(list(range(5)), 2, 1, bos=None) == [[0, 1]]
-    assert statistics.split_into_pieces([1, 2], 3, 1, bos=1) == []
+def test_query_positions():
     assert statistics.query_positions(10, 3).tolist() == [5, 7, 9]

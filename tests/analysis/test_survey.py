@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skimkv.analysis.survey import LEAST_TOKENS, count_layers, survey
+from skimkv.analysis import LEAST_TOKENS
+from skimkv.analysis.survey import count_layers, survey
 from support.tiny_models import family, prompt
 
 N = LEAST_TOKENS

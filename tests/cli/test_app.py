@@ -90,7 +90,7 @@ for argv in json.loads(sys.argv[1]):
     print(json.dumps([status, out.getvalue(), err.getvalue()]))
 """
 
-# (command line, what the one line on stderr says); {folder} is a folder with an empty file named "file"
+# (command line, what the one line on stderr says); {folder} is a folder with the files "file" and "words"
 AT_THE_DOOR = [
     ("generate --prompt-file {folder}/missing.txt", "missing.txt: there is no such file"),
     ("generate --prompt-file {folder}", "this is a folder"),
@@ -105,6 +105,20 @@ AT_THE_DOOR = [
     ("generate --prompt x --method SnapKV(k=64)", "unknown method 'SnapKV'"),
     ("eval --task lines --method SparQ(r=8,kk=16)", "no argument 'kk'; did you mean k?"),
     ("bench attention --method SparK(r=8,k=16)", "did you mean SparQ?"),
+    ("generate --prompt x --method SparQ(r=0,k=1)", "r = 0 must be an integer of at least 1"),
+    ("generate --prompt x --device gpu", "--device 'gpu' is unknown; write cpu, cuda"),
+    ("roofline --method TopK(k=0)", "k = 0 must be an integer of at least 1"),
+    ("bench attention --heads 3 --kv-heads 2", "--heads 3 must be a multiple of --kv-heads 2"),
+    ("bench attention --length 0", "--length 0 must be at least 1"),
+    ("analyse --tokens 3", "--tokens 3 must be at least 128"),
+    ("tune --text {folder}/file --channels x", "--channels 'x' is not one of 'none', 'copy', 'int8', 'int4'"),
+    ("plot {folder}/words", "words, line 1: no record of an evaluation"),
+    ("eval --task record(lines=0) --method Dense()", "lines = 0 must be a whole number of at least 1"),
+    ("eval --task lines --data {folder} --method Dense()", "no lines_N.jsonl with N of at least"),
+    ("eval --task record --method Dense() --mode x", "--mode 'x' is not one of 'blind', 'aware', 'both'"),
+    ("demo --lines 0", "--lines 0 must be at least 1"),
+    ("demo --lines x", "--lines 'x' must be a valid integer"),
+    ("demo --lines 3 --asked 4", "--asked 4 must be at most --lines 3"),
     ("roofline --method __import__('os')", "'__import__'"),
     ("demo --out no-such-folder/x.png", "there is no folder no-such-folder"),
     ("demo --out {folder}", "this is a folder"),
@@ -131,6 +145,7 @@ AT_THE_DOOR = [
 
 def test_mistakes_are_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "words").write_text("These are words.")
     lines = [[part.format(folder=tmp_path) for part in line.split()] for line, _ in AT_THE_DOOR]
     process = subprocess.run(
         [sys.executable, "-c", LIGHT, json.dumps(lines)], capture_output=True, text=True, cwd=tmp_path

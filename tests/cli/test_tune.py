@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from skimkv.cli.app import main
+from skimkv.cli.tune import Channels
 from skimkv.eval import tune
 from skimkv.eval.results import Results
+from skimkv.stores.full import CHANNELS
 
 
 @pytest.fixture
@@ -102,11 +104,11 @@ def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
     (["--target-kl", "-1"], "--target-kl -1.0 must be a number of nats"),
     (["--target-kl", "nan"], "--target-kl nan must be"),
     (["--target-kl", "0.1", "--target-loss", "2%"], "--target-kl 0.1 and --target-loss 2% bound two things"),
-    (["--channels", "int2"], "--channels 'int2' is unknown"),
+    (["--channels", "int2"], "--channels 'int2' is not one of 'none', 'copy'"),
     (["--prompt", "8"], "--prompt 8 must be at least 32"),
     (["--pieces", "1"], "--pieces 1 must be at least 2"),
     (["--prompt", "5000"], "4096 positions"),
-    (["--pieces", "400"], "tokens are too few for --pieces 400"),
+    (["--pieces", "400"], "too few for --pieces 400"),
     (["--text", "nowhere.txt"], "nowhere.txt: there is no such file"),
     (["--out", "no/such/t.jsonl"], "there is no folder no/such"),
 ])  # fmt: skip
@@ -115,3 +117,7 @@ def test_mistakes_are_one_line(argv, words, text, capsys, monkeypatch, tmp_path)
     assert main(["tune", "--text", str(text), *argv]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+def test_channels_are_those_of_the_stores():
+    assert [kind.value for kind in Channels] == list(CHANNELS)

@@ -312,9 +312,11 @@ PLACES = [
 def test_a_place_or_format_that_cannot_be(monkeypatch, arguments, reason):
     """Each is found before torch is needed: an import of it would raise ImportError."""
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())  # as if accelerate was there
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=reason) as caught:
+    load = skimkv.load
+    with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch", None)
-        skimkv.load("builtin", **arguments)
+        with pytest.raises(ValueError, match=reason) as caught:
+            load("builtin", **arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -332,9 +334,7 @@ def test_a_device_that_is_not_here(monkeypatch):
             skimkv.load("builtin", **arguments)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        ValueError, match="device cuda:2: PyTorch sees only 2 CUDA devices here; write cuda:0 to cuda:1"
-    ):
+    with pytest.raises(ValueError, match="device cuda:2: PyTorch sees only 2 CUDA devices here"):
         skimkv.load("builtin", device="cuda:2")
 
 

@@ -175,6 +175,21 @@ def test_signatures_read_from_the_source_are_the_real_ones():
     assert set(signatures()) == set(METHODS)
 
 
+def test_least_values_read_from_the_source_are_the_real_ones():
+    """The least value is taken, one less is refused with the same words by both parsers."""
+    least = {(name, p.name): p.least for name, ps in signatures().items() for p in ps if p.least is not None}
+    assert {("SparQ", "r"), ("SparQ", "k"), ("TopK", "k"), ("LowRank", "seed"), ("SubGenStream", "t")} <= set(least)
+    for (name, field), value in least.items():
+        others = {p.name: 1 for p in signatures()[name] if p.required and p.name != field}
+        right, wrong = (
+            f"{name}({', '.join(f'{n}={v!r}' for n, v in {**others, field: x}.items())})" for x in (value, value - 1)
+        )
+        assert check_method(right) is None
+        for check in (parse, check_method):
+            with pytest.raises(ValueError, match=f"^{field} = {value - 1} must be an integer of at least {value}$"):
+                check(wrong)
+
+
 def test_a_spec_is_checked_without_torch():
     code = "import sys; from skimkv import spec; spec.check_method('SparQ(r=1, k=2)'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..methods.sparq import TEMPERATURES
 from ..plotting import STYLES, label_axes, line_styles, new_figure, panel_grid, save
-from . import statistics
+from . import TOP, statistics
 from .output_error import OutputError
-from .survey import CENTRES, CHANNEL_CHOICES, DELTAS, TOP, Cloud, Findings
+from .survey import CENTRES, CHANNEL_CHOICES, DELTAS, Cloud, Findings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

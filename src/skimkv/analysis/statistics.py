@@ -7,7 +7,6 @@ keys k (H,n,D) of the same text, or attention scores made of both. survey.py run
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -168,10 +167,3 @@ def query_positions(n: int, count: int) -> Tensor:
     """
     at: Tensor = torch.linspace(n // 2, n - 1, count).round().long().unique()
     return at
-
-
-def split_into_pieces(ids: Sequence[int], n: int, count: int, bos: int | None) -> list[list[int]]:
-    """Cut ids into up to `count` pieces of n tokens; each piece begins with the token bos if the whole does."""
-    first = [bos] if bos is not None and ids[0] == bos else []
-    rest, step = list(ids[len(first) :]), n - len(first)
-    return [first + rest[a : a + step] for a in range(0, len(rest) - step + 1, step)][:count]

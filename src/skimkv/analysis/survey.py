@@ -19,9 +19,8 @@ from ..methods import Dense
 from ..methods.sparq import TEMPERATURES
 from ..methods.subgen import k_centres
 from ..stores.base import Shape
-from . import statistics
+from . import TOP, statistics
 
-TOP = 32  # the largest scores whose mass is measured (SparQ fig. 4a)
 CENTRES = 16  # centres that greedy k-centre draws in a cloud (SubGen fig. 1)
 DELTAS = (0.25, 0.5, 0.75, 1.0)  # cluster radii, in units of the median distance
 # How r dimensions are chosen: the names that `statistics.approximate_logits` takes, and what figures call them.
@@ -31,7 +30,6 @@ CHANNEL_CHOICES = {
     "first": "first r",
     "random": "random projection",
 }
-LEAST_TOKENS = 4 * TOP  # of a piece: queries see at least half of it, of which the top 32 must be a choice
 
 
 class Grid(NamedTuple):

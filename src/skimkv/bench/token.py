@@ -91,7 +91,7 @@ def random_cache(model: LlamaForCausalLM, method: Method | None, tokens: int, mo
             cache.update(*keys_values(base), i)
         else:
             assert isinstance(layer, Layer)
-            layer.store, layer.seen, layer.is_initialized = filled_store(method, base, more), tokens, True
+            layer.take_store(filled_store(method, base, more))
     return cache
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..analysis import LEAST_TOKENS
 from . import output
 from .options import (
     Device,
@@ -89,25 +90,25 @@ def analyse(
     """
     if synthetic and not method:
         raise ValueError("--synthetic measures methods; give at least one --method")
-    if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
-        raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
-    check_environment()
-    quiet(model)
-    from ..analysis import figures, output_error, statistics
-    from ..analysis.survey import LEAST_TOKENS, count_layers, survey
-    from ..eval.generate import encode
-    from ..hf.load import load
-    from ..methods import parse
-
     if tokens < LEAST_TOKENS:
         raise ValueError(f"--tokens {tokens} must be at least {LEAST_TOKENS}")
     if method and steps >= tokens:
         raise ValueError(f"--steps {steps} must be below --tokens {tokens}")
+    if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
+        raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
+    check_environment()
+    quiet(model)
+    from ..analysis import figures, output_error
+    from ..analysis.survey import count_layers, survey
+    from ..eval.generate import encode_pieces
+    from ..hf.load import load
+    from ..methods import parse
+
     methods = [parse(text) for text in method or ()]
     place = resolve_device(device)
     words = _text(text, tokens, pieces, seed)
     network, tokenizer = load(model, dtype=dtype, device=place)
-    ids = statistics.split_into_pieces(encode(tokenizer, words, False), tokens, pieces, tokenizer.bos_token_id)
+    ids = encode_pieces(tokenizer, words, tokens, pieces)
     if not ids:
         raise ValueError(f"{text}: the text has fewer than --tokens {tokens}")
     errors: list[output_error.OutputError] = []
@@ -148,11 +149,11 @@ def analyse(
 
 
 def _text(path: Path | None, tokens: int, pieces: int, seed: int) -> str:
-    """Enough of the file for all pieces, or else of made-up records."""
+    """The file's text, or else made-up records that are enough for all pieces."""
     from ..eval.tasks import record, source
 
     if path is not None:
-        return source.read_text(path)[: 64 * tokens * pieces]  # tokens have fewer than 64 characters on average
+        return source.read_text(path)
     return "".join(part.context for part in record.records(pieces * (1 + tokens // 2000), 190, 1, seed))
 
 

@@ -140,10 +140,10 @@ def attention(
     """
     if sweep not in (None, "paper") or (sweep and (not device.startswith("cuda") or method or length)):
         raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
-    methods, kv_heads = _methods(method or METHODS), kv_heads or heads
+    kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    machine = _machine(device, threads)
+    methods, machine = _methods(method or METHODS), _machine(device, threads)
     from ..bench import attention as bench
     from ..bench import figures
     from ..stores.base import Shape

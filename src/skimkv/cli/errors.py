@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,24 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
         if kind == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return MISTAKE
-        return fail(error.format_message())
+        return fail(_wrong_value(error) or error.format_message())
     return status if isinstance(status, int) else 0
+
+
+def _wrong_value(error: Any) -> str | None:
+    """The line for an option's value that cannot be, which newer versions of typer do not name; None for others."""
+    find_mistakes = getattr(error.__cause__, "errors", None)
+    if find_mistakes is None or getattr(error, "param", None) is None:
+        return None
+    mistake = find_mistakes()[0]
+    option, reason = max(error.param.opts, key=len), mistake["msg"].split(", unable")[0].rstrip(".")
+    if (named := reason.removeprefix("Value error, ")) != reason:
+        return f"{option} {named}"
+    value = mistake["input"]
+    shown = value if re.fullmatch(r"-?[\d.]+", value) else repr(value)
+    for theirs, ours in (("Input should be", "must be"), ("greater than or equal to", "at least")):
+        reason = reason.replace(theirs, ours)
+    return f"{option} {shown} {reason}"
 
 
 def fail(message: str, status: int = MISTAKE) -> int:

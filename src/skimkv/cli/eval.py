@@ -123,6 +123,9 @@ def evaluate(
     if not method and sweep is None:
         raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'SparQ(r=32, k=128)'")
     parsed_tasks = [tasks.parse(text) for text in dict.fromkeys(task)]
+    for parsed_task in parsed_tasks:
+        if data is not None or parsed_task.is_made_up:
+            next(parsed_task.examples(data, seed), None)  # finds mistakes before anything heavy is imported
     check_environment()
     quiet(model)
 

@@ -104,7 +104,6 @@ def _can_be_drawn(name: str, value: Any) -> bool:
 
 
 def _draw_evaluation(path: Path, out: Path) -> list[Path]:
-    from ..eval.panels import draw_results
     from ..eval.results import load
 
     records = load(path)
@@ -112,4 +111,6 @@ def _draw_evaluation(path: Path, out: Path) -> list[Path]:
         raise ValueError(f"{path}: it holds no records")
     if len({(record["model"], record["dtype"]) for record in records}) > 1:
         raise ValueError(f"{path}: it holds several models; one figure is of one")
+    from ..eval.panels import draw_results  # after what is wrong with the file is known: it imports PyTorch
+
     return draw_results(records, out)

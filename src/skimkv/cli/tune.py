@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
 
 TEXT_OPTIONS = "Text options"
 LEAST_SIZES = {"prompt": 32, "scored": 1, "pieces": 2}
+
+
+class Channels(str, Enum):
+    """Where SparQ reads the channels of K: the names of stores/full.py, which imports PyTorch."""
+
+    none = "none"
+    copy = "copy"
+    int8 = "int8"
+    int4 = "int4"
 
 
 class Pieces(NamedTuple):
@@ -84,7 +94,7 @@ def tune(
         ),
     ] = None,
     channels: Annotated[
-        list[str] | None,
+        list[Channels] | None,
         typer.Option(
             metavar="CHANNELS", show_default="int4, int8 and copy",
             help="How SparQ stores the channels of K that it reads: int4, int8, copy or none. May be given several "
@@ -128,11 +138,7 @@ def tune(
     for name, value in (("prompt", prompt), ("scored", scored), ("pieces", pieces)):
         if value < LEAST_SIZES[name]:
             raise ValueError(f"--{name} {value} must be at least {LEAST_SIZES[name]}")
-    from ..stores.full import CHANNELS
-
-    for way in channels or ():
-        if way not in CHANNELS:
-            raise ValueError(f"--channels {way!r} is unknown; known: {', '.join(CHANNELS)}")
+    ways = list(dict.fromkeys(kind.value for kind in channels or (Channels.int4, Channels.int8, Channels.copy)))
     check_environment()
     quiet(model)
     place = resolve_device(device)
@@ -157,7 +163,7 @@ def tune(
             for name, part in (("tuned", cut.tuned), ("checked", cut.checked))
         )
         try:
-            outcome = _run(tuned, checked, list(dict.fromkeys(channels or ("int4", "int8", "copy"))), target)
+            outcome = _run(tuned, checked, ways, target)
         except KeyboardInterrupt:
             return fail_interrupted(len(results.records), out)
     if plot is not None and outcome.trials:
@@ -204,14 +210,12 @@ def _parse_target(loss: str | None, kl: float | None) -> Target:
 
 def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> Pieces:
     """Cut a text into pieces of `size` tokens: `pieces` to choose on, and up to as many to check."""
-    from ..analysis.statistics import split_into_pieces
-    from ..eval.generate import encode
+    from ..eval.generate import encode_pieces
     from ..eval.tasks import source
 
-    ids = encode(tokenizer, source.read_text(path)[: 64 * size * 2 * pieces], False)
-    cut = split_into_pieces(ids, size, 2 * pieces, tokenizer.bos_token_id)
+    cut = encode_pieces(tokenizer, source.read_text(path), size, 2 * pieces)
     if len(cut) < pieces:
-        raise ValueError(f"{path}: {len(ids)} tokens are too few for --pieces {pieces} of {size}")
+        raise ValueError(f"{path}: the text has {len(cut)} pieces of {size} tokens, too few for --pieces {pieces}")
     return Pieces(cut[:pieces], cut[pieces:], hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16])
 
 

@@ -93,6 +93,17 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return ids
 
 
+def encode_pieces(tokenizer: Any, text: str, size: int, count: int) -> list[list[int]]:
+    """Cut a text into up to `count` pieces of `size` tokens; each begins with the token bos if the whole does.
+
+    No more of the text is read than that many pieces need: a token has fewer than 64 characters on average.
+    """
+    ids, bos = encode(tokenizer, text[: 64 * size * count], chat=False), tokenizer.bos_token_id
+    first = [bos] if bos is not None and ids[0] == bos else []
+    rest, step = ids[len(first) :], size - len(first)
+    return [first + rest[start : start + step] for start in range(0, len(rest) - step + 1, step)][:count]
+
+
 def run(
     model: Any, tokenizer: Any, ids: list[int], method: Method, limit: int, temperature: float = 0.0, seed: int = 0,
     write: Callable[[str], None] = lambda text: None, compile: bool | str = False,

@@ -20,6 +20,7 @@ from typing_extensions import TypeVar
 
 from .. import ops
 from ..ops import Kernels, Token
+from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
 from ..stores.quantise import RowFormat, check_kv
 
@@ -45,14 +46,6 @@ class Traffic:
         """
         total = sum(math.ceil(n * heads * size) for n, size in parts)
         return cls(sum(n for n, _ in parts) * heads, total, paper * heads)
-
-
-def check_whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
-    """Raise ValueError unless value is a whole number from low to high."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} = {value!r} must be an integer of at least {low}")
-    if value > high:
-        raise ValueError(f"{name} = {value} must be at most {high}")
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,6 +25,7 @@ from .base import Example
 
 __all__ = ["TASKS", "Example", "Task", "parse"]
 
+MADE_UP = ("record", "passkey", "lines")  # tasks whose examples need no data
 TASKS = ("record", "passkey", "lines", "needle", "repetition", "bpc", "kl", "squad", "triviaqa", "summarise")
 
 
@@ -39,6 +40,11 @@ class Task(NamedTuple):
         """The task's examples, from a folder or file of data, else from the Hub where the task needs any."""
         examples: Iterator[Example] = self.module.examples(data=data, seed=seed, **self.arguments)
         return examples
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether its examples need no data."""
+        return self.module.__name__.rpartition(".")[2] in MADE_UP
 
     @property
     def sizes(self) -> str:
