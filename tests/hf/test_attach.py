@@ -18,15 +18,13 @@ from support.tiny_models import FAMILIES, WITH_FULL_ATTENTION, build, family, pa
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MOE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
 REFUSED = [
-    ("deepseek_v3", {"num_key_value_heads": 4, **MOE}, "differ in size"),
+    ("deepseek_v3", {"num_key_value_heads": 4, **MOE}, "one latent vector a token"),
     ("bloom", {}, "another attention function"),
     ("falcon", {}, "another attention function"),
     ("mpt", {}, "another attention function"),
     ("gptj", {"rotary_dim": 8, "n_embd": 64, "n_head": 4, "n_layer": 2}, "another attention function"),
-    ("stablelm", {"num_key_value_heads": 2}, "another attention function"),
     ("gpt_oss", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}, "layer 1 has attention sinks"),
-    ("minimax", {**HEADS, "num_local_experts": 4}, "layers of kind LinearAttentionLayer"),
-    ("mamba", {}, "another attention function"),
+    ("minimax", {**HEADS, "num_local_experts": 4}, "no cache but a MiniMaxCache"),
     ("bert", {}, "layer 0 is not causal"),
     ("doge", {"num_key_value_heads": 2}, "between cache and attention"),
     ("jetmoe", {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4}, "between cache and attention"),

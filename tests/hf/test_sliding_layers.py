@@ -175,5 +175,5 @@ def test_counted_steps_and_the_closed_form_agree_on_sliding_layers():
         own = cache.method.traffic(cache.get_seq_length() - 1, cache.stores[0].shape, torch.float32)
         steps.append(RowCosts(cache).step(0).bytes - own.bytes)
     assert steps == sorted(steps) and steps[0] < steps[1] < steps[2] == steps[-1], "the window is full after 7 tokens"
-    assert RowCosts(cache).last_sliding(0, 6).bytes == sum(steps)
+    assert RowCosts(cache).library_layers(0, 6).bytes == sum(steps)
     skimkv.detach(model)

@@ -103,7 +103,12 @@ def reads_of_folder(path: Path) -> ModelReads:
     text = model.config.get_text_config(decoder=True)
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"{path}: a mixture of experts, which reads only some of its weights per token")
-    supported = [layer.supported for layer in model_layers(model)]
+    layers = model_layers(model)
+    if any(layer.has_states for layer in layers):
+        raise ValueError(
+            f"{path}: it has layers of linear attention or a state space, whose bytes are not computed here"
+        )
+    supported = [layer.supported for layer in layers]
     head = getattr(model.get_output_embeddings(), "weight", None)
     tables = (part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding))
     tables_only = sum(table.numel() for table in tables if table is not head)  # a step reads one row of each

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..hf.attach import Cache
 from ..hf.layer import AttentionLayer, Layer
+from ..hf.states import KeepsStates, LayerWithStates, copy_library_rows
 from ..hf.supported import needed_max_tokens
 from ..methods import Dense
 from ..methods.base import Method
@@ -95,6 +96,8 @@ class RecordedPrompt(NamedTuple):
             own = cache.layers[i]
             if isinstance(layer, RecordedLayer):
                 assert isinstance(own, Layer)
+                if isinstance(own, LayerWithStates):
+                    own.take_states(layer)
                 own.take_prompt(layer.q, layer.k, layer.v, scale=layer.scale, pad=layer.pad, softcap=layer.softcap)
             else:
                 cache.layers[i] = copy.deepcopy(layer)
@@ -108,11 +111,18 @@ def record_prompt(model: Any, ids: Tensor, mask: Tensor | None = None, new_token
     """
     max_tokens = needed_max_tokens(model, ids.shape[1] + new_tokens)
     cache = Cache(model, Dense(), max_tokens)
-    layers = [RecordedLayer(layer.window) if isinstance(layer, Layer) else layer for layer in cache.layers]
+    layers = [_recorded(layer) for layer in cache.layers]
     cache = _with_layers(cache, layers)
     options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = forward(model, cache, ids, mask, **options)
     return RecordedPrompt(model, cache.layers, logits[:, -1].float(), max_tokens)
+
+
+def _recorded(layer: Any) -> Any:
+    """The layer that records a prompt in the place of this one."""
+    if isinstance(layer, LayerWithStates):
+        return _RecordedLayerWithStates(layer.number_of_states, layer.window)
+    return RecordedLayer(layer.window) if isinstance(layer, Layer) else layer
 
 
 def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
@@ -135,9 +145,7 @@ def copy_rows(cache: Cache, rows: Sequence[int]) -> Cache:
         if isinstance(layer, Layer):
             layers.append(layer.copy_rows(rows, workspace))
         else:
-            own: Any = copy.copy(layer)
-            own.batch_select_indices(torch.tensor(rows))  # makes new tensors and leaves the old
-            layers.append(own)
+            layers.append(copy_library_rows(layer, torch.tensor(rows)))
     return _with_layers(cache, layers)
 
 
@@ -187,6 +195,14 @@ class JointLayer(AttentionLayer):  # type: ignore[no-untyped-call]
         return sum(part.allocated for part in self.parts)
 
 
+class _RecordedLayerWithStates(KeepsStates, RecordedLayer):  # type: ignore[no-untyped-call]
+    """A recorded layer that keeps states besides."""
+
+
+class _JointLayerWithStates(KeepsStates, JointLayer):  # type: ignore[no-untyped-call]
+    """A joint layer that keeps states besides, one for each of its rows."""
+
+
 def joint_cache(caches: Sequence[Cache]) -> Cache:
     """Put caches that have read the same prompts into one batch, which holds the rows of the first, then the second's.
 
@@ -194,14 +210,18 @@ def joint_cache(caches: Sequence[Cache]) -> Cache:
     """
     if len(caches) == 1:
         return caches[0]
-    layers = []
+    layers, rows = list[Any](), max((store.shape.B for store in caches[0].stores), default=0)
+    repeated = torch.arange(rows).repeat(len(caches))
     for parts in zip(*(cache.layers for cache in caches), strict=True):
-        if isinstance(parts[0], Layer):
+        first: Any = parts[0]
+        if isinstance(first, LayerWithStates):
+            joint = _JointLayerWithStates(first.number_of_states, parts)
+            joint.take_states(first, repeated)
+            layers.append(joint)
+        elif isinstance(first, Layer):
             layers.append(JointLayer(parts))
         else:
-            own: Any = copy.copy(parts[0])
-            own.batch_select_indices(torch.arange(own.keys.shape[0]).repeat(len(caches)))
-            layers.append(own)
+            layers.append(copy_library_rows(first, repeated))
     return _with_layers(caches[0], layers)
 
 

@@ -1,6 +1,7 @@
 """What decode steps of a whole model read and write, in closed form: `Method.traffic` summed over layers and steps.
 
-Sliding layers that keep the library's cache are dense attention over their window, whatever the method.
+Layers that keep the library's cache cost the same whatever the method: a sliding layer is dense attention over its
+window, and a step reads every state of linear attention, a state space or a convolution and writes it anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from ..hf.attach import Cache
 from ..hf.layer import AttentionLayer
+from ..hf.states import state_tensors
 from ..methods import Dense
 from ..methods.base import Method, Traffic
 from ..stores.base import Shape, Store
@@ -45,33 +47,41 @@ class SlidingLayer(NamedTuple):
 
 
 def sliding_layers(cache: Cache) -> list[SlidingLayer]:
-    """The layers of a cache that the method does not decode; they cost every method the same, and dense as well."""
+    """The sliding layers of a cache that the method does not decode."""
     layers: list[Any] = [layer for layer in cache.layers if not isinstance(layer, AttentionLayer)]
     sliding = []
     for layer in layers:
-        if layer.is_initialized:
+        if getattr(layer, "is_sliding", False) and layer.is_initialized:
             B, H, _, D = layer.keys.shape
             sliding.append(SlidingLayer(Shape(B, H, 1, D), layer.keys.dtype, layer.sliding_window - 1))
     return sliding
 
 
+def state_traffic(cache: Cache) -> Traffic:
+    """What one decode step of the whole batch reads and writes of the states that layers keep."""
+    states = [state for layer in cache.layers for state in state_tensors(layer)]
+    elements = 2 * sum(state.numel() for state in states)
+    return Traffic(elements, 2 * sum(state.nbytes for state in states), elements)
+
+
 def cache_traffic(cache: Cache, steps_ago: int = 0) -> Traffic:
-    """The traffic of one decode step of the whole batch over all layers, the library's sliding ones included.
+    """The traffic of one decode step of the whole batch over all layers, the library's own included.
 
     steps_ago: as of step_traffic.
     """
     own = step_traffic(cache.method, cache.stores, steps_ago)
     n = max((length for store in cache.stores for length in store.lengths), default=0) - steps_ago
     sliding = [Dense().traffic(min(n, layer.rows), layer.shape, layer.dtype) for layer in sliding_layers(cache)]
-    return Traffic(*(sum(getattr(x, name) for x in [own, *sliding]) for name in ("elements", "bytes", "paper")))
+    parts = [own, *sliding, state_traffic(cache)]
+    return Traffic(*(sum(getattr(x, name) for x in parts) for name in ("elements", "bytes", "paper")))
 
 
 class Cost(NamedTuple):
     """What decode steps of one sequence read and write, in all layers.
 
     elements and bytes are the method's, paper_elements those of its paper's own formula; dense_elements and
-    dense_bytes are what dense attention would have read and written in the same steps. Sliding layers that keep the
-    library's cache count in all of them.
+    dense_bytes are what dense attention would have read and written in the same steps. Layers that keep the library's
+    cache count in all of them.
     """
 
     elements: int = 0
@@ -96,6 +106,9 @@ class RowCosts:
     def __init__(self, cache: Cache) -> None:
         self._method, self._stores = cache.method, cache.stores
         self._sliding = Counter(sliding_layers(cache))
+        states, B = state_traffic(cache), max((store.shape.B for store in cache.stores), default=1)
+        elements, data = states.elements // B, states.bytes // B
+        self._states = Cost(elements, data, elements, elements, data)
         self._depends_on_data = depends_on_data(cache)
         self._known: dict[int, Cost] = {}  # by the number of cached tokens, where nothing else matters
 
@@ -111,20 +124,20 @@ class RowCosts:
         cost = Cost()
         for layer, times in layers.items():
             cost = cost.plus(_layer_cost(self._method, n, *layer), times)
-        cost = cost.plus(self._sliding_cost(n))
+        cost = cost.plus(self._library_cost(n))
         if not self._depends_on_data:
             self._known[n] = cost
         return cost
 
-    def last_sliding(self, row: int, steps: int) -> Cost:
-        """What the library's sliding layers cost in the last steps of this row: stores, which count, do not see it."""
+    def library_layers(self, row: int, steps: int) -> Cost:
+        """What the library's layers cost in the last steps of this row: stores, which count, do not see it."""
         cost = Cost()
         for n in range(self._stores[0].lengths[row] - steps, self._stores[0].lengths[row]):
-            cost = cost.plus(self._sliding_cost(n))
+            cost = cost.plus(self._library_cost(n))
         return cost
 
-    def _sliding_cost(self, n: int) -> Cost:
-        cost = Cost()
+    def _library_cost(self, n: int) -> Cost:
+        cost = self._states
         for sliding, times in self._sliding.items():
             layer = sliding.shape._replace(B=1), sliding.dtype, None
             cost = cost.plus(_layer_cost(Dense(), min(n, sliding.rows), *layer), times)

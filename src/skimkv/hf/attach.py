@@ -37,7 +37,8 @@ from ..stores.base import Store, Workspace
 from .adapters import check_adapter, transformers_model
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
-from .supported import max_positions, model_layers, needed_max_tokens, supported_layers
+from .states import LayerWithStates, is_state_layer, refuse_crop, repeated_rows, select_rows, state_tensors
+from .supported import ModelLayer, max_positions, model_layers, needed_max_tokens, supported_layers
 
 __all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 
@@ -73,10 +74,7 @@ class Cache(LibraryCache):
         self.method, self.max_tokens = method, max_tokens
         workspace = Workspace()
         super().__init__(
-            layers=[
-                Layer(self.method, workspace, layer.window) if layer.supported else layer.library_cache
-                for layer in supported_layers(model, max_tokens)
-            ]
+            layers=[_make_layer(layer, self.method, workspace) for layer in supported_layers(model, max_tokens)]
         )
         self.max_positions = max_positions(model)
         self._updated: AttentionLayer | None = None  # the layer of the last update
@@ -109,9 +107,12 @@ class Cache(LibraryCache):
 
     def _begin_generation(self, prefill_until: int | None, prompt_end: int | None, keep_recording: bool) -> None:
         """Prepare for a new call of generate(). prefill_until, prompt_end: as of Layer."""
-        for layer in self.layers:
+        layers: list[Any] = self.layers
+        for layer in layers:
             if isinstance(layer, Layer):
                 layer.prefill_until, layer.prompt_end = prefill_until, prompt_end
+            if not keep_recording and is_state_layer(layer) and layer.record_past:
+                layer.crop(0)  # to what the next token needs
             if not keep_recording and hasattr(layer, "record_past"):
                 layer.record_past = False
 
@@ -119,6 +120,34 @@ class Cache(LibraryCache):
         """Forget all tokens."""
         self._updated = None
         super().reset()  # type: ignore[no-untyped-call]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens.
+
+        Raises ValueError if a layer cannot do that, and then forgets nothing.
+        """
+        layers: list[Any] = self.layers
+        if not all(layer.is_croppable and layer.record_past for layer in layers if is_state_layer(layer)):
+            refuse_crop(tokens_to_remove)
+        for layer in layers:
+            if not is_state_layer(layer) or layer.record_past:
+                layer.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row of the batch becomes `repeats` rows."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            if not is_state_layer(layer):
+                layer.batch_repeat_interleave(repeats)
+            else:
+                layer.reorder_cache(repeated_rows(layer, repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of the batch with these numbers, or where this tensor of booleans is true."""
+        indices = torch.as_tensor(indices)
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        for layer in self.layers:
+            select_rows(layer, rows)
 
     @property
     def stores(self) -> list[Store]:
@@ -152,8 +181,25 @@ class Cache(LibraryCache):
 
     @property
     def _library_bytes(self) -> int:
+        """Of the layers that the method does not decode, and of states."""
         layers: list[Any] = [layer for layer in self.layers if not isinstance(layer, AttentionLayer)]
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+        rows = [tensor for layer in layers for tensor in (_tensor(layer, "keys"), _tensor(layer, "values"))]
+        states = [state for layer in self.layers for state in state_tensors(layer)]
+        return sum(tensor.nbytes for tensor in [*rows, *states] if tensor is not None)
+
+
+def _tensor(layer: Any, name: str) -> Tensor | None:
+    tensor: Tensor | None = getattr(layer, name, None)
+    return tensor
+
+
+def _make_layer(layer: ModelLayer, method: Method, workspace: Workspace) -> Any:
+    """The layer of a cache for a layer of the model."""
+    if not layer.supported:
+        return layer.library_cache
+    if layer.has_states:
+        return LayerWithStates(layer.library_cache.number_of_states, method, workspace, layer.window)
+    return Layer(method, workspace, layer.window)
 
 
 _lock = threading.RLock()  # over what is attached to any model, and which generate() calls run

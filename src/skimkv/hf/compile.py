@@ -106,6 +106,8 @@ class CompiledForward:
         if backend not in backends:
             raise ValueError(f"compile = {backend!r} must be True or one of {', '.join(backends)}")
         layers = model_layers(model)
+        if not all(layer.attends and not layer.has_states for layer in layers):
+            raise ValueError(f"{name} cannot be compiled: not all of its layers are attention and nothing else")
         if not all(layer.supported for layer in layers):
             raise ValueError(f"{name} cannot be compiled: it has layers of sliding attention")
         if any(isinstance(part, Packed) for part in model.modules()):

@@ -23,7 +23,9 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
+    blockwise_overlay,
     causal_mask_function,
+    or_masks,
     sliding_window_overlay,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,6 +34,8 @@ from ..methods import Dense
 from ..methods.base import Method
 from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
+from ..stores.rotation import KeyRotation
+from ..stores.slots import Slots
 
 # Our names of attention functions -> the library's function for layers and caches that are not ours.
 LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
@@ -42,9 +46,10 @@ KNOWN_KEYWORDS = {
     "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 
-# What the library makes the mask of a sliding window from: the intersection of these two.
-_SLIDING_OVERLAY = sliding_window_overlay(1)
+# What the library makes masks from: a sliding window is an intersection, blocks that images form are a union.
+_SLIDING_OVERLAY, _BLOCK_OVERLAY = sliding_window_overlay(1), blockwise_overlay(torch.zeros(1, 1))
 _AND_MASK = and_masks(_SLIDING_OVERLAY, causal_mask_function)
+_OR_MASK = or_masks(causal_mask_function, _BLOCK_OVERLAY)
 
 MARK = "_skimkv_layer"  # the attribute of a key tensor that names its layer
 
@@ -131,7 +136,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         with autocast:
             y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
         self.pending, self.is_initialized = None, True
-        return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
+        return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D).contiguous()  # as the library's functions return it
 
     def _padding(self, mask: Tensor | None, n: int) -> list[int] | None:
         """How many leading tokens of this block of n are padding, per row; None if there is no padding."""
@@ -237,10 +242,12 @@ def _takes_chunks(method: Method, store: Store) -> bool:
 class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     """An attention layer whose tokens a method reads from its store, which is made at the first block.
 
-    workspace: scratch memory of the kernels, one for all layers of a cache. window: as of AttentionLayer.
+    workspace: scratch memory of the kernels, one for all layers of a cache. window: as of AttentionLayer. rotation: of
+    the model's keys in this layer, for methods that turn keys to other positions.
     """
 
     is_croppable = True
+    rotation: KeyRotation | None = None
 
     def __init__(self, method: Method, workspace: Workspace, window: int | None = None) -> None:
         self.method, self.workspace, self.window = method, workspace, window
@@ -336,6 +343,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     def _new_store(self, q: Tensor, k: Tensor) -> Store:
         B, H, _, D = k.shape
         store: Store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+        if isinstance(store, Slots):
+            store.rotation = self.rotation
         return store
 
     def _prefill_tokens(self, n: int, pad: list[int] | None) -> int:
@@ -502,10 +511,13 @@ def mask(library_name: str, **kwargs: Any) -> Tensor | None:
     """
     make_library_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[library_name], **kwargs)
     given, n, start = kwargs.get("attention_mask"), kwargs["kv_length"], kwargs.get("q_offset", 0)
-    is_causal = _is_causal(kwargs.get("mask_function", causal_mask_function), n)
+    mask_function = kwargs.get("mask_function", causal_mask_function)
+    is_causal = _is_causal(mask_function, n)
+    # without blocks of an image, their mask is as dispensable as the causal one
+    allows_skip = kwargs.get("allow_is_causal_skip", True) or _has_blocks(mask_function)
     # the queries are the last tokens of the keys, as in a cache that grows and keeps every position
     is_growing = isinstance(start, int) and n == start + kwargs["q_length"] and not kwargs.get("kv_offset", 0)
-    if not is_causal or not is_growing or not kwargs.get("allow_is_causal_skip", True):
+    if not is_causal or not is_growing or not allows_skip:
         library_mask: Tensor | None = make_library_mask()
         return library_mask
     pads, error = [0] * kwargs["batch_size"], None
@@ -524,16 +536,37 @@ def mask(library_name: str, **kwargs: Any) -> Tensor | None:
 
 
 def _is_causal(mask_function: Any, n: int) -> bool:
-    """Whether a mask function means plain causal attention over n tokens; a sliding window does if it is that wide."""
+    """Whether a mask function means plain causal attention over n tokens.
+
+    A sliding window does if it is that wide, and so do blocks in which tokens see one another if there are none.
+    """
     if mask_function is causal_mask_function:
         return True
-    cells = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
-    parts = cells.get("mask_functions", ())
-    if len(parts) != 2 or parts[1] is not causal_mask_function or mask_function.__code__ is not _AND_MASK.__code__:
+    parts = _parts(mask_function)
+    if _has_blocks(mask_function):
+        no_block = not bool((inspect.getclosurevars(parts[1]).nonlocals["block_sequence_ids"] >= 0).any())
+        return no_block and _is_causal(parts[0], n)
+    if len(parts) != 2 or parts[1] is not causal_mask_function or not _is_made_by(mask_function, _AND_MASK):
         return False
-    if getattr(parts[0], "__code__", None) is not _SLIDING_OVERLAY.__code__:
+    if not _is_made_by(parts[0], _SLIDING_OVERLAY):
         return False
     return bool(n <= inspect.getclosurevars(parts[0]).nonlocals["sliding_window"])
+
+
+def _has_blocks(mask_function: Any) -> bool:
+    """Whether a mask function is the union of another one and of blocks in which tokens see one another."""
+    parts = _parts(mask_function)
+    return len(parts) == 2 and _is_made_by(mask_function, _OR_MASK) and _is_made_by(parts[1], _BLOCK_OVERLAY)
+
+
+def _parts(mask_function: Any) -> Sequence[Any]:
+    cells = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
+    parts: Sequence[Any] = cells.get("mask_functions", ())
+    return parts
+
+
+def _is_made_by(mask_function: Any, example: Any) -> bool:
+    return getattr(mask_function, "__code__", None) is example.__code__
 
 
 def _library_mask(counts: Any) -> Tensor | None:
