@@ -46,7 +46,7 @@ sanitize: $(VENV)/.dev
 	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 SKIMKV_LIBRARY=build/sanitize \
 	    $(TEST) $(SANITIZED) $(ARGS)
 
-PYTHON_FILES := src tests benchmarks docs
+PYTHON_FILES := src tests benchmarks docs examples
 C_FILES      := $(shell find csrc examples tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)
