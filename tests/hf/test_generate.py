@@ -6,11 +6,10 @@ import functools
 
 import pytest
 import torch
-from transformers import DynamicCache, pipeline
+from transformers import DynamicCache
 
 import skimkv
 from support.generation import (
-    GREEDY,
     MODES,
     N,
     assisted,
@@ -23,7 +22,7 @@ from support.generation import (
     padding,
     sampling,
 )  # fmt: skip
-from support.tiny_models import WITH_FULL_ATTENTION, family, prompt, tokenizer, with_slow
+from support.tiny_models import WITH_FULL_ATTENTION, family, prompt, with_slow
 
 # Every position fits the budget, so these compute dense attention in another way.
 FULL = ["SparQ(r=4, k=128)", "TopK(k=128)", "LMInfinite(k=128)", "H2O(k=128)", "SubGen(k=64, recent=128)"]
@@ -115,19 +114,6 @@ def test_attach_inserts_the_cache(name):
             out = mode(model, lambda: None)
         assert out.tolist() == expected.tolist(), mode.__name__
     assert model.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_pipeline(name):
-    model, words = family(name), tokenizer()
-    texts = [words.decode(row) for row in (*prompt(1, N), *prompt(1, 9, 1), *prompt(1, 14, 2))]
-    generate = pipeline("text-generation", model=model, tokenizer=words, device="cpu")
-    options = {"batch_size": 3, "return_full_text": False, **GREEDY}
-    expected = generate(texts, **options)
-    with skimkv.attach(model, "TopK(k=128)"):
-        assert generate(texts, **options) == expected
-    with skimkv.attach(model, "LMInfinite(k=4, initial=1)"):
-        assert generate(texts, **options) != expected, "a method that drops tokens must change the text"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -156,6 +156,11 @@ def test_virtual_tokens_at_full_budget(config):
         cache = skimkv.Cache(model, spec)
         assert tokens(model, past_key_values=cache) == own
         assert cache.get_seq_length() == 5 + N + GREEDY["max_new_tokens"] - 1
+    with pytest.raises(
+        ValueError, match=r"counts its virtual tokens as tokens of the text.* this one holds 48 tokens$"
+    ):
+        tokens(model, input_ids=torch.cat([torch.tensor(own), prompt(1, 9)], 1), past_key_values=cache)
+    cache.reset()
     with pytest.raises(ValueError, match=r"_TUNING puts its virtual tokens before the padding.* one at a time$"):
         tokens(model, **padded([N, 9]), past_key_values=cache)
     skimkv.detach(model)

@@ -26,11 +26,11 @@ def transformers_model(model: Any) -> PreTrainedModel:
     return model
 
 
-def check_adapter(model: Any, attention_mask: Tensor | None = None) -> None:
-    """Check that the active adapter leaves our cache and a prompt with this mask (B,n) as they are.
+def check_adapter(model: Any, attention_mask: Tensor | None = None, seen: int = 0) -> None:
+    """Check that the active adapter leaves our cache of `seen` tokens and a prompt with this mask (B,n) as they are.
 
     Raises ValueError if `model` is of PEFT and would put a cache of its own in the place of ours, or virtual tokens
-    before padding. Any other model passes.
+    before padding, or if it would count them as tokens of a text that goes on. Any other model passes.
     """
     config = getattr(model, "active_peft_config", None)
     if config is None or not config.is_prompt_learning or model._adapters_disabled:
@@ -45,4 +45,9 @@ def check_adapter(model: Any, attention_mask: Tensor | None = None) -> None:
         raise ValueError(
             f"{name} with an adapter of type {kind} puts its virtual tokens before the padding, which is not "
             "supported: give prompts of one length, or one at a time"
+        )
+    if seen:
+        raise ValueError(
+            f"{name} with an adapter of type {kind} counts its virtual tokens as tokens of the text, so that it would "
+            f"leave out tokens of the prompt: give a new cache, this one holds {seen} tokens"
         )

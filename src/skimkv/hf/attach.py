@@ -469,7 +469,8 @@ def _prepare_cache(
         raise ValueError("output_attentions=True is not supported: a method computes no matrix of attention weights")
     user = getattr(model.prepare_inputs_for_generation, "__self__", model)  # PEFT's generate() puts its own there
     if (is_ours or isinstance(given, Cache)) and user is not model:
-        check_adapter(user, model_kwargs.get("attention_mask"))
+        seen = given.get_seq_length() if isinstance(given, Cache) else 0
+        check_adapter(user, model_kwargs.get("attention_mask"), seen)
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
@@ -490,6 +491,11 @@ def _prepare_cache(
     if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
         is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         prefill_until, seen = None, cache.get_seq_length()
+        if prompt is not None and 0 < prompt <= seen:
+            raise ValueError(
+                f"the cache holds {seen} tokens and the prompt has {prompt}: give the whole text, which begins with "
+                "what the cache holds, or a new cache"
+            )
         if is_assisted and seen:
             # transformers would feed the whole text again, after what the cache already holds of it
             raise ValueError(f"assisted decoding needs a new cache: this one holds {seen} tokens")
