@@ -1,0 +1,297 @@
+"""Compare methods by KL(dense ‖ method) at equal bytes: python benchmarks/divergence.py TEXTS --out FOLDER
+
+TEXTS is a text file or a folder of *.txt, as for the task kl. Every method is run on a grid of its settings, all on the
+same documents. On every second document settings are chosen; what is printed and drawn is measured on the others:
+
+- at each budget, a share of dense attention's bytes, the setting with the least mean KL among those that read no more;
+- for each mean KL, the least share of the bytes that reaches it, between two settings by interpolation.
+
+FOLDER/results.jsonl (counted.jsonl for --counted) holds the records, so that the same command goes on after an
+interruption, or adds methods; FOLDER/divergence.json and FOLDER/divergence.png are written at the end. Where skimkv is
+not installed, write PYTHONPATH=src in front.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from skimkv import plotting, spec
+from skimkv.cli import output
+from skimkv.eval.panels import label
+from skimkv.eval.plan import Plan, Setup, fingerprint, plan_job, supported_methods
+from skimkv.eval.results import Results, Tail
+from skimkv.eval.run import run_evaluation
+from skimkv.eval.statistics import cluster_bootstrap
+from skimkv.eval.tasks import parse as parse_task
+from skimkv.hf.load import load
+from skimkv.methods import parse
+from skimkv.ops import select_backend
+
+# Each is a line of the figure. An argument that is a list stands for one setting with each of its values.
+GRIDS = (
+    "Dense()",
+    "SparQ(r=[4, 8, 12, 16, 24, 32], k=[8, 16, 32, 64, 128], channels='int4')",
+    "SparQ(r=[4, 8, 12, 16, 24, 32], k=[8, 16, 32, 64, 128], channels='int4', mean_value=True)",
+    "SparQ(r=[1, 2, 4, 8], k=[8, 16, 32, 64, 128])",
+    "TopK(k=[8, 16, 24, 40, 64, 100, 160], oracle=True)",
+    "H2O(k=[32, 48, 64, 96, 160, 256])",
+)
+BASELINE = "SparQ(mean_value=True, channels='int4')"
+BUDGETS = (0.02, 0.03, 0.05, 0.08)  # shares of dense attention's bytes
+TARGETS = (0.1, 0.03, 0.01, 0.003)  # mean KL in nats a token
+SLACK = 1.02  # a setting that reads this much more than a budget still counts as within it
+
+Record = Mapping[str, Any]
+
+
+def settings(template: str) -> Iterator[str]:
+    """Yield the specs of a grid: every combination of the values in its lists. Raises ValueError if it is no spec."""
+    call = spec.parse_call(template, "method", "SparQ(r=[8, 16], k=64)")
+    values = []
+    for name, node in [*((None, node) for node in call.positional), *call.keywords]:
+        choices = node.elts if isinstance(node, ast.List) else [node]
+        values.append([f"{name}={ast.unparse(choice)}" if name else ast.unparse(choice) for choice in choices])
+    for arguments in itertools.product(*values):
+        yield repr(parse(f"{call.name}({', '.join(arguments)})"))
+
+
+def family(method: str) -> str:
+    """The line on which a setting stands: its method and what it was given besides its budget, as a spec."""
+    name, _, changed = label(method).partition(", ")
+    return f"{name}({changed})" if changed else name
+
+
+class Measured(NamedTuple):
+    """One setting on some documents. share: of the bytes that dense attention moves in the same steps."""
+
+    method: str
+    share: float
+    kl_mean: float
+    low: float | None
+    high: float | None
+    tail: Tail
+
+    def json(self) -> dict[str, Any]:
+        """The same for the JSON file."""
+        fields = {name: value for name, value in self._asdict().items() if name != "tail"}
+        return {**fields, **self.tail._asdict()}
+
+
+def measure(records: Sequence[Record]) -> Measured:
+    """Summarise the records of one setting, one for each document."""
+    scores, tail = [record["score"] for record in records], Tail.of(records)
+    assert tail is not None, "records of the task kl hold divergences"
+    low, high = cluster_bootstrap(scores, range(len(scores)), 0, math.inf)
+    moved, dense = (sum(record[name] for record in records) for name in ("bytes", "dense_bytes"))
+    return Measured(records[0]["method"], moved / dense, fmean(scores), low, high, tail)
+
+
+class Family(NamedTuple):
+    """All settings of one line, on the documents where they are chosen and on those where they are reported.
+
+    reported_scores: the mean KL of every reported document, by setting.
+    """
+
+    name: str
+    chosen_on: list[Measured]
+    reported: dict[str, Measured]
+    reported_scores: dict[str, list[float]]
+
+    def at_budget(self, budget: float) -> str | None:
+        """The setting with the least mean KL on the first documents that reads at most this share of the bytes."""
+        within = [setting for setting in self.chosen_on if setting.share <= budget * SLACK]
+        return min(within, key=lambda setting: setting.kl_mean).method if within else None
+
+    def front(self) -> list[Measured]:
+        """Those settings that were better on the first documents than all cheaper ones, as reported, cheapest first."""
+        best, front = math.inf, []
+        for setting in sorted(self.chosen_on, key=lambda setting: setting.share):
+            if setting.kl_mean < best:
+                best = setting.kl_mean
+                front.append(self.reported[setting.method])
+        return front
+
+    def share_for(self, target: float) -> float | None:
+        """The least share of the bytes at which the mean KL is `target`, along the front; None beyond its ends.
+
+        Between two settings both are interpolated logarithmically.
+        """
+        front = self.front()
+        for cheaper, dearer in itertools.pairwise(front):
+            if cheaper.kl_mean >= target >= dearer.kl_mean and dearer.kl_mean > 0:
+                gap = math.log(cheaper.kl_mean / dearer.kl_mean)
+                part = math.log(cheaper.kl_mean / target) / gap if gap else 0.0
+                return cheaper.share * (dearer.share / cheaper.share) ** part
+        return None
+
+
+def families(records: Sequence[Record]) -> list[Family]:
+    """Sort records into lines; of every setting, the first, third, ... document is one on which settings are chosen."""
+    by_setting: dict[str, list[Record]] = {}
+    for record in records:
+        by_setting.setdefault(record["method"], []).append(record)
+    lines: dict[str, Family] = {}
+    for method, own in by_setting.items():
+        line = lines.setdefault(family(method), Family(family(method), [], {}, {}))
+        line.chosen_on.append(measure(own[0::2]))
+        line.reported[method] = measure(own[1::2])
+        line.reported_scores[method] = [record["score"] for record in own[1::2]]
+    return list(lines.values())
+
+
+def budget_rows(lines: Sequence[Family], baseline: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
+    """What each line reaches at each budget, on the reported documents, and its difference to the baseline's there."""
+    (base,) = (line for line in lines if line.name == baseline)
+    rows = []
+    for budget, line in itertools.product(budgets, lines):
+        method = line.at_budget(budget)
+        if method is None:
+            continue
+        row = {"family": line.name, "budget": budget, **line.reported[method].json()}
+        other = base.at_budget(budget)
+        if other is not None and line is not base:
+            pairs = zip(line.reported_scores[method], base.reported_scores[other], strict=True)
+            differences = [own - theirs for own, theirs in pairs]
+            low, high = cluster_bootstrap(differences, range(len(differences)), -math.inf, math.inf)
+            row |= {"diff_to_baseline": fmean(differences), "diff_low": low, "diff_high": high}
+        rows.append(row)
+    return rows
+
+
+def target_rows(lines: Sequence[Family], baseline: str, targets: Sequence[float]) -> list[dict[str, Any]]:
+    """The share of dense's bytes that each line needs for each mean KL, and how many times fewer than the baseline."""
+    (base,) = (line for line in lines if line.name == baseline)
+    rows = []
+    for target, line in itertools.product(targets, lines):
+        share, theirs = line.share_for(target), base.share_for(target)
+        fewer = theirs / share if share and theirs else None
+        rows.append({"family": line.name, "kl_mean": target, "share": share, "times_fewer_than_baseline": fewer})
+    return rows
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Make the records that the files lack; return those of all settings, document by document in one order."""
+    model, tokenizer = load(args.model, dtype=args.dtype)
+    task = parse_task(f"kl(context={args.context}, reference={args.reference})")
+    records: list[Record] = []
+    for counted, templates in ((False, args.method or GRIDS), (True, args.counted or ())):
+        specs = [method for template in templates for method in settings(template)]
+        setup = Setup(model, tokenizer, args.model, args.seed, args.batch, counted, fingerprint(model))
+        methods, misfits = supported_methods(setup, [parse(method) for method in specs])
+        for misfit in misfits:
+            print(f"Left out: {misfit}", file=sys.stderr)
+        if methods:
+            job = plan_job(setup, task, "blind", methods, args.texts, args.documents)
+            if len(job.groups) < 2:
+                raise ValueError(f"{args.texts}: one document is not enough: settings are chosen on half of them")
+            name, backend = ("counted.jsonl", "ref") if counted else ("results.jsonl", select_backend("cpu")[0])
+            with Results(args.out / name, backend) as results, output.progress_bar() as bar:
+                shown = bar.add_task(name, total=None)
+                records += run_evaluation(
+                    setup,
+                    Plan([job], []),
+                    results,
+                    lambda done, total, _, bar=bar, shown=shown: bar.update(shown, completed=done, total=total),
+                )
+    return records
+
+
+def draw(lines: Sequence[Family], title: str, path: Path) -> None:
+    """Draw the mean and the 99th percentile of the KL by bytes, a line for the front of each family."""
+    from matplotlib.lines import Line2D
+
+    lines = [line for line in lines if line.name != "Dense"]
+    points: tuple[list[Any], list[Any]] = ([], [])
+    for line in lines:
+        for found in line.front():
+            points[0].append((line.name, found.share, found.kl_mean, found.low, found.high))
+            ends = found.tail.kl_p99_low, found.tail.kl_p99_high
+            points[1].append((line.name, found.share, found.tail.kl_p99, *ends))
+    styles = plotting.line_styles([line.name for line in lines])
+    figure, axes = plotting.panel_grid(2, 2, (5.2, 4.2), (0.4, 1.2))
+    for ax, what, panel in zip(axes, ("mean KL", "99th percentile of KL"), points, strict=True):
+        plotting.draw_scores(ax, f"{what}, nats a token; lower is better", panel, styles, math.inf, from_dense=True)
+        ticks = (0.01, 0.02, 0.03, 0.05, 0.08, 0.125, 0.25, 0.5)
+        shares = [share for _, share, *_ in panel]
+        shown = [tick for tick in ticks if min(shares) / 1.5 <= tick <= max(shares) * 1.5]
+        ax.set_xticks(shown, [f"{tick:.3g}" for tick in shown])
+    handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], label=n) for n in styles]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    figure.supxlabel(f"bytes read per step, as a share of dense attention's (log scale)\n{title}", fontsize=9)
+    plotting.save(figure, path)
+
+
+def print_tables(rows: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]]) -> None:
+    """Print both tables for people."""
+    console = output.console(150)
+    table = output.table(
+        "settings chosen on half of the documents, figures of the others", "budget and family", "setting", "of dense",
+        "mean KL", "95% interval", "to baseline", "99th percentile", "maximum", "same top token",
+    )  # fmt: skip
+    for row in rows:
+        interval = "" if row["low"] is None else f"{row['low']:.3g} … {row['high']:.3g}"
+        difference = row.get("diff_to_baseline")
+        ends = "" if row.get("diff_low") is None else f" ({row['diff_low']:+.2g} … {row['diff_high']:+.2g})"
+        table.add_row(
+            f"{row['budget']:.0%} {row['family']}", row["method"].replace(row["family"].split("(")[0], "", 1),
+            f"{row['share']:.1%}", f"{row['kl_mean']:.3g}", interval,
+            "" if difference is None else f"{difference:+.2g}{ends}", f"{row['kl_p99']:.3g}", f"{row['kl_max']:.3g}",
+            f"{row['agreement']:.1%}",
+        )  # fmt: skip
+    console.print(table)
+    reached = list(dict.fromkeys(row["kl_mean"] for row in targets))
+    table = output.table("share of dense's bytes for a mean KL of", "family", *(f"{kl:g}" for kl in reached))
+    for name in dict.fromkeys(row["family"] for row in targets):
+        own = [row for row in targets if row["family"] == name]
+        table.add_row(name, *("–" if row["share"] is None else f"{row['share']:.1%}" for row in own))
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", type=Path, help="text file or folder of *.txt")
+    parser.add_argument("--out", type=Path, default=Path("divergence"), help="folder to write into")
+    parser.add_argument("--model", default="builtin", help="builtin, a folder, or a Hugging Face id")
+    parser.add_argument("--dtype", default="float16", help="number format; bytes are those of a cache in it")
+    parser.add_argument("--method", action="append", help="a grid; may be given several times instead of the default")
+    parser.add_argument("--counted", action="append", help="a grid whose bytes are counted on the reference backend")
+    parser.add_argument("--baseline", default=BASELINE, help="the family that others are compared with")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a document's prompt")
+    parser.add_argument("--reference", type=int, default=128, help="tokens that are forced after it")
+    parser.add_argument("--documents", type=int, default=48, help="how many documents are used, in two halves")
+    parser.add_argument("--batch", type=int, default=8, help="documents that are decoded together")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of the documents")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        lines = families(run(args))
+        if args.baseline not in (names := [line.name for line in lines]):
+            raise ValueError(f"--baseline {args.baseline} is none of the families: {'; '.join(names)}")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows, targets = budget_rows(lines, args.baseline, BUDGETS), target_rows(lines, args.baseline, TARGETS)
+    setting = {name: getattr(args, name) for name in ("model", "dtype", "context", "reference", "seed", "baseline")}
+    documents = len(next(iter(lines[0].reported_scores.values())))
+    curves = {line.name: [found.json() for found in line.front()] for line in lines}
+    told = {**setting, "reported_documents": documents, "budgets": rows, "targets": targets, "curves": curves}
+    (args.out / "divergence.json").write_text(json.dumps(told, indent=1) + "\n")
+    title = f"{args.model}, {args.texts.name}, {args.dtype}: {documents} documents, {args.reference} tokens after "
+    draw(lines, f"{title}{args.context}", args.out / "divergence.png")
+    print_tables(rows, targets)
+    print(f"{args.out}: results.jsonl, divergence.json, divergence.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
