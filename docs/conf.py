@@ -27,7 +27,10 @@ release = version = skimkv.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx"]
 exclude_patterns = ["figures/*.py", "examples"]
 nitpicky = True  # a reference that leads nowhere is an error
-nitpick_ignore = [("py:class", "skimkv.methods.base.S")]  # the type variable of Method: its kind of store
+nitpick_ignore = [
+    ("py:class", "skimkv.methods.base.S"),  # the type variable of Method: its kind of store
+    ("py:class", "DeviceMap"),  # the values that load takes as device_map
+]
 
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3

@@ -63,6 +63,7 @@ TARGETS = {
         ("torch.device", "class", "tensor_attributes.html#$"),
         ("torch.Generator", "class", "generated/torch.Generator.html#$"),
         ("torch.nn.Module", "class", "generated/torch.nn.Module.html#$"),
+        ("torch.nn.modules.module.Module", "class", "generated/torch.nn.Module.html#torch.nn.Module"),
         ("torch.compile", "function", "generated/torch.compile.html#$"),
         ("torch.cuda.CUDAGraph", "class", "generated/torch.cuda.CUDAGraph.html#$"),
         (

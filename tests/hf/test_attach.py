@@ -59,7 +59,12 @@ def test_refused_encoder_decoder_shared_layers_and_strangers():
     sizes = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     bart = BartConfig(vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, **sizes)
     refuses(lambda: skimkv.attach(AutoModelForSeq2SeqLM.from_config(bart), "Dense()"), "encoder-decoder")
-    refuses(lambda: skimkv.attach(torch.nn.Linear(2, 2), "Dense()"), "Linear is not a transformers model")
+    for stranger in (torch.nn.Linear(2, 2), torch.compile(family("llama"), backend="eager"), None):
+        for call in (skimkv.attach, skimkv.Cache):
+            refuses(
+                lambda call=call, model=stranger: call(model, "Dense()"), "is not a transformers model; if it wraps"
+            )
+        refuses(lambda model=stranger: skimkv.detach(model), f"{type(stranger).__name__} is not a transformers model")
     refuses(lambda: skimkv.attach(family("llama"), "Dens()"), "did you mean Dense")
     cache = skimkv.Cache(family("llama"), "SparQ(r=17, k=4)")
     refuses(lambda: family("llama")(prompt(), past_key_values=cache), "r = 17")

@@ -22,7 +22,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
         inner = model.base_model
         model = inner if isinstance(inner, PreTrainedModel) else inner.model
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is not a transformers model")
+        raise ValueError(f"{type(model).__name__} is not a transformers model; if it wraps one, give that one")
     return model
 
 
