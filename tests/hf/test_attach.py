@@ -11,7 +11,6 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import skimkv
-from skimkv.hf.attach import check_length
 from support.generation import GREEDY, NEW, N
 from support.tiny_models import FAMILIES, WITH_FULL_ATTENTION, build, family, padded, prompt, with_slow
 
@@ -217,18 +216,6 @@ def test_masks_that_lose_their_attributes_between_devices():
     cache = skimkv.Cache(model, "Dense()")
     assert model.generate(**batch, past_key_values=cache, **GREEDY).tolist() == expected.tolist()
     refuses(lambda: model(**batch), "lost its form between devices", RuntimeError)
-
-
-def test_prompts_longer_than_the_positions():
-    for name in ("llama", "gpt2", "opt"):
-        model = family(name)
-        with skimkv.attach(model, "Dense()"):
-            refuses(lambda model=model: model.generate(prompt(1, 161), **GREEDY), "161 tokens .* 160 positions")
-        check_length(model, 160)
-        refuses(lambda model=model: check_length(model, 161), "161 tokens")
-    cache = skimkv.Cache(family("llama"), "H2O(k=8)")
-    family("llama")(prompt(1, 100), past_key_values=cache)
-    refuses(lambda: family("llama")(prompt(1, 61), past_key_values=cache), "161 tokens")
 
 
 @pytest.mark.parametrize(("name", "value"), [("SKIMKV_BACKEND", "foo"), ("SKIMKV_ISA", "sse9")])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..hf.attach import Cache
+from ..hf.states import keeps_states
 from .shared_prompt import forward, joint_cache
 from .traffic import Cost, RowCosts, depends_on_data
 
@@ -126,9 +127,10 @@ def answer_questions(
     costs = [(RowCosts(cache), row) for cache in caches for row in range(len(questions))]
     logits, mask = logits.repeat(times, 1)[:, None], None if mask is None else mask.repeat(times, 1)
     end_tokens, start = find_end_tokens(model, tokenizer), 0
-    one_by_one = any(map(depends_on_data, caches))  # else a step's cost could not be told after the steps that follow
+    # of some methods a step's cost could not be told after the steps that follow
+    one_by_one = any(map(depends_on_data, caches)) or keeps_states(joint)
     while True:
-        n = 1 if one_by_one else _tokens_at_once(questions, joint, start)
+        n = 1 if one_by_one else _tokens_at_once(questions, start)
         for answer, before in zip(answers, logits, strict=True):
             answer.score(start, before[-1:])
         tokens = [
@@ -148,14 +150,12 @@ def answer_questions(
     return [closed[i : i + len(questions)] for i in range(0, len(closed), len(questions))]
 
 
-def _tokens_at_once(questions: Sequence[Question], joint: Cache, start: int) -> int:
+def _tokens_at_once(questions: Sequence[Question], start: int) -> int:
     """How many tokens can be fed in one block, which each layer decodes token by token.
 
-    As many as every row still has, but for its last; only one near the end of the model's positions.
+    As many as every row still has, but for its last.
     """
-    n = min(min(len(question.feed) for question in questions) - 1 - start, BLOCK)
-    beyond = joint.max_positions is not None and joint.get_seq_length() + n > joint.max_positions
-    return 1 if n < 2 or beyond else n
+    return max(1, min(min(len(question.feed) for question in questions) - 1 - start, BLOCK))
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from ..hf.attach import Cache, attach, check_length
+from ..hf.attach import Cache, attach
+from ..hf.positions import positions_of
 from ..hf.supported import needed_max_tokens
 from ..methods.base import Method
 from .traffic import cache_traffic
@@ -108,14 +110,16 @@ def run(
     model: Any, tokenizer: Any, ids: list[int], method: Method, limit: int, temperature: float = 0.0, seed: int = 0,
     write: Callable[[str], None] = lambda text: None, compile: bool | str = False,
 ) -> Result:  # fmt: skip
-    """Generate at most `limit` tokens after `ids`, and no more than the model has positions for.
+    """Generate at most `limit` tokens after `ids`; a warning says so where the model's positions end before.
 
     temperature = 0 is greedy. write is called with each new piece of the text. compile is that of `attach`. Ctrl-C ends
-    the text early. Raises ValueError if not even one more token fits, or if the model cannot be compiled.
+    the text early. Raises ValueError if `ids` exceed a learned table of positions, or if the model cannot be compiled.
     """
-    check_length(model, len(ids) + 1)
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    limit = limit if positions is None else min(limit, positions - len(ids))
+    positions = positions_of(model)
+    positions.check(len(ids))
+    if positions.table is not None and limit > (room := positions.table - len(ids) + 1):  # the last token is not fed
+        warnings.warn(f"{positions.name} has {positions.table} positions: at most {room} tokens follow", stacklevel=2)
+        limit = room
     cache = Cache(model, method, needed_max_tokens(model, len(ids) + limit - 1))
     stream = _Stream(tokenizer, write)
     prompt = torch.tensor([ids], device=model.device)

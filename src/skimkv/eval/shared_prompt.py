@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..hf.attach import Cache
 from ..hf.layer import AttentionLayer, Layer
+from ..hf.positions import positions_of
 from ..hf.states import KeepsStates, LayerWithStates, copy_library_rows
 from ..hf.supported import needed_max_tokens
 from ..methods import Dense
@@ -92,6 +93,7 @@ class RecordedPrompt(NamedTuple):
         Every token that is fed to it afterwards is decoded, in blocks of any size.
         """
         cache = Cache(self.model, method, self.max_tokens)
+        cache.positions = None  # a plan leaves out what is too long; a row that has ended may still go past them
         for i, layer in enumerate(self.layers):
             own = cache.layers[i]
             if isinstance(layer, RecordedLayer):
@@ -130,9 +132,9 @@ def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **option
 
     mask (B, positions seen and these n) where rows are padded on the left, else None.
     """
-    if mask is not None:  # else a model counts the padding; rows that have ended may be past the last position
-        last = None if cache.max_positions is None else cache.max_positions - 1
-        positions = (mask.cumsum(1) - 1).clamp(0, last)[:, -ids.shape[1] :]
+    if mask is not None:  # else a model counts the padding; rows that have ended may be past the end of a table
+        table = positions_of(model).table
+        positions = (mask.cumsum(1) - 1).clamp(0, None if table is None else table - 1)[:, -ids.shape[1] :]
         options |= {"attention_mask": mask, "position_ids": positions}
     logits: Tensor = model(ids, past_key_values=cache, use_cache=True, **options).logits
     return logits

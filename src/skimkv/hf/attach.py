@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -34,11 +35,14 @@ from .. import ops
 from ..methods import parse
 from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
+from ..stores.rotation import KeyRotation
 from .adapters import check_adapter, transformers_model
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
+from .positions import Positions, check_length, counts_in_cache, positions_of
+from .rotary import key_rotations
 from .states import LayerWithStates, is_state_layer, refuse_crop, repeated_rows, select_rows, state_tensors
-from .supported import ModelLayer, max_positions, model_layers, needed_max_tokens, supported_layers
+from .supported import ModelLayer, model_layers, needed_max_tokens, supported_layers
 
 __all__ = ["Attached", "Cache", "attach", "check_length", "detach"]
 
@@ -64,7 +68,8 @@ class Cache(LibraryCache):
         method, model = parse(method), transformers_model(model)
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 1)
-        supported_layers(model, max_tokens)  # raises before anything is changed
+        supported_layers(model, max_tokens)  # these raise before anything is changed
+        _rotations(model, method)
         with _lock:
             installation = _install(model)
             installation.lasts |= not installation.stack
@@ -76,7 +81,10 @@ class Cache(LibraryCache):
         super().__init__(
             layers=[_make_layer(layer, self.method, workspace) for layer in supported_layers(model, max_tokens)]
         )
-        self.max_positions = max_positions(model)
+        for layer, rotation in zip(self.layers, _rotations(model, method), strict=False):
+            if isinstance(layer, Layer):
+                layer.rotation = rotation
+        self.positions: Positions | None = positions_of(model)  # None: going past them is somebody else's care
         self._updated: AttentionLayer | None = None  # the layer of the last update
 
     def update(
@@ -84,7 +92,8 @@ class Cache(LibraryCache):
     ) -> tuple[Tensor, Tensor]:
         """Called by the model with the new keys and values (B,H,n,D) of a layer; its attention call reads the result.
 
-        Raises ValueError if the tokens do not fit the model's positions or the layer's window, RuntimeError if the
+        Warns, once for a model, past its positions. Raises ValueError if the tokens do not fit the layer's window or a
+        learned table of positions, RuntimeError if the
         attention function never received the block of the update before.
         """
         if self._updated is not None and self._updated.pending is not None:
@@ -101,8 +110,10 @@ class Cache(LibraryCache):
                     f"{n} tokens exceed this cache: layer {layer_idx} sees only the last {layer.window}, and is "
                     "decoded as a layer of full attention"
                 )
-            if key_states.shape[2] > 1:
-                _check_positions(layer.seen + key_states.shape[2], self.max_positions)
+            if self.positions is not None:
+                in_chunks = getattr(layer, "prompt_end", None) is not None  # of a prompt that is kept whole
+                used = n if in_chunks else self.method.positions_used(layer.seen) + key_states.shape[2] - 1
+                self.positions.check(n, used)
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _begin_generation(self, prefill_until: int | None, prompt_end: int | None, keep_recording: bool) -> None:
@@ -191,6 +202,14 @@ class Cache(LibraryCache):
 def _tensor(layer: Any, name: str) -> Tensor | None:
     tensor: Tensor | None = getattr(layer, name, None)
     return tensor
+
+
+def _rotations(model: PreTrainedModel, method: Method) -> Sequence[KeyRotation | None]:
+    """How the layers of the model turn their keys, for a method that turns them to positions in its cache; else none.
+
+    Raises ValueError, in one line, if it is not known how.
+    """
+    return key_rotations(model) if counts_in_cache(method) else ()
 
 
 def _make_layer(layer: ModelLayer, method: Method, workspace: Workspace) -> Any:
@@ -320,7 +339,8 @@ def attach(model: torch.nn.Module, method: Method | str, compile: bool | str = F
     with _lock:
         if (installation := model.__dict__.get("_skimkv")) is not None:
             installation.refuse_other_threads(f"attach {method}")
-        supported_layers(model, needed_max_tokens(model, 1))  # raises before anything is changed
+        supported_layers(model, needed_max_tokens(model, 1))  # these raise before anything is changed
+        _rotations(model, method)
         forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
         installation = _install(model)
         before = set_forward(model, forward)
@@ -353,17 +373,26 @@ def _uninstall(model: PreTrainedModel) -> None:
     if isinstance(ours, _Generate) and ours.replaced is not None:
         model.__dict__["generate"] = ours.replaced
     set_forward(model, None)
+    hooks: Any = (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs)
+    for key in [key for key, hook in hooks[0].items() if hook is _check_table]:
+        for table in hooks:
+            table.pop(key, None)
     model.set_attn_implementation(installation.library_attention)
 
 
-def check_length(model: PreTrainedModel, n_tokens: int) -> None:
-    """Raises ValueError if a prompt of n_tokens does not fit the model's positions."""
-    _check_positions(n_tokens, max_positions(model))
+def _check_table(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward of a model that looks positions up in a table: refuse those that are not in it.
 
-
-def _check_positions(n_tokens: int, limit: int | None) -> None:
-    if limit is not None and n_tokens > limit:
-        raise ValueError(f"a prompt of {n_tokens} tokens does not fit the model's {limit} positions")
+    Raises ValueError, in one line, where the table would raise IndexError, and a GPU would stop for good.
+    """
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", args[0] if args else None)
+    ids = kwargs.get("inputs_embeds") if ids is None else ids
+    if not isinstance(cache, Cache) or ids is None:
+        return
+    n, positions, table = cache.get_seq_length() + ids.shape[1], kwargs.get("position_ids"), positions_of(model)
+    if table.table is not None and n > table.table and positions is not None:
+        n = int(positions.max()) + 1  # without the padding
+    table.check(n)
 
 
 def _install(model: PreTrainedModel) -> _Installation:
@@ -397,6 +426,8 @@ def _install(model: PreTrainedModel) -> _Installation:
         model.set_attn_implementation(before)
         raise ValueError(f"{name} is not supported: its attention function cannot be exchanged")
     installation = model.__dict__["_skimkv"] = _Installation(before)
+    if positions_of(model).table is not None:
+        model.register_forward_pre_hook(_check_table, with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
         model.__dict__["_prepare_cache_for_generation"] = MethodType(_prepare_cache, model)
         model.__dict__["_get_logits_processor"] = MethodType(_logits_processors, model)
@@ -486,8 +517,6 @@ def _prepare_cache(
     # generate() drops a mask of ones and leaves its length behind
     attention_mask = model_kwargs.get("attention_mask")
     prompt = getattr(generation_config, "_mask_length", None) if attention_mask is None else attention_mask.shape[1]
-    if prompt is not None:
-        check_length(model, prompt)
     if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
         is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         prefill_until, seen = None, cache.get_seq_length()

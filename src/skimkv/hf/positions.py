@@ -1,0 +1,92 @@
+"""A model's positions: how many it was made for, and what happens past them, decided once for all methods."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..methods.base import Method
+from .supported import max_positions
+
+# float32, in which models compute the angles of rotary embeddings, has no whole numbers of its own past this one.
+GREATEST_POSITION = 2**24
+
+
+class Positions:
+    """The positions of one model; all its caches share this object.
+
+    limit: how many the model was made for, None if its configuration does not say. table: how many a learned table of
+    the model has, which no token can go past; None for models that compute their positions.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.name, self.limit, self.table = type(model).__name__, max_positions(model), _table_size(model)
+        self._warned = False
+
+    def __deepcopy__(self, memo: object) -> Positions:
+        return self
+
+    def check(self, n: int, used: int | None = None) -> None:
+        """Check a text of n tokens, of which attention uses so many positions (None: all n).
+
+        Past the model's positions this warns, once for each model. Raises ValueError, in one line, past a learned table
+        and, where fewer positions are used than the text has tokens, past GREATEST_POSITION.
+        """
+        used = n if used is None else used
+        if self.table is not None and n > self.table:
+            raise ValueError(
+                f"{n} tokens exceed the {self.table} positions of {self.name}: each has a learned embedding, so no "
+                "method can go past them; shorten the text or begin a new cache"
+            )
+        if used < n and n > GREATEST_POSITION:
+            raise ValueError(
+                f"{n} tokens: past {GREATEST_POSITION} the model's own arithmetic cannot tell positions apart; begin a "
+                "new cache"
+            )
+        if self.limit is not None and used > self.limit and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{used} tokens go past the {self.limit} positions that {self.name} was made for: expect worse answers "
+                "from there on, with every method but LMInfinite(k=..., positions='cache') with k below them",
+                stacklevel=2,
+            )
+
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, Positions] = weakref.WeakKeyDictionary()
+
+
+def positions_of(model: PreTrainedModel) -> Positions:
+    """The positions of a model: the same object at every call."""
+    if model not in _known:
+        _known.setdefault(model, Positions(model))
+    return _known[model]
+
+
+def _table_size(model: PreTrainedModel) -> int | None:
+    """How many positions a learned table of the model has; None if it has no such table."""
+    for name, module in list[tuple[str, Any]](model.named_modules()):
+        last = name.rsplit(".", 1)[-1]
+        if isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position" in last):
+            size = int(module.num_embeddings) - int(getattr(module, "offset", 0))
+            if size == max_positions(model):  # and not the table of a model of images beside it
+                return size
+    return None
+
+
+def counts_in_cache(method: Method) -> bool:
+    """Whether the method counts positions in its cache: however long the text, it uses a bounded number of them."""
+    return method.positions_used(GREATEST_POSITION) < GREATEST_POSITION
+
+
+def check_length(model: PreTrainedModel, n_tokens: int) -> None:
+    """Raises ValueError if a text of n_tokens, by which methods are judged, goes past the model's positions."""
+    positions = positions_of(model)
+    if positions.limit is not None and n_tokens > positions.limit:
+        raise ValueError(
+            f"{n_tokens} tokens do not fit the {positions.limit} positions of {positions.name}; past them its answers "
+            "say nothing about a method"
+        )
