@@ -22,6 +22,7 @@ from skimkv.eval.plan import Plan, Setup, plan_job
 from skimkv.eval.results import Results, summary
 from skimkv.eval.run import run_evaluation, run_job
 from skimkv.eval.shared_prompt import record_prompt
+from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import Dense, LMInfinite
 from support.evaluation import builtin
 from support.tiny_models import family, prompt
@@ -39,10 +40,11 @@ def test_two_distributions_by_hand():
     assert both.dtype == torch.float64 and both.tolist() == pytest.approx([0.25 * math.log(2)] * 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "jamba"])
 def test_the_whole_document_in_one_pass_says_the_same(name):
     """Dense's logits are those of the model without a cache; every method is compared at the right positions."""
-    model, ids = family(name), prompt(3, 40)
+    model = random_model(tiny_configuration(name)) if name == "jamba" else family(name)
+    ids = prompt(3, 40)
     with torch.inference_mode():
         expected = model(ids).logits[:, 30:]
         recorded = record_prompt(model, ids[:, :30], new_tokens=10)
@@ -104,6 +106,16 @@ def test_divergence_falls_with_the_budget(documents):
     assert difference == pytest.approx(least.mean - middle.mean) and low is not None and low < difference < high
     (counted,) = measure_divergence(setup.model, texts[:2], [skimkv.parse(SPECS[1])], 96, counted=True)
     assert counted.bytes_per_token == least.bytes_per_token and counted.share == pytest.approx(least.share)
+
+
+def test_counted_bytes_include_layers_of_the_library():
+    """Gemma 2 has a sliding layer, which costs the same whatever the method."""
+    model, documents = family("gemma2"), prompt(3, 30).tolist()
+    (closed,), (counted,) = (
+        measure_divergence(model, documents, ["SparQ(r=4, k=8)"], 24, counted=counted) for counted in (False, True)
+    )
+    assert counted.bytes_per_token == closed.bytes_per_token and counted.share == closed.share < 1
+    assert counted.mean == pytest.approx(closed.mean, rel=1e-3)
 
 
 def test_wrong_documents_are_one_line():

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import ops
 from ..hf.attach import Cache
 from ..hf.layer import Layer
+from ..hf.states import keeps_states
 from ..methods import Dense, parse
 from ..methods.base import Method
 from .generate import encode
@@ -128,13 +129,14 @@ def documents_at_once(model: Any, batch: int, forced: int) -> int:
 def dense_logits(prompt: RecordedPrompt, ids: Tensor) -> Tensor:
     """Dense attention's logits after each of the tokens ids (B,m) that follow the prompts -> (B,m,V).
 
-    The tokens are read in one block, as the rest of a prompt is.
+    The tokens are read in one block, as the rest of a prompt is; one at a time where layers keep states.
     """
     cache = prompt.cache(Dense())
     for layer in cache.layers:
         if isinstance(layer, Layer):
             layer.prefill_until = None
-    return forward(prompt.model, cache, ids, None)
+    at_once = 1 if keeps_states(cache) else ids.shape[1]
+    return torch.cat([forward(prompt.model, cache, block, None) for block in ids.split(at_once, 1)], 1)
 
 
 @torch.inference_mode()
@@ -147,7 +149,8 @@ def force_tokens(model: Any, caches: Sequence[Cache], ids: Tensor, dense: Tensor
     B, m = ids.shape
     joint, rows = joint_cache(caches), len(caches) * B
     costs = [RowCosts(cache) for cache in caches]
-    one_by_one = any(map(depends_on_data, caches))  # else a step's cost could not be told after the steps that follow
+    # of some methods a step's cost could not be told after the steps that follow
+    one_by_one = any(map(depends_on_data, caches)) or keeps_states(joint)
     at_once = 1 if one_by_one else max(1, min(BLOCK, MOST_LOGITS // (rows * dense.shape[-1])))
     kl = torch.empty(len(caches), B, m, dtype=torch.float64)
     agrees = torch.empty(len(caches), B, m, dtype=torch.bool)
@@ -263,7 +266,12 @@ def measure_divergence(
             with ops.backend("ref") if counted else contextlib.nullcontext():
                 (rows,) = force_tokens(model, [cache], ids[:, context:], dense)
             found[i] += rows
-            moved[i] += cache.bytes - before if counted else sum(row.cost.bytes for row in rows)
+            if counted:  # stores count what the method reads, and not the layers that keep the library's cache
+                costs, steps = RowCosts(cache), length - context
+                moved[i] += cache.bytes - before
+                moved[i] += sum(costs.library_layers(row, steps).bytes for row in range(len(ids)))
+            else:
+                moved[i] += sum(row.cost.bytes for row in rows)
     results = []
     for method, rows, total in zip(parsed, found, moved, strict=True):
         steps, dense_bytes = sum(row.steps for row in rows), sum(row.cost.dense_bytes for row in rows)

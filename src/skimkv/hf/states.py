@@ -96,6 +96,14 @@ def state_tensors(layer: Any) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
+def keeps_states(cache: Any) -> bool:
+    """Whether a layer of a cache keeps states: then tokens after the prompt come one at a time.
+
+    Some models of the library begin their states anew in a block of several tokens, whatever is cached.
+    """
+    return any(state_tensors(layer) for layer in cache.layers)
+
+
 def repeated_rows(layer: Any, repeats: int) -> Tensor:
     """The numbers of a layer's rows, each of them `repeats` times."""
     states = state_tensors(layer)
