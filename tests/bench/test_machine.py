@@ -22,7 +22,7 @@ def _small(monkeypatch: pytest.MonkeyPatch):
 def test_a_cpu_names_itself_and_its_threads():
     machine = machine_for(torch.device("cpu"))
     assert isinstance(machine, Cpu)
-    assert machine.name.endswith(", 1 threads") and machine.threads == 1
+    assert machine.name.endswith(", 1 thread") and machine.threads == 1
     assert machine.free_bytes() > 1 << 20
     assert machine.capture(print) is print
 

@@ -100,7 +100,7 @@ class Cpu(Machine):
 
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
-        self.name = f"{_processor()}, {self.threads} threads"
+        self.name = f"{_processor()}, {self.threads} thread{'s'[: self.threads - 1]}"
 
     @functools.cached_property
     def _buffer(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..hf.load import DTYPES
 from . import output
 from .help import App
 from .options import MODEL_OPTIONS, Device, Json, Plot, check_dtype, methods_option, resolve_device, torch_dtype
@@ -221,6 +222,7 @@ def token(
     """
     from ..bench.shapes import check_model
 
+    weights = DTYPES.get(weights, weights)
     check_model(shape, weights)
     if compile and not device.startswith("cuda"):
         raise ValueError("--compile: it is measured with --device cuda only")

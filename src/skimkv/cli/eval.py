@@ -164,7 +164,8 @@ def evaluate(
         output.print_json({"rows": [row.json() for row in rows], "out": str(out), "machine": machine})
         return 0
     output.console(170 if any(row.tail is not None for row in rows) else 130).print(_table(rows, machine))
-    output.console().print(f"{len(records)} records in {out}", soft_wrap=True, markup=False)
+    for line in (*_notes(rows), f"{len(records)} records in {out}"):
+        output.console().print(line, soft_wrap=True, markup=False)
     return 0
 
 
@@ -188,11 +189,23 @@ def _machine_name(place: torch.device) -> str:
         return str(place)
 
 
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Why cells of the table are empty."""
+    from ..eval.statistics import LEAST
+
+    notes = []
+    if any(row.n < LEAST for row in rows):
+        notes.append(f"Fewer than {LEAST} examples give no interval: raise --limit.")
+    if any(row.ms_per_token is None for row in rows):
+        notes.append("Where no time is given, this run had no steps to time: the records were there before.")
+    return notes
+
+
 def _table(rows: Sequence[Row], machine: str) -> Table:
     """The rows for people: a section for each task and mode."""
     from ..eval.tasks import parse
 
-    title = f"means and paired differences to dense, with their 95% intervals; times on {machine}"
+    title = f"means and paired differences to dense, with 95% intervals; a token's bytes and median time on {machine}"
     columns = ["n", "mean", "95% interval", "to dense", "95% interval", "bytes read", "of dense", "ms a token"]
     has_tails = any(row.tail is not None for row in rows)
     if has_tails:
@@ -215,7 +228,7 @@ def _table(rows: Sequence[Row], machine: str) -> Table:
             _interval(row.diff_low, row.diff_high, signed=True, number=number),
             "" if row.bytes_per_token is None else f"{row.bytes_per_token:,}",
             "" if row.share is None else f"{row.share:.1%}",
-            "" if row.ms_per_token is None else f"{row.ms_per_token:.3g}",
+            "" if row.ms_per_token is None else output.milliseconds(row.ms_per_token),
             *(_tail_cells(row.tail) if has_tails else ()),
         )  # fmt: skip
     return table

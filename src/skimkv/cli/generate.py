@@ -84,7 +84,7 @@ def generate(
 
     Example:
 
-        skimkv generate --prompt "The king" --method "SparQ(r=16, k=64)" --compare
+        skimkv generate --prompt "lamp: 31425, goat: 27182, lamp: " --method "SparQ(r=16, k=16)" --compare
 
     The text goes to stdout. Time per token, bytes moved per step and the cache's size go to stderr.
     """

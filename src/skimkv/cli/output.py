@@ -43,6 +43,11 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+def milliseconds(ms: float) -> str:
+    """Write a time in a table: three digits, and no fewer than all before the point."""
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}"
+
+
 def progress_bar(*more: ProgressColumn, keep: bool = False) -> Progress:
     """Make the progress bar of every command, on stderr. Use it in a `with` statement, and add a task to it.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..hf.load import DTYPES
 from . import output
 from .bench import METHODS, Methods
 from .options import MODEL_OPTIONS, Json, Plot, check_dtype
@@ -90,6 +91,7 @@ def roofline(
         skimkv roofline --model llama-3-8b --hardware h100 --length 16384 --weights int8
     """
     names, places = list(dict.fromkeys(hardware or HARDWARE)), list[Any]()
+    weights = DTYPES.get(weights, weights)
     _check(names, weights)
     reads = _model(model, sizes)
     from ..bench import roofline as bench
@@ -232,21 +234,26 @@ def _print_tables(
         table.add_row(
             row["method"],
             f"{row['length']:,}",
-            f"{row['ms']:.3g}",
+            output.milliseconds(row["ms"]),
             f"{row['share_attention']:.0%}",
             f"{row['speedup']:.2f} ×",
             f"{row['speedup_attention']:.2f} ×",
             row["bound"],
-            f"{row['held_bytes'] / 1e9:.1f}" + ("" if row["fits"] in (None, True) else ", too much"),
+            f"{row['held_bytes'] / 1e9:.3g}" + ("" if row["fits"] in (None, True) else ", too much"),
         )
     console = output.console(132)
     console.print(table)
     for fact in facts:
         half = f"from {fact['half_at']:,} tokens on" if fact["half_at"] else "at no length up to 2^24"
         console.print(
-            f"{fact['name']}: {fact['bytes_per_s'] / 1e12:.3g} TB/s, {fact['multiply_adds_per_s'] / 1e12:.3g} T "
+            f"{fact['name']}: {_with_unit(fact['bytes_per_s'])}B/s, {_with_unit(fact['multiply_adds_per_s'])} "
             f"multiply-adds/s ({fact['source']}); dense attention is half of a step {half}.",
             soft_wrap=True,
         )
     if model.sliding:
         console.print(f"{model.sliding} of {model.layers} layers see only the last {model.window} tokens.")
+
+
+def _with_unit(x: float) -> str:
+    """A number in thousands of millions (G), or in millions of millions (T)."""
+    return f"{x / 1e12:.3g} T" if x >= 1e12 else f"{x / 1e9:.3g} G"

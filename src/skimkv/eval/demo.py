@@ -126,9 +126,12 @@ def finding(rows: list[Row]) -> str:
     dense, least = rows[0], min(row.share for row in rows)
     ranked = sorted((row for row in rows if row.share == least), key=lambda row: -row.correct)
     best = [row for row in ranked if row.correct == ranked[0].correct]
-    names = " and ".join(type(row.method).__name__ for row in best)
+    if not best[0].correct:
+        return f"With about {least:.0%} of dense attention's bytes per token, no method answered a question right."
+    names = [type(row.method).__name__ for row in best]
+    who = " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
     moved = f"{best[0].bytes_counted / dense.bytes_counted:.0%}" if len(best) == 1 else f"about {least:.0%}"
-    text = f"With {moved} of dense attention's bytes per token, {names} answered {best[0].correct} of {best[0].asked}"
+    text = f"With {moved} of dense attention's bytes per token, {who} answered {best[0].correct} of {best[0].asked}"
     text += f" questions right, dense {dense.correct}"
     if len(ranked) > len(best):
         second = ranked[len(best)]
