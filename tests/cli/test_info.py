@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from skimkv import METHODS, Dense, Method, Shape, spec
 from skimkv.cli.options import check_method
+from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.stores.full import Full
 from support.command_line import answer, run
 
@@ -68,3 +70,40 @@ def test_a_method_of_another_package(capsys: pytest.CaptureFixture[str]) -> None
     check_method("Plain(size=4)")
     with pytest.raises(ValueError, match="no argument 'sizes'"):
         check_method("Plain(sizes=4)")
+
+
+def test_model_families(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = answer(capsys, "info", "--models")
+    assert list(listed) == ["transformers", "installed", "counts", "families"]
+    assert sum(listed["counts"].values()) == len(listed["families"]) > 100
+    statuses = {family["name"]: family["status"] for family in listed["families"]}
+    assert (statuses["llama"], statuses["qwen3_next"], statuses["bloom"]) == ("equal", "partly", "refused")
+    status, out, _ = run(capsys, "info", "--models")
+    assert status == 0 and "jamba: 1 of 5 layers; the other layers are linear attention" in out
+    assert f"Found with transformers {listed['transformers']}" in out
+
+
+def test_families_are_run_when_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skimkv.hf.tiny_models.families", lambda: ["llama", "mamba"])
+    listed = answer(capsys, "info", "--models", "--run")
+    found = [(family["name"], family["status"], family["why"]) for family in listed["families"]]
+    assert found == [("llama", "equal", ""), ("mamba", "refused", "it has no layer of full attention")]
+
+
+def test_the_layers_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "the method decodes all 4 layers" in run(capsys, "info", "--model", "builtin")[1]
+    config = tiny_configuration("gemma3_text")
+    random_model(config).save_pretrained(tmp_path)
+    told = answer(capsys, "info", "--model", str(tmp_path))
+    assert (told["architecture"], told["decoded"], told["layers"], told["window"]) == ("Gemma3ForCausalLM", 1, 6, 8)
+    assert told["summary"].startswith("the method decodes 1 of 6 layers; the others see only the last 8 tokens")
+    for arguments, message in (
+        (["--run"], "--run belongs to --models"),
+        (["--models", "--model", "builtin"], "not both"),
+        (["--model", str(tmp_path / "none")], "no such folder"),
+    ):
+        status, _, error = run(capsys, "info", *arguments)
+        assert status == 2 and message in error
+    (tmp_path / "config.json").write_text('{"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 1}')
+    status, _, error = run(capsys, "info", "--model", str(tmp_path))
+    assert status == 2 and "BloomForCausalLM is not supported: it does not take another attention function" in error

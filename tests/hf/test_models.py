@@ -1,9 +1,11 @@
 """Model families: hybrids of attention and states, and what is refused; all families where it is slow."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers.generation import candidate_generator
 
@@ -11,7 +13,20 @@ import skimkv
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import copy_rows, record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
-from skimkv.hf.families import EQUAL, GREEDY, PARTLY, PROMPT, prompt, run
+from skimkv.hf.families import (
+    DIFFERS,
+    EQUAL,
+    GREEDY,
+    PARTLY,
+    PROMPT,
+    counts,
+    prompt,
+    recorded,
+    run,
+    run_all,
+    to_json,
+    to_markdown,
+)
 from skimkv.hf.layer import Layer
 from skimkv.hf.states import state_tensors
 from skimkv.hf.supported import attends, describe_layers, model_layers
@@ -20,6 +35,8 @@ from support.tiny_models import tokenizer
 
 # With scikit-learn transformers adapts a draft's threshold, which fails on some models of one kind of layer.
 candidate_generator.is_sklearn_available = lambda: False
+
+ROOT = Path(__file__).parents[2]
 
 # Convolutions; gated delta rules; a state space beside attention in the same layer.
 HYBRIDS = {"lfm2": (1, 2), "qwen3_next": (1, 4), "falcon_h1": (2, 2)}
@@ -221,3 +238,32 @@ def test_how_a_class_attends_is_read_from_its_code():
 
     kinds = [attends(kind) for kind in (LlamaAttention, StableLmAttention, MptAttention, LlamaMLP)]
     assert kinds == ["interface", "interface", "alone", None]
+
+
+def test_the_page_shows_what_the_package_knows():
+    """`python benchmarks/models.py` writes both."""
+    record = recorded()
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert page.endswith("\n\n" + to_markdown(record))
+    assert to_json(record) == (ROOT / "src/skimkv/hf/families.json").read_text(encoding="utf-8")
+    assert counts(record)[DIFFERS] == 0
+    assert {family.name for family in record.families if family.status == EQUAL} > {"llama", "stablelm", "falcon_h1"}
+    for family in record.families:
+        assert "\n" not in family.why and (family.why or family.status == EQUAL)
+        assert family.status != PARTLY or 0 < family.decoded < family.layers
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    equal, partly = (counts(record)[status] for status in (EQUAL, PARTLY))
+    assert f"{equal + partly} of {len(record.families)} families" in readme
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_family_of_the_installed_transformers():
+    """What runs is what docs/models.md says; with another transformers, that no family gives other tokens."""
+    known, found = recorded(), run_all()
+    assert [family for family in found.families if family.status == DIFFERS] == []
+    if transformers.__version__ == known.transformers:
+        before = {family.name: family for family in known.families}
+        differ = [(before.get(family.name), family) for family in found.families if before.get(family.name) != family]
+        assert differ == [], "python benchmarks/models.py writes the lists anew"
+        assert len(before) == len(found.families)

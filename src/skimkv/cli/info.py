@@ -1,31 +1,131 @@
-"""`skimkv info`: what this installation is, and which methods it knows."""
+"""`skimkv info`: what this installation is, which methods it knows, and which models it decodes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.padding import Padding
 from rich.text import Text
 
 from . import output
-from .options import Json
+from .options import Json, check_model, quiet
 
 if TYPE_CHECKING:
+    from ..hf.families import Record
     from ..methods.base import Method
 
 
-def info(as_json: Json = False) -> None:
-    """List versions, devices, the backend of each device, and all methods.
+def _model(value: str | None) -> str | None:
+    if value is not None:
+        check_model(value)
+    return value
+
+
+def info(
+    models: Annotated[
+        bool, typer.Option("--models", help="List the model families that are supported, and why others are refused.")
+    ] = False,
+    run: Annotated[
+        bool,
+        typer.Option("--run", help="With --models: run every family of the installed transformers now, for minutes."),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", callback=_model,
+            help="Say how many layers of this model a method decodes; its weights are not read. builtin, a folder, a "
+            "GGUF file, or a Hugging Face id.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """List versions, devices, the backend of each device, and all methods; or model families; or look at one model.
 
     Example:
 
-        skimkv info --json
+        skimkv info --model Qwen/Qwen3-0.6B
     """
-    facts = collect()
-    if as_json:
-        output.print_json(facts)
+    if models and model is not None:
+        raise ValueError("give --models or --model, not both")
+    if run and not models:
+        raise ValueError("--run belongs to --models")
+    if models:
+        _list_families(run, as_json)
+    elif model is not None:
+        _describe_model(model, as_json)
+    elif as_json:
+        output.print_json(collect())
     else:
-        _print(facts)
+        _print(collect())
+
+
+def _list_families(run: bool, as_json: bool) -> None:
+    """Print which model families are supported: as recorded, or found by running them."""
+    import importlib.metadata
+
+    from ..hf import families
+
+    installed = importlib.metadata.version("transformers")
+    record = _run_families() if run else families.recorded()
+    if as_json:
+        kept = [family._asdict() for family in record.families]
+        output.print_json({
+            "transformers": record.transformers, "installed": installed, "counts": families.counts(record),
+            "families": kept,
+        })  # fmt: skip
+        return
+    console = output.console(min_width=160)
+    for status, number in families.counts(record).items():
+        if not number:
+            continue
+        console.print(Text(f"{families.HEADINGS[status]}: {number}", "bold"))
+        for family in record.families:
+            if family.status != status:
+                continue
+            share = f"{family.decoded} of {family.layers} layers" if status == families.PARTLY else ""
+            said = "; ".join(part for part in (share, families.remarks(family)) if part)
+            console.print(Padding(Text(f"{family.name}: {said}" if said else family.name), (0, 0, 0, 4), expand=False))
+    print(f"Found with transformers {record.transformers}, on tiny random models.")
+    if installed != record.transformers:
+        print(f"This installation has transformers {installed}: `skimkv info --models --run` asks its own families.")
+
+
+def _run_families() -> Record:
+    """Run all families of the installed transformers, with a progress bar."""
+    from ..hf.families import run_all
+    from ..hf.tiny_models import families
+
+    names = families()
+    with output.progress_bar() as bar:
+        task = bar.add_task("", total=len(names))
+
+        def tick(name: str) -> None:
+            """Show the family that runs next."""
+            bar.update(task, description=name, completed=names.index(name))
+
+        return run_all(names, tick)
+
+
+def _describe_model(model: str, as_json: bool) -> None:
+    """Print how many layers of a model a method decodes. Raises ValueError if the model is not supported."""
+    quiet(model)
+    from ..hf.structure import empty_model
+    from ..hf.supported import describe_layers, model_layers
+
+    network = empty_model(model)
+    layers = model_layers(network)
+    decoded, sentence = sum(layer.supported for layer in layers), describe_layers(layers)
+    windows = [layer.window for layer in layers if layer.window is not None and not layer.supported]
+    if windows:
+        sentence += f"; up to {min(windows)} tokens it decodes those that slide as well"
+    if as_json:
+        output.print_json({
+            "model": model, "architecture": type(network).__name__, "layers": len(layers), "decoded": decoded,
+            "window": min(windows, default=None), "summary": sentence,
+        })  # fmt: skip
+    else:
+        print(f"{model} ({type(network).__name__}): {sentence}.")
 
 
 def collect() -> dict[str, Any]:

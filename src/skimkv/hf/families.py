@@ -1,6 +1,7 @@
 """Every causal family that transformers has, run as a tiny random model: does a method decode it, and how much of it.
 
-What `families.json` holds was found by `run_all`, and `skimkv info --models --run` finds it anew.
+What `families.json` holds was found by `run_all`. `python benchmarks/models.py` makes it anew, with the table of
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -244,7 +245,39 @@ class _silence:
         transformers.utils.logging.set_verbosity(self.level)
 
 
-def summary(record: Record) -> Iterator[tuple[str, int]]:
+def counts(record: Record) -> dict[str, int]:
     """How many families have each status."""
-    for status in (EQUAL, PARTLY, REFUSED, DIFFERS, NOT_RUN):
-        yield status, sum(family.status == status for family in record.families)
+    statuses = [family.status for family in record.families]
+    return {status: statuses.count(status) for status in (EQUAL, PARTLY, REFUSED, DIFFERS, NOT_RUN)}
+
+
+def to_markdown(record: Record) -> str:
+    """The lists of docs/models.md: first how many there are of each status, then a table for each."""
+    parts = [f"Found with transformers {record.transformers}, {len(record.families)} families."]
+    for status, number in counts(record).items():
+        if not number:
+            continue
+        parts += [f"## {HEADINGS[status]}: {number}", "| family | model | layers | remarks |\n|---|---|---|---|"]
+        rows = []
+        for family in record.families:
+            if family.status == status:
+                layers = f"{family.decoded} of {family.layers}" if status == PARTLY else f"{family.layers or ''}"
+                model = f"`{family.model}`" if family.model else ""
+                rows.append(f"| {family.name} | {model} | {layers} | {remarks(family).replace('|', ' ')} |")
+        parts[-1] += "\n" + "\n".join(rows)
+    return "\n\n".join(parts) + "\n"
+
+
+def remarks(family: Family) -> str:
+    """What there is to say about a family: the reason, and ways to generate text that the library has not for it."""
+    lacks = f"the library itself has no {', no '.join(family.lacks)}" if family.lacks else ""
+    return "; ".join(part for part in (family.why, lacks) if part)
+
+
+HEADINGS = {
+    EQUAL: "Supported",
+    PARTLY: "Supported in some layers",
+    REFUSED: "Refused",
+    DIFFERS: "Other tokens (a defect)",
+    NOT_RUN: "Not run",
+}

@@ -53,6 +53,13 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Llama
     return model, tokenizer
 
 
+def read_config(path: str | Path) -> LlamaConfig:
+    """The configuration of a GGUF file's model. Raises ValueError where `load_gguf` would for its metadata."""
+    with GGUFFile(Path(path)) as file:
+        _check_supported(file)
+        return _config(file.metadata, file.tensors)
+
+
 def _check_supported(file: GGUFFile) -> None:
     """Raises ValueError for another architecture than llama, or a tensor of a type that cannot be read."""
     if (architecture := file.metadata.get("general.architecture")) != "llama":

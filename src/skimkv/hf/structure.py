@@ -1,0 +1,32 @@
+"""A model without its weights: its configuration is read, and its layers are made without memory for their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from .errors import as_value_error
+from .load import check_source
+
+
+def empty_model(model: str) -> PreTrainedModel:
+    """Make a model on PyTorch's device `meta`, where tensors have shapes and no contents.
+
+    model: "builtin", a folder, a GGUF file, or a hub id. Raises ValueError, in one line, if its configuration cannot
+    be read, or describes no causal model.
+    """
+    source = check_source(model)
+    auto_config: Any = AutoConfig
+    auto_model: Any = AutoModelForCausalLM
+    with as_value_error(f"{model}: its configuration describes no causal model"), torch.device("meta"):
+        if source.kind == "gguf":
+            from .gguf_llama import read_config
+
+            return LlamaForCausalLM(read_config(source.location))
+        config = auto_config.from_pretrained(
+            source.location, local_files_only=source.kind == "folder" or source.only_cached
+        )
+        empty: PreTrainedModel = auto_model.from_config(config)
+        return empty
