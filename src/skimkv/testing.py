@@ -56,9 +56,9 @@ class Sequences(NamedTuple):
         return Sequences(self.q[..., start:stop, :], self.k[:, :, start:stop], self.v[:, :, start:stop])
 
 
-def empty_store(method: Method, shape: Shape, dtype: torch.dtype) -> Store:
+def empty_store(method: Method, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Store:
     """An empty store of this method; one that turns keys to other positions turns them as Llama does."""
-    store: Store = method.store(shape, dtype)
+    store: Store = method.store(shape, dtype, device)
     if isinstance(store, Slots):
         store.rotation = KeyRotation.llama(shape.D)
     return store

@@ -7,8 +7,8 @@ import json
 import pytest
 
 import skimkv
-from skimkv.eval import sweeps
-from skimkv.eval.plan import Plan
+from skimkv.eval import sweeps, tasks
+from skimkv.eval.plan import Plan, plan_evaluation
 from skimkv.eval.results import RecordKey, Results
 from skimkv.eval.run import run_evaluation, run_job
 from support.evaluation import small_job
@@ -88,3 +88,14 @@ def test_questions_on_one_context_say_so():
     assert [contexts[f"{i}-{j}"] == contexts["0-0"] for i in range(2) for j in range(3)] == [True] * 3 + [False] * 3
     aware = {record.key.id: record.context for record in run_job(*small_job(mode="aware"), set())}
     assert aware == contexts, "the question does not belong to the context"
+
+
+@pytest.mark.slow
+def test_an_example_longer_than_the_positions_is_answered_from_the_cache():
+    """The passkey stands at the end, within the window."""
+    setup, _ = small_job()
+    method = skimkv.parse("LMInfinite(k=512, positions='cache')")
+    plan = plan_evaluation(setup, [tasks.parse("passkey(length=12000)")], [method], limit=2)
+    records = list(run_job(setup, plan.jobs[0], set()))
+    assert len(records) == 2 and all(record.prompt_tokens == 4096 and record.fed_tokens > 400 for record in records)
+    assert all(record.steps == record.fed_tokens + record.new_tokens - (record.output == "" or 1) for record in records)

@@ -147,7 +147,7 @@ def test_what_is_no_spec(spec, says):
         ("SnapKV(k=512)", "unknown method 'SnapKV': skimkv does not have it; H2O"),
         ("snap_kv(k=512)", "unknown method 'SnapKV'"),
         ("Skim()", "under trial"),
-        ("StreamingLLM(k=512)", "LMInfinite\\(k=512, initial=4\\) here"),
+        ("StreamingLLM(k=512)", "LMInfinite\\(k=512, initial=4, positions='cache'\\) here"),
     ],
 )
 def test_a_message_says_what_to_write(spec, says):
@@ -250,6 +250,7 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("TopK(k=1, oracle=1)", "oracle"),
         ("LMInfinite(k=16)", "initial.*15"),
         ("LMInfinite(k=3, initial=-1)", "initial"),
+        ("LMInfinite(k=20, positions='page')", "positions = 'page' must be 'text' or 'cache'"),
         ("H2O(k=4, local=5)", "local.*4"),
         ("H2O(k=4, local=0.5)", "local"),
         ("H2O(k=0.2, local=0.3)", "local"),

@@ -5,6 +5,7 @@ in Triton's interpreter, on small shapes. Unused memory is NaN; where a method c
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from skimkv.ops.gpu import device, launch
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
+from skimkv.testing import empty_store
 from support import ref, steps
 from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, compare, filled_on_device, on_device, random_token
 from support.kernels import EPS, TYPES, close, exact, held, margin
@@ -252,6 +254,7 @@ def test_a_stream_whose_sum_is_missed_stays_finite(dtype, limit):
 
 METHODS = ["Dense()", "SparQ(r=8, k=20, channels='int8', mean_value=True)", "H2O(k=24)", "LMInfinite(k=20, initial=3)"]
 METHODS += ["SubGenStream(delta=4.0, t=2, s=8)"]
+METHODS += ["LMInfinite(k=20, initial=3, positions='cache')"]
 SAME_KERNELS = ["SubGen(k=10, recent=8)", "LowRank(r=8, k=20)", "TopK(k=12)", "Strided(k=20)", "Fixed(k=20)"]
 
 
@@ -263,7 +266,7 @@ def test_a_prompt_and_steps_of_every_method(spec):
     stores, outputs = [], []
     for name in ("ref", "gpu"):
         with ops.backend(name):
-            store = method.store(Shape(2, 1, 2, D), torch.float32, DEVICE)
+            store = empty_store(method, Shape(2, 1, 2, D), torch.float32, DEVICE)
             queries = torch.stack([q, -q], 2)  # (B,H,G,n,D)
             method.prefill(store, queries[..., :40, :], k[:, :, :40], v[:, :, :40], scale=scale, pad=[0, 5])
             y = []
@@ -274,3 +277,12 @@ def test_a_prompt_and_steps_of_every_method(spec):
             stores.append(store), outputs.append(torch.stack(y))
     assert stores[0].lengths == stores[1].lengths == [39, 44]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-5)
+
+
+def test_a_graph_holds_no_step_that_turns_keys(monkeypatch):
+    """How far they are turned is a number of the host's: such a step is launched each time."""
+    monkeypatch.setattr("skimkv.ops.backends.kernels_for", lambda device, head_size: SimpleNamespace(name="gpu"))
+    specs = "LMInfinite(k=20)", "LMInfinite(k=20, positions='cache')"
+    store, turning = (parse(spec).store(Shape(1, 1, 1, 16), torch.float32) for spec in specs)
+    store.device = turning.device = torch.device("cuda")
+    assert ops.graphable(store) and not ops.graphable(turning)

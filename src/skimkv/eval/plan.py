@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..hf.positions import counts_in_cache
+from ..hf.rotary import key_rotations
 from ..methods import Dense, SparQ, parse
 from ..methods.base import Method
 from . import budgets
@@ -60,7 +62,8 @@ class PlannedExample(NamedTuple):
 class Job(NamedTuple):
     """One task in one mode, by some methods. The examples of a group share their prompt.
 
-    left_out: how many examples are longer than the model's positions, or how many documents have too few tokens.
+    left_out: how many examples are longer than the model's positions, or how many documents have too few tokens. long:
+    those examples, for methods that count positions in their cache.
     """
 
     task: Task
@@ -68,6 +71,7 @@ class Job(NamedTuple):
     groups: list[list[PlannedExample]]
     methods: list[Method]
     left_out: int = 0
+    long: list[list[PlannedExample]] = []  # noqa: RUF012 (a NamedTuple's default, which nobody changes)
 
 
 class Plan(NamedTuple):
@@ -125,7 +129,7 @@ def plan_evaluation(
             job = plan_job(setup, task, task_mode, [*grid, *methods], data, limit)
             if any((job.task.spec, job.mode) == (other.task.spec, other.mode) for other in jobs):
                 continue  # a task without questions has one mode
-            if sweep == "matched":
+            if sweep == "matched" and job.groups:
                 matched, missing = matched_to(setup, job)
                 job = job._replace(methods=list(dict.fromkeys([*matched, *methods])))
                 notes += [f"Left out: {note}" for note in missing]
@@ -134,7 +138,11 @@ def plan_evaluation(
                 if task.is_of_documents:
                     reason = f"{job.left_out} documents have too few tokens"
                 notes.append(f"Left out of {task.spec}, {job.mode}: {reason}")
-            jobs.append(job)
+            if job.groups:
+                jobs.append(job)
+            if streaming := [method for method in job.methods if job.long and counts_in_cache(method)]:
+                jobs.append(Job(job.task, job.mode, job.long, streaming))
+                notes.append(f"Of {task.spec}, {job.mode}, these answer longer examples too: {streaming}")
     return Plan(jobs, notes)
 
 
@@ -142,6 +150,9 @@ def plan_job(
     setup: Setup, task: Task, mode: str, methods: Sequence[Method], data: Path | None = None, limit: int = 20
 ) -> Job:
     """Plan the first `limit` examples of one task in one mode. Raises ValueError if none fits the model.
+
+    Examples that are longer than the model's positions are left out, because no answer past them says anything about a
+    method. Those that count positions in their cache answer them all the same.
 
     A task whose examples ask no question, and give the text to score, has one mode: "forced".
     """
@@ -152,17 +163,19 @@ def plan_job(
     if not any(question for _, question in texts) and all(example.given for example in examples):
         mode = "forced"
     prompts = [context + question if mode == "aware" else context for context, question in texts]
-    groups, left_out = [], 0
+    groups, long, left_out = [], [], 0
     for prompt, members in groupby(range(len(examples)), key=lambda i: prompts[i]):
         group = _in_tokens(setup, prompt, [(examples[i], *texts[i]) for i in members])
         fitting = [planned for planned in group if _fits(planned, setup.positions)]
         left_out += len(group) - len(fitting)
         if fitting:
             groups.append(fitting)
-    if not groups:
+        if longer := [_cut_prompt(planned, setup.positions) for planned in group if planned not in fitting]:
+            long.append(longer)
+    if not groups and not (long and any(map(counts_in_cache, methods))):
         hint = f"; its arguments are {task.sizes}" if task.sizes else ""
         raise ValueError(f"{task.spec}: no example fits the model's {setup.positions} positions{hint}")
-    return Job(task, mode, groups, list(methods), left_out)
+    return Job(task, mode, groups, list(methods), left_out, long)
 
 
 def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: Path | None, limit: int) -> Job:
@@ -191,6 +204,12 @@ def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: P
 def _fits(planned: PlannedExample, positions: int | None) -> bool:
     n = len(planned.prompt) + len(planned.question.feed) + planned.question.new_tokens
     return bool(planned.prompt) and (positions is None or n <= positions)
+
+
+def _cut_prompt(planned: PlannedExample, positions: int | None) -> PlannedExample:
+    """The same example with a prompt that fits the model's positions; the rest of it is decoded before the question."""
+    read, decoded = planned.prompt[:positions], planned.prompt[positions:] if positions is not None else []
+    return planned._replace(prompt=read, question=planned.question._replace(feed=[*decoded, *planned.question.feed]))
 
 
 def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]]) -> list[PlannedExample]:
@@ -248,6 +267,8 @@ def supported_methods(setup: Setup, methods: Sequence[Method]) -> tuple[list[Met
         try:
             for shape, dtype in shapes:
                 method.store(shape, dtype)
+            if counts_in_cache(method):
+                key_rotations(setup.model)
             supported.append(method)
         except ValueError as error:
             misfits.append(f"{method}: {error}")

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 import torch
 
 from ..stores.base import Store
+from ..stores.slots import Slots
 from .protocol import Kernels
 
 BACKENDS = ("ref", "cpu", "gpu")
@@ -112,6 +113,10 @@ def _warn_of_head_size(name: str, head_size: int, largest: int) -> None:
 
 
 def graphable(store: Store) -> bool:
-    """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device."""
+    """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device.
+
+    Where keys are turned before a step, the host says how far: such a step is launched, and not replayed.
+    """
     kernels = kernels_for(store.device, store.shape.D)
-    return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu"
+    turns_keys = isinstance(store, Slots) and store.fixed_k is not None
+    return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu" and not turns_keys
