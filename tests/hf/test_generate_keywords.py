@@ -220,7 +220,7 @@ def test_a_keyword_that_the_library_refuses(model, keyword):
 
 
 def test_continuous_batching_is_refused(model):
-    with skimkv.attach(model, "Dense()"), pytest.raises(ValueError, match="skimkv.* is not supported"):
+    with skimkv.attach(model, "Dense()"), pytest.raises(ValueError, match=r"skimkv.* is not supported"):
         model.generate_batch([prompt(1, N)[0].tolist()], progress_bar=False)
 
 
