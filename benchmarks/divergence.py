@@ -4,7 +4,8 @@ TEXTS is a text file or a folder of *.txt, as for the task kl. Every method is r
 same documents. On every second document settings are chosen; what is printed and drawn is measured on the others:
 
 - at each budget, a share of dense attention's bytes, the setting with the least mean KL among those that read no more;
-- for each mean KL, the least share of the bytes that reaches it, between two settings by interpolation.
+- for each mean KL, the least share of the bytes that reaches it, and for each budget the mean KL and its 99th
+  percentile, between two settings by interpolation.
 
 FOLDER/results.jsonl (counted.jsonl for --counted) holds the records, so that the same command goes on after an
 interruption, or adds methods; FOLDER/divergence.json and FOLDER/divergence.png are written at the end. Where skimkv is
@@ -125,13 +126,25 @@ class Family(NamedTuple):
 
         Between two settings both are interpolated logarithmically.
         """
-        front = self.front()
-        for cheaper, dearer in itertools.pairwise(front):
-            if cheaper.kl_mean >= target >= dearer.kl_mean and dearer.kl_mean > 0:
-                gap = math.log(cheaper.kl_mean / dearer.kl_mean)
-                part = math.log(cheaper.kl_mean / target) / gap if gap else 0.0
-                return cheaper.share * (dearer.share / cheaper.share) ** part
+        for cheaper, dearer in itertools.pairwise(self.front()):
+            if cheaper.kl_mean >= target >= dearer.kl_mean:
+                return between(target, (cheaper.kl_mean, cheaper.share), (dearer.kl_mean, dearer.share))
         return None
+
+    def at_share(self, share: float) -> tuple[float, float] | None:
+        """The mean KL and its 99th percentile at this share of the bytes, along the front; None beyond its ends."""
+        for cheaper, dearer in itertools.pairwise(self.front()):
+            if cheaper.share <= share <= dearer.share:
+                mean = between(share, (cheaper.share, cheaper.kl_mean), (dearer.share, dearer.kl_mean))
+                ends = (cheaper.share, cheaper.tail.kl_p99), (dearer.share, dearer.tail.kl_p99)
+                return mean, between(share, *ends)
+        return None
+
+
+def between(x: float, a: tuple[float, float], b: tuple[float, float]) -> float:
+    """The y at x on the line through the points a and b, all on logarithmic axes; a y of 0 stays 0."""
+    gap = math.log(b[0] / a[0])
+    return a[1] * (b[1] / a[1]) ** (math.log(x / a[0]) / gap) if gap and a[1] else a[1]
 
 
 def families(records: Sequence[Record]) -> list[Family]:
@@ -175,6 +188,15 @@ def target_rows(lines: Sequence[Family], baseline: str, targets: Sequence[float]
         share, theirs = line.share_for(target), base.share_for(target)
         fewer = theirs / share if share and theirs else None
         rows.append({"family": line.name, "kl_mean": target, "share": share, "times_fewer_than_baseline": fewer})
+    return rows
+
+
+def share_rows(lines: Sequence[Family], shares: Sequence[float]) -> list[dict[str, Any]]:
+    """The mean KL and its 99th percentile of each line at each share of dense's bytes, between two settings."""
+    rows = []
+    for share, line in itertools.product(shares, lines):
+        mean, p99 = line.at_share(share) or (None, None)
+        rows.append({"family": line.name, "share": share, "kl_mean": mean, "kl_p99": p99})
     return rows
 
 
@@ -224,36 +246,50 @@ def draw(lines: Sequence[Family], title: str, path: Path) -> None:
         shares = [share for _, share, *_ in panel]
         shown = [tick for tick in ticks if min(shares) / 1.5 <= tick <= max(shares) * 1.5]
         ax.set_xticks(shown, [f"{tick:.3g}" for tick in shown])
+        ax.set_xlim(min(shares) / 1.2, max(shares) * 1.2)
     handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], label=n) for n in styles]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     figure.supxlabel(f"bytes read per step, as a share of dense attention's (log scale)\n{title}", fontsize=9)
     plotting.save(figure, path)
 
 
-def print_tables(rows: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]]) -> None:
-    """Print both tables for people."""
-    console = output.console(150)
+def print_tables(
+    rows: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]], shares: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print the tables for people."""
+    console = output.console(170)
     table = output.table(
-        "settings chosen on half of the documents, figures of the others", "budget and family", "setting", "of dense",
-        "mean KL", "95% interval", "to baseline", "99th percentile", "maximum", "same top token",
+        "settings chosen on half of the documents, figures of the others", "setting", "budget", "of dense", "mean KL",
+        "95% interval", "to baseline", "95% interval", "99th percentile", "maximum", "same top token",
     )  # fmt: skip
     for row in rows:
-        interval = "" if row["low"] is None else f"{row['low']:.3g} … {row['high']:.3g}"
         difference = row.get("diff_to_baseline")
-        ends = "" if row.get("diff_low") is None else f" ({row['diff_low']:+.2g} … {row['diff_high']:+.2g})"
         table.add_row(
-            f"{row['budget']:.0%} {row['family']}", row["method"].replace(row["family"].split("(")[0], "", 1),
-            f"{row['share']:.1%}", f"{row['kl_mean']:.3g}", interval,
-            "" if difference is None else f"{difference:+.2g}{ends}", f"{row['kl_p99']:.3g}", f"{row['kl_max']:.3g}",
+            row["method"], f"{row['budget']:.0%}", f"{row['share']:.1%}", f"{row['kl_mean']:.3g}",
+            _interval(row["low"], row["high"]), "" if difference is None else f"{difference:+.2g}",
+            _interval(row.get("diff_low"), row.get("diff_high"), "+"), f"{row['kl_p99']:.3g}", f"{row['kl_max']:.3g}",
             f"{row['agreement']:.1%}",
         )  # fmt: skip
     console.print(table)
-    reached = list(dict.fromkeys(row["kl_mean"] for row in targets))
-    table = output.table("share of dense's bytes for a mean KL of", "family", *(f"{kl:g}" for kl in reached))
-    for name in dict.fromkeys(row["family"] for row in targets):
-        own = [row for row in targets if row["family"] == name]
-        table.add_row(name, *("–" if row["share"] is None else f"{row['share']:.1%}" for row in own))
+    names = list(dict.fromkeys(row["family"] for row in targets))
+    columns = list(dict.fromkeys(row["kl_mean"] for row in targets))
+    table = output.table("share of dense's bytes for a mean KL of", "family", *(f"{kl:g}" for kl in columns))
+    for name in names:
+        own = [row["share"] for row in targets if row["family"] == name]
+        table.add_row(name, *("–" if share is None else f"{share:.1%}" for share in own))
     console.print(table)
+    columns = list(dict.fromkeys(row["share"] for row in shares))
+    title = "mean KL and its 99th percentile at a share of dense's bytes of"
+    table = output.table(title, "family", *(f"{share:.0%}" for share in columns))
+    for name in names:
+        own = [(row["kl_mean"], row["kl_p99"]) for row in shares if row["family"] == name]
+        table.add_row(name, *("–" if mean is None else f"{mean:.3g}, {p99:.3g}" for mean, p99 in own))
+    console.print(table)
+
+
+def _interval(low: float | None, high: float | None, sign: str = "") -> str:
+    """Both ends of an interval; nothing where there is none."""
+    return "" if low is None or high is None else f"{low:{sign}.3g} … {high:{sign}.3g}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,14 +317,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     rows, targets = budget_rows(lines, args.baseline, BUDGETS), target_rows(lines, args.baseline, TARGETS)
+    shares = share_rows(lines, BUDGETS)
     setting = {name: getattr(args, name) for name in ("model", "dtype", "context", "reference", "seed", "baseline")}
     documents = len(next(iter(lines[0].reported_scores.values())))
     curves = {line.name: [found.json() for found in line.front()] for line in lines}
-    told = {**setting, "reported_documents": documents, "budgets": rows, "targets": targets, "curves": curves}
+    told = {
+        **setting,
+        "reported_documents": documents,
+        "budgets": rows,
+        "targets": targets,
+        "shares": shares,
+        "curves": curves,
+    }
     (args.out / "divergence.json").write_text(json.dumps(told, indent=1) + "\n")
     title = f"{args.model}, {args.texts.name}, {args.dtype}: {documents} documents, {args.reference} tokens after "
     draw(lines, f"{title}{args.context}", args.out / "divergence.png")
-    print_tables(rows, targets)
+    print_tables(rows, targets, shares)
     print(f"{args.out}: results.jsonl, divergence.json, divergence.png")
     return 0
 

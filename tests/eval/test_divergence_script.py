@@ -56,6 +56,8 @@ def test_settings_are_chosen_on_one_half_and_reported_on_the_other(script):
     assert sparq.front()[1].kl_mean == pytest.approx(0.2) and sparq.front()[1].tail.kl_p99 == 0.4
     assert sparq.share_for(0.4) == pytest.approx((0.02 * 0.04) ** 0.5), "halfway between 0.8 and 0.2"
     assert sparq.share_for(0.1) is None and sparq.share_for(0.9) is None
+    mean, p99 = sparq.at_share((0.02 * 0.04) ** 0.5)
+    assert mean == pytest.approx(0.4) and p99 == pytest.approx(0.8) and sparq.at_share(0.041) is None
     rows = script.budget_rows(lines, "H2O", (0.02, 0.05))
     assert [(row["family"], row["budget"]) for row in rows] == [("SparQ", 0.02), ("SparQ", 0.05), ("H2O", 0.05)]
     assert rows[1]["diff_to_baseline"] == pytest.approx(-0.1) and "diff_to_baseline" not in rows[0]
