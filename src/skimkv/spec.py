@@ -124,7 +124,6 @@ def _literal(call: Call, parameter: Parameter, node: ast.expr) -> Any:
 
 # What people look for under these names, and what skimkv has instead.
 ELSEWHERE = {
-    "Skim": "sampled attention of our own is under trial and is not a method yet; the nearest is SparQ",
     "SnapKV": "skimkv does not have it; H2O(k=512) also keeps the tokens that attention prefers",
     "PyramidKV": "skimkv does not have it; H2O(k=0.2) also keeps a fixed share of the prompt",
     "AdaKV": "skimkv does not have it; H2O(k=512) also keeps the tokens that attention prefers",

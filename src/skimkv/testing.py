@@ -7,7 +7,7 @@ method's kernel if it has one, and otherwise by its own `step`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from . import ops, spec
 from .methods import Dense, bind_spec
 from .methods.base import Method
 from .stores.base import Shape, Store
-from .stores.clusters import Clusters
 from .stores.full import Full
 from .stores.rotation import KeyRotation
 from .stores.slots import Slots
@@ -160,10 +159,7 @@ def counted_is_predicted(method: Method) -> None:
                 store = prompt(method, x.tokens(0, n))
                 before = store.elements, store.bytes
                 decode(method, store, x.tokens(n, n + 1))
-            more: dict[str, Any] = {}
-            if isinstance(store, Clusters):  # how many clusters and samples there are is no function of n
-                more = {"clusters": int(store.m.sum()), "accepted_rows": store.accepted_rows}
-            predicted = method.traffic(n, SHAPE, dtype, **more)
+            predicted = method.traffic(n, SHAPE, dtype, **store.observed())
             counted = store.elements - before[0], store.bytes - before[1]
             closed_form = predicted.elements, predicted.bytes
             moved = f"after {n} tokens in {dtype} a step moves {counted} (elements, bytes), traffic says {closed_form}"

@@ -17,6 +17,7 @@ from skimkv.methods import (
     Dense,
     LMInfinite,
     LowRank,
+    Skim,
     SparQ,
     SubGen,
     SubGenStream,
@@ -146,7 +147,6 @@ def test_what_is_no_spec(spec, says):
         ("SparQ(r=32, k=128", "a closing parenthesis is missing"),
         ("SnapKV(k=512)", "unknown method 'SnapKV': skimkv does not have it; H2O"),
         ("snap_kv(k=512)", "unknown method 'SnapKV'"),
-        ("Skim()", "under trial"),
         ("StreamingLLM(k=512)", "LMInfinite\\(k=512, initial=4, positions='cache'\\) here"),
     ],
 )
@@ -224,9 +224,14 @@ def test_every_name_is_known():
 
 
 WHOLE = [(SparQ, "r"), (SparQ, "k"), (TopK, "k"), (LowRank, "r"), (LowRank, "k"), (LMInfinite, "k"), (H2O, "k")]
-WHOLE += [(SubGen, "k"), (SubGen, "recent"), (SubGenStream, "t"), (SubGenStream, "s")]
+WHOLE += [(SubGen, "k"), (SubGen, "recent"), (Skim, "k"), (SubGenStream, "t"), (SubGenStream, "s")]
 GOOD = {SparQ: {"r": 2, "k": 4}, TopK: {"k": 4}, LowRank: {"r": 2, "k": 4}, LMInfinite: {"k": 4, "initial": 0}}
-GOOD |= {H2O: {"k": 4, "local": 0}, SubGen: {"k": 2, "recent": 2}, SubGenStream: {"delta": 1.0, "t": 2, "s": 2}}
+GOOD |= {
+    Skim: {},
+    H2O: {"k": 4, "local": 0},
+    SubGen: {"k": 2, "recent": 2},
+    SubGenStream: {"delta": 1.0, "t": 2, "s": 2},
+}
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2**31, True, False, "8", None, float("nan"), float("inf"), -0.5, 2.0, [1], 1j])

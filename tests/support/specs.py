@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skimkv.methods import H2O, Dense, Fixed, LMInfinite, LowRank, SparQ, Strided, SubGen, SubGenStream, TopK
+from skimkv.methods import H2O, Dense, Fixed, LMInfinite, LowRank, Skim, SparQ, Strided, SubGen, SubGenStream, TopK
 
 EACH = [
     Dense(),
@@ -10,6 +10,7 @@ EACH = [
     SparQ(6, 4, channels="none"),
     SparQ(6, 4, channels="int8"),
     SparQ(6, 4, channels="int4"),
+    Skim(4),
     TopK(4),
     TopK(4, oracle=True),
     LowRank(2, 4),

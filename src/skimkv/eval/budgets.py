@@ -42,7 +42,8 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
     """The method at the largest parameters whose bytes per step are at most that share of dense's.
 
     `dense`: the stores of a cache that Dense has prefilled, with one row. The required fields decide what is solved:
-    with r, k stays at 128 (the SparQ paper's) and r is solved; k and recent share the tokens 3 to 1; with delta,
+    with r, k stays at 128 (the SparQ paper's) and r is solved; k and recent share the tokens 3 to 1; without a
+    required field k is solved, by the most rows that a step is expected to read; with delta,
     half of the bytes go to samples of values (s) and half to clusters, t = 2. None where the share is out of reach.
     """
     required = {f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING}
@@ -50,7 +51,7 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
     build: Callable[..., Method] = method
     n, shape, dtype = max(dense[0].lengths), dense[0].shape, dense[0].dtype
     limit = step_traffic(Dense(), dense).bytes * share
-    if not required:
+    if not required and "k" not in names:
         return method() if share >= 1 else None
     if "delta" in required:
         return _clustered(method, share, dense)
@@ -60,7 +61,7 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
             return build(r=x, k=min(128, n))
         if "recent" in names:
             return build(k=x - x // 4, recent=x // 4)
-        return build(**dict.fromkeys(required, x))
+        return build(**dict.fromkeys(required or {"k"}, x))
 
     def fits(x: int, most: float) -> bool:
         return len(dense) * make(x).traffic(n, shape, dtype).bytes <= most

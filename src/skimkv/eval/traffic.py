@@ -19,7 +19,8 @@ from ..hf.states import state_tensors
 from ..methods import Dense
 from ..methods.base import Method, Traffic
 from ..stores.base import Shape, Store
-from ..stores.clusters import Clusters
+
+Observed = tuple[tuple[str, int], ...]  # what `Store.observed` gives of one row
 
 
 def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) -> Traffic:
@@ -29,12 +30,10 @@ def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) ->
     """
     layers = []
     for store in stores:
-        n, data = max(store.lengths) - steps_ago, dict[str, int]()
-        if isinstance(store, Clusters):  # how many clusters the keys form is no function of n
-            data["clusters"] = int(store.m.sum())
-            if steps_ago and store.accepted_rows is not None:
-                data["accepted_rows"] = store.accepted_rows
-        layers.append(method.traffic(n, store.shape, store.dtype, **data))
+        observed = store.observed()
+        if not steps_ago:  # what the last append wrote says nothing of the next one
+            observed.pop("accepted_rows", None)
+        layers.append(method.traffic(max(store.lengths) - steps_ago, store.shape, store.dtype, **observed))
     return Traffic(*(sum(getattr(x, name) for x in layers) for name in ("elements", "bytes", "paper")))
 
 
@@ -97,7 +96,7 @@ class Cost(NamedTuple):
 
 def depends_on_data(cache: Cache) -> bool:
     """Whether the traffic of a step depends on what the cached tokens are, and not only on how many there are."""
-    return any(isinstance(store, Clusters) for store in cache.stores)
+    return any(store.traffic_depends_on_data for store in cache.stores)
 
 
 class RowCosts:
@@ -117,10 +116,10 @@ class RowCosts:
         n = self._stores[0].lengths[row] - 1 - steps_later if self._stores else 0
         if n in self._known:
             return self._known[n]
-        layers: Counter[tuple[Shape, torch.dtype, int | None]] = Counter()  # most layers are alike
+        layers: Counter[tuple[Shape, torch.dtype, Observed]] = Counter()  # most layers are alike
         for store in self._stores:
-            clusters = int(store.m[row].sum()) if isinstance(store, Clusters) else None
-            layers[store.shape._replace(B=1), store.dtype, clusters] += 1
+            observed = tuple(store.observed(row).items())
+            layers[store.shape._replace(B=1), store.dtype, observed] += 1
         cost = Cost()
         for layer, times in layers.items():
             cost = cost.plus(_layer_cost(self._method, n, *layer), times)
@@ -139,13 +138,12 @@ class RowCosts:
     def _library_cost(self, n: int) -> Cost:
         cost = self._states
         for sliding, times in self._sliding.items():
-            layer = sliding.shape._replace(B=1), sliding.dtype, None
+            layer = sliding.shape._replace(B=1), sliding.dtype, ()
             cost = cost.plus(_layer_cost(Dense(), min(n, sliding.rows), *layer), times)
         return cost
 
 
 @functools.lru_cache(4096)
-def _layer_cost(method: Method, n: int, shape: Shape, dtype: torch.dtype, clusters: int | None) -> Cost:
-    data = {} if clusters is None else {"clusters": clusters}
-    own, dense = method.traffic(n, shape, dtype, **data), Dense().traffic(n, shape, dtype)
+def _layer_cost(method: Method, n: int, shape: Shape, dtype: torch.dtype, observed: Observed) -> Cost:
+    own, dense = method.traffic(n, shape, dtype, **dict(observed)), Dense().traffic(n, shape, dtype)
     return Cost(own.elements, own.bytes, own.paper, dense.elements, dense.bytes)

@@ -10,6 +10,7 @@ from .dense import Dense
 from .h2o import H2O
 from .lm_infinite import LMInfinite
 from .lowrank import LowRank
+from .skim import Skim
 from .sparq import SparQ
 from .sparse_transformer import Fixed, Strided
 from .subgen import SubGen, SubGenStream
@@ -17,12 +18,12 @@ from .topk import TopK
 
 METHODS: dict[str, type[Method]] = {
     method.__name__: method
-    for method in (Dense, SparQ, TopK, LowRank, LMInfinite, Strided, Fixed, H2O, SubGen, SubGenStream)
+    for method in (Dense, SparQ, Skim, TopK, LowRank, LMInfinite, Strided, Fixed, H2O, SubGen, SubGenStream)
 }
 
 __all__ = [
-    "H2O", "METHODS", "Dense", "Fixed", "LMInfinite", "LowRank", "SparQ", "Strided", "SubGen", "SubGenStream", "TopK",
-    "bind_spec", "load_announced_methods", "parse", "register",
+    "H2O", "METHODS", "Dense", "Fixed", "LMInfinite", "LowRank", "Skim", "SparQ", "Strided", "SubGen", "SubGenStream",
+    "TopK", "bind_spec", "load_announced_methods", "parse", "register",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Kernels, Token
+from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.clusters import Clusters
 from ..stores.slots import Slots
@@ -297,31 +298,15 @@ def founding_keys(near: Tensor) -> Tensor:
     return founds
 
 
-_WORD = 0xFFFFFFFF
-
-
-def _mix(h: Tensor) -> Tensor:
-    """The finaliser of a 32-bit hash, in int64: products wrap, and the low word is right."""
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & _WORD
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _WORD
-    return h ^ (h >> 16)
-
-
 def coins(seed: int, stream: int, start: int, H: int, n: int, slots: int, device: torch.device) -> Tensor:
     """Draw (H,n,slots) uniform float64 in [0,1), a function of (seed, stream, token, head, slot) and of nothing else.
 
     So a replay, a padded batch and another batch size flip the same coins.
     """
-    parts = (
-        torch.full((1, 1, 1), stream, device=device),
-        torch.arange(start, start + n, device=device)[None, :, None],
-        torch.arange(H, device=device)[:, None, None],
-        torch.arange(slots, device=device),
-    )
-    h = _mix(torch.full((1, 1, 1), seed & _WORD, device=device))
-    for x in parts:
-        h = _mix((h * 0x9E3779B1 + x) & _WORD)
-    return h.double() / 2**32
+    token = torch.arange(start, start + n, device=device)[None, :, None]
+    head = torch.arange(H, device=device)[:, None, None]
+    words = hash_words(seed, stream, token, head, torch.arange(slots, device=device))
+    return words.double() / 2**32
 
 
 def refuse_softcap(softcap: float | None) -> None:

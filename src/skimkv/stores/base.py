@@ -192,6 +192,18 @@ class Store(Part):
         """Note that a kernel has written one token into every row."""
         self._lengths = [n + 1 for n in self._lengths]
 
+    @property
+    def traffic_depends_on_data(self) -> bool:
+        """Whether a step's traffic depends on what the tokens are, and not only on how many; see `observed`."""
+        return False
+
+    def observed(self, row: int | None = None) -> dict[str, int]:
+        """What the traffic of the last step depends on besides the number of tokens, as keywords of `Method.traffic`.
+
+        Of one row of the batch, or of all. Empty for most stores: their traffic follows from the number of tokens.
+        """
+        return {}
+
     def mark(self) -> Any:
         """The store's numbers as they are now, for `rewind`."""
         return list(self._lengths)

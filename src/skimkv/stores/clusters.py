@@ -89,6 +89,18 @@ class Clusters(Store):
         super().advance()
         self.accepted_rows = None
 
+    @property
+    def traffic_depends_on_data(self) -> bool:
+        """True: how many clusters the keys form is no function of their number."""
+        return True
+
+    def observed(self, row: int | None = None) -> dict[str, int]:
+        """How many clusters there are, and for the whole batch the rows that the last append wrote, where known."""
+        if row is not None:
+            return {"clusters": int(self.m[row].sum())}
+        accepted = {} if self.accepted_rows is None else {"accepted_rows": self.accepted_rows}
+        return {"clusters": int(self.m.sum()), **accepted}
+
     def assign(self, rows: slice, k: Tensor, cluster: Tensor, founds: Tensor, accepted: Tensor, last: Tensor) -> None:
         """Write a block of n keys into their clusters.
 

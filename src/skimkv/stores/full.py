@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .base import Part, Shape, Store, compute_dtype
 from .memory import empty
-from .quantise import BITS, GROUP, dequantise_channels, quantise_channels, round_up
+from .quantise import BITS, GROUP, dequantise_channels, encode_channels, quantise_channels, round_up
 
 KeyOrValue = Literal["k", "v"]
 BOTH: tuple[KeyOrValue, KeyOrValue] = ("k", "v")
@@ -23,11 +23,21 @@ class Chunk(Part):
     """The memory of positions start .. start+cap-1.
 
     k, v (B,H,cap,width of a stored row) · index (B,H,R,cap), in 8 bits (B,H,R,cap) and in 4 bits (B,H,R,cap/2) uint8 ·
-    scale (B,H,cap/GROUP,2,R) float32 of a quantised index.
+    scale (B,H,cap/GROUP,2,R) float32 of a quantised index · means (B,H,cap/GROUP,R) of its groups, where they are kept.
     """
 
-    def __init__(self, start: int, cap: int, k: Tensor, v: Tensor, index: Tensor | None, scale: Tensor | None) -> None:
+    def __init__(
+        self,
+        start: int,
+        cap: int,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor | None,
+        scale: Tensor | None,
+        means: Tensor | None = None,
+    ) -> None:
         self.start, self.cap, self.k, self.v, self.index, self.scale = start, cap, k, v, index, scale
+        self.means = means
 
 
 class Full(Store):
@@ -39,6 +49,11 @@ class Full(Store):
     mean: keep v_mean (B,H,D) float32, the running mean of V.
     projection (H,D,R): the index is of K @ projection instead of K.
     kv: the form of rows of K and V (see RowFormat); index, tail and v_mean are then those of the decoded rows.
+    group_means: keep the mean of every channel over every closed group too, in the type of the cache, and code the open
+    group by the scale of the group before it, so that a step reads the open group's codes and not its tail. It needs a
+    quantised index.
+    rows_read (B,2) int64: rows of K and of V that the last step of a method read in all KV heads, where the method
+    reads as many as the data ask for; such a method sets them, and they are None before its first step.
     """
 
     without_batch = frozenset({"projection"})
@@ -52,6 +67,7 @@ class Full(Store):
         mean: bool = False,
         projection: Tensor | None = None,
         kv: str | None = None,
+        group_means: bool = False,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         B, H, _, D = shape
@@ -62,6 +78,9 @@ class Full(Store):
         self.R = D if projection is None else projection.shape[-1]
         self.tail = torch.zeros(B, H, self.R, GROUP, dtype=dtype, device=self.device) if self.bits else None
         self.v_mean = torch.zeros(B, H, D, device=self.device) if mean else None
+        assert self.bits or not group_means
+        self.group_means = group_means
+        self.rows_read: Tensor | None = None
         self.shared_tokens = 0  # positions before this one may be other stores' memory too
 
     def reserve(self, n: int = 1) -> None:
@@ -75,14 +94,16 @@ class Full(Store):
         B, H, _, _ = self.shape
         cap, stored = round_up(max(total - start, start // 8)), self.row_format.storage_dtype(self.dtype)
         k, v = (empty((B, H, cap, self.row_format.width), stored, self.device) for _ in "kv")
-        index = scale = None
+        index = scale = means = None
         if self.bits:
             index = empty((B, H, self.R, cap * self.bits // 8), torch.uint8, self.device)
             # in memory a channel's scales lie together: a step reads those of the chosen channels only
             scale = torch.empty(B, H, self.R, 2, cap // GROUP, device=self.device).permute(0, 1, 4, 3, 2)
+            if self.group_means:
+                means = torch.zeros(B, H, cap // GROUP, self.R, dtype=self.dtype, device=self.device)
         elif self.channels == "copy":
             index = empty((B, H, self.R, cap), self.dtype, self.device)
-        self.chunks.append(Chunk(start, cap, k, v, index, scale))
+        self.chunks.append(Chunk(start, cap, k, v, index, scale, means))
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Chunk, slice, slice]]:
         """The chunks that hold start .. stop-1: (chunk, positions in it, positions counted from start)."""
@@ -119,6 +140,8 @@ class Full(Store):
         tail, open_tokens = self.tail[rows], start % GROUP
         if open_tokens + n < GROUP:
             tail[..., open_tokens : open_tokens + n] = x
+            coded = self._code_open_group(rows, start - open_tokens, open_tokens, open_tokens + n)
+            self._count_bits(coded, self.bits or 0)
             return
         x = torch.cat([tail[..., :open_tokens], x], -1)
         start, closed = start - open_tokens, (open_tokens + n) // GROUP * GROUP
@@ -131,10 +154,34 @@ class Full(Store):
             chunk.index[rows, :, :, to] = codes[..., of]
             to, of = (slice(s.start // GROUP, s.stop // GROUP) for s in (there, here))
             chunk.scale[rows, :, to] = scale[:, :, of]
+            if chunk.means is not None:
+                means = x[..., :closed].float().unflatten(-1, (-1, GROUP)).mean(-1).transpose(-1, -2)
+                chunk.means[rows, :, to] = means[:, :, of].to(self.dtype)
         tail[..., : x.shape[-1] - closed] = x[..., closed:]
         self.count(x[..., :closed].numel(), x.element_size())
         self.count(codes.numel(), 1)
         self.count(scale.numel(), 4)
+        if self.group_means:
+            self.count(scale.numel() // 2, self.dtype.itemsize)
+        self._count_bits(self._code_open_group(rows, start + closed, 0, x.shape[-1] - closed), self.bits)
+
+    def _code_open_group(self, rows: slice, start: int, coded: int, n: int) -> int:
+        """Code the open group, the n tokens from `start` on, by the scale of the group before it.
+
+        Its first `coded` tokens have their codes; in the first group there is no scale, and it stays in the tail.
+        Returns how many numbers got a code.
+        """
+        if not self.group_means or start == 0 or n == coded:
+            return 0
+        assert self.tail is not None and self.bits is not None
+        before, here = (next(self._spans(a, a + GROUP)) for a in (start - GROUP, start))
+        assert before[0].scale is not None and here[0].index is not None
+        group = before[1].start // GROUP
+        tail, scale = self.tail[rows], before[0].scale[rows, :, group : group + 1]
+        per_byte = 8 // self.bits
+        to = slice(here[1].start // per_byte, here[1].stop // per_byte)
+        here[0].index[rows, :, :, to] = encode_channels(tail, scale, self.bits)
+        return tail[..., coded:n].numel()
 
     def adopt(self, source: Full, n: int) -> None:
         """Make this empty store one of the first n tokens of `source`, whose K and V it shares without a copy.
@@ -214,17 +261,58 @@ class Full(Store):
             return x.masked_fill(~self.valid()[:, :, None], 0)
         scale = torch.cat([chunk.scale for chunk in self.chunks if chunk.scale is not None], 2)  # (B,H,N/GROUP,2,R)
         scale = scale.gather(-1, index[:, :, None, None].expand(-1, -1, *scale.shape[2:4], -1))
+        for b, length in enumerate(self._lengths if self.group_means else ()):
+            if closed := length // GROUP:
+                scale[b, :, closed:] = scale[b, :, closed - 1 : closed]  # the open group has the scale before it
         x = dequantise_channels(torch.cat(parts, -1), scale, self.bits).to(compute_dtype(self.dtype))
         x = x[..., : max(self._lengths)].masked_fill(~self.valid()[:, :, None], 0)
         tail = self.tail.gather(2, pick.expand(-1, -1, -1, GROUP)).to(x.dtype)
         for b, length in enumerate(self._lengths):
             closed = length // GROUP * GROUP
-            x[b, :, :, closed:length] = tail[b, :, :, : length - closed]
-            quantised = min(cached[b], closed)
+            coded = length if self.group_means and closed else closed
+            x[b, :, :, coded:length] = tail[b, :, :, : length - coded]
+            quantised = min(cached[b], coded)
             self._count_bits(quantised * H * r, self.bits)
             self.count(closed // GROUP * 2 * H * r, 4)
             self.count((cached[b] - quantised) * H * r, self.dtype.itemsize)
         return x
+
+    @property
+    def traffic_depends_on_data(self) -> bool:
+        """Whether a method reads as many rows as the data ask for; see `rows_read`."""
+        return self.group_means
+
+    def observed(self, row: int | None = None) -> dict[str, int]:
+        """The rows of K and V that the last step read, where a method reads as many as the data ask for."""
+        if self.rows_read is None:
+            return {}
+        keys, values = (self.rows_read.sum(0) if row is None else self.rows_read[row]).tolist()
+        return {"key_rows": keys, "value_rows": values}
+
+    def read_group_means(self) -> Tensor:
+        """Read the means of all channels over the closed groups: (B,H,N,R), each token with that of its group.
+
+        A token of the open group has the mean of the group before it, and 0 in the first group.
+        """
+        parts = [chunk.means for chunk in self.chunks if chunk.means is not None]
+        means = torch.cat(parts, 2).to(compute_dtype(self.dtype))
+        for b, length in enumerate(self._lengths):
+            closed = length // GROUP
+            means[b, :, closed:] = means[b, :, closed - 1 : closed] if closed else 0
+            self.count(closed * means.shape[1] * self.R, self.dtype.itemsize)
+        return means.repeat_interleave(GROUP, 2)[:, :, : max(self._lengths)]
+
+    def read_last_steps(self) -> Tensor:
+        """Read the step of the last closed group's codes, by channel: (B,H,R); 1 where no group is closed."""
+        B, H = self.shape.B, self.shape.H
+        steps = torch.ones(B, H, self.R, dtype=compute_dtype(self.dtype), device=self.device)
+        for b, length in enumerate(self._lengths):
+            if closed := length // GROUP * GROUP:
+                chunk, there, _ = next(self._spans(closed - GROUP, closed))
+                assert chunk.scale is not None
+                steps[b] = chunk.scale[b, :, there.start // GROUP, 0]
+                self.count(H * self.R, 4)
+        return steps
 
     def _count_bits(self, elements: int, bits: int) -> None:
         self.elements += elements
@@ -269,16 +357,20 @@ class Full(Store):
             for to, t in zip(twin._cut(twin.chunks[-1], here), self._cut(c, there), strict=True):
                 if to is not None and t is not None:
                     to.copy_(expanded(t))
-        twin.tail, twin.v_mean = (t if t is None else expanded(t).clone() for t in (self.tail, self.v_mean))
+        twin.tail, twin.v_mean, twin.rows_read = (
+            t if t is None else expanded(t).clone() for t in (self.tail, self.v_mean, self.rows_read)
+        )
         return twin
 
-    def _cut(self, c: Chunk, there: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Whole groups of a chunk's positions: k, v, index, scale."""
+    def _cut(self, c: Chunk, there: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Whole groups of a chunk's positions: k, v, index, scale, means."""
         a, b = there.start, there.stop
-        index, scale = c.index, c.scale
+        index = c.index
         if index is not None:
             index = index[..., a * (self.bits or 8) // 8 : b * (self.bits or 8) // 8]
-        return c.k[:, :, a:b], c.v[:, :, a:b], index, None if scale is None else scale[:, :, a // GROUP : b // GROUP]
+        groups = slice(a // GROUP, b // GROUP)
+        scale, means = (t if t is None else t[:, :, groups] for t in (c.scale, c.means))
+        return c.k[:, :, a:b], c.v[:, :, a:b], index, scale, means
 
     def crop(self, n: int) -> None:
         """Forget the last n tokens of every row. Raises ValueError if a row has fewer."""
@@ -298,6 +390,7 @@ class Full(Store):
                 # the group is open again: its keys before quantisation are still in k
                 k = self.row_format.decode(self._stored("k", row, start, now), self.dtype)
                 self.tail[row, ..., : now - start] = k.transpose(-1, -2)
+                self._code_open_group(row, start, 0, now - start)
         while self.chunks and self.chunks[-1].start >= max(self._lengths):
             del self.chunks[-1]
 
@@ -310,6 +403,9 @@ class Full(Store):
             if self.bits:
                 closed = n // GROUP * GROUP
                 total += H * self.R * (closed * self.bits // 8 + closed // GROUP * 8 + (n - closed) * size)
+                if self.group_means:
+                    coded = (n - closed) * self.bits // 8 if closed else 0
+                    total += H * self.R * (coded + closed // GROUP * size)
             elif self.channels == "copy":
                 total += n * H * self.R * size
         return total + sum(t.nbytes for t in (self.v_mean, self.projection) if t is not None)

@@ -29,10 +29,21 @@ def quantise_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     groups = x.float().unflatten(-1, (-1, GROUP))  # (...,R,n/GROUP,GROUP)
     low, high = groups.aminmax(dim=-1)
-    scale = (high - low) / (2**bits - 1)
-    step = torch.where(scale == 0, 1, scale)
-    codes = ((groups - low[..., None]) / step[..., None]).round_().nan_to_num_(0).to(torch.uint8).flatten(-2)
-    return (pack_int4(codes) if bits == 4 else codes), torch.stack([scale, low], -2).transpose(-1, -3)
+    scale = torch.stack([(high - low) / (2**bits - 1), low], -2).transpose(-1, -3)
+    return encode_channels(x, scale, bits), scale
+
+
+def encode_channels(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Code channels with given scales: x (...,R,n), scale (...,n/GROUP,2,R) -> codes (...,R,n*bits/8) uint8.
+
+    A number outside the range of its scale gets the code at that end.
+    """
+    step, low = scale.transpose(-1, -3).unbind(-2)  # (...,R,n/GROUP) each
+    step = torch.where(step == 0, 1, step)
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    codes = ((groups - low[..., None]) / step[..., None]).round_().clamp_(0, 2**bits - 1)
+    codes = codes.nan_to_num_(0).to(torch.uint8).flatten(-2)
+    return pack_int4(codes) if bits == 4 else codes
 
 
 def dequantise_channels(codes: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,202 @@
+"""Skim, a method of our own: read the keys that look best by an index, and draw some of the others at random.
+
+A choice of the best rows pretends that all others do not exist, so its error falls slowly with their number. Skim reads
+fewer of the best and samples the rest with probabilities that the index suggests: what was drawn stands for what was
+not, and the error falls as that of a survey does. docs/skim.md says what was measured, and what was tried besides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import Token
+from ..ops.blocks import apply_softcap, take
+from ..ops.hashing import hash_words
+from ..stores.base import Shape, compute_dtype
+from ..stores.full import Full
+from ..stores.quantise import GROUP
+from .base import Method, Traffic, check_whole
+from .sparq import approximate_scores, top_channels
+
+SINKS = 4  # first tokens whose rows are always read
+LOCAL = 16  # tokens before the current one whose rows are always read
+KEYS, VALUES = 0, 1  # streams of random numbers
+
+
+@dataclass(frozen=True, repr=False)
+class Skim(Method[Full]):
+    """Read r channels of an index, the k best rows by it, and a random sample of the other rows.
+
+    k: rows that are read for certain; the others are drawn with probability k p, p being the largest softmax score that
+    the group's queries give the row by the index, so that at most k more are expected for each query head. r: channels
+    of the index that are read (None: a quarter of the head size). The index has 4 bits a channel, as SparQ's with
+    channels="int4", and the mean of every 256 tokens; together they add an eighth of the cache's memory.
+    """
+
+    k: int = 64
+    r: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("k", self.k, 1)
+        if self.r is not None:
+            check_whole("r", self.r, 1)
+
+    def channels(self, D: int) -> int:
+        """How many channels are read of heads of size D."""
+        return max(1, D // 4) if self.r is None else self.r
+
+    def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
+        """An empty store of every token, with an index in 4 bits, its means, and the mean value.
+
+        Raises ValueError if r exceeds the head size.
+        """
+        check_whole("r", self.channels(shape.D), 1, shape.D)
+        return Full(shape, dtype, device, "int4", mean=True, kv=self.kv, group_means=True)
+
+    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+        """Score all rows by the index, draw rows of K, draw rows of V among them, and shrink what the draw estimates.
+
+        Whether a row is drawn depends on its position, the number of cached tokens and the head: see `draw`.
+        """
+        if token is not None:
+            store.append_token(*token)
+        x = q.to(compute_dtype(store.dtype))
+        lengths = torch.tensor(store.lengths, device=store.device)[:, None, None]  # (B,1,1)
+        # step 1: softmax scores by the index
+        logits = estimated_logits(x, store, self.channels(store.shape.D), scale)
+        scores = approximate_scores(logits, store, softcap)  # (B,H,G,N)
+        # step 2: rows of K, each weighted by one over the probability with which it was drawn
+        p_key = key_probability(scores.amax(2), lengths, self.k)
+        position = torch.arange(scores.shape[-1], device=x.device).expand_as(p_key)
+        rows, valid = compact(draw(p_key, position, lengths, KEYS))
+        p_key = p_key.gather(-1, rows)
+        exact = apply_softcap(x @ store.read_keys(rows, valid).transpose(-1, -2) * scale, softcap)
+        exact = (exact - p_key.log()[:, :, None]).masked_fill(~valid[:, :, None], -torch.inf)
+        weights = exact.softmax(-1)  # (B,H,G,m)
+        # step 3: rows of V among them, weighted once more
+        p_value = value_probability(weights, rows, lengths, self.k)
+        chosen, kept = compact(draw(p_value, rows, lengths, VALUES) & valid)
+        p_value, weights = p_value.gather(-1, chosen), take(weights, chosen)
+        weights = (weights / p_value[:, :, None]).masked_fill(~kept[:, :, None], 0)
+        weights = weights / weights.sum(-1, keepdim=True)
+        values = store.read_values(rows.gather(-1, chosen), kept)
+        store.rows_read = torch.stack([(part.sum((1, 2)) - store.shape.H) for part in (valid, kept)], -1)
+        # step 4: what was drawn at random is noisy; the mean value is not
+        y = shrink(weights, values, p_key.gather(-1, chosen) * p_value, store.read_mean())
+        return y.masked_fill(scores.isnan().any(-1, keepdim=True), torch.nan).to(q.dtype)
+
+    def traffic(
+        self,
+        n: int,
+        shape: Shape,
+        dtype: torch.dtype,
+        key_rows: int | None = None,
+        value_rows: int | None = None,
+    ) -> Traffic:
+        """Count n r numbers of the index, the rows that were drawn, and what an append writes, as this code moves them.
+
+        key_rows, value_rows: rows of K and of V that the step reads, over all heads and rows of the batch, the current
+        token not included; None: the most that are expected. `paper` is n r + (key_rows + value_rows) D + 2D per head.
+        """
+        D, heads, size, r = shape.D, shape.B * shape.H, dtype.itemsize, self.channels(shape.D)
+        if key_rows is None:
+            key_rows = heads * min(n, SINKS + LOCAL + (1 + shape.G) * self.k)
+        if value_rows is None:
+            value_rows = min(key_rows, heads * min(n, (1 + 2 * self.k) * shape.G))
+        groups = (n + 1) // GROUP
+        rows = self.row_format(D).traffic(key_rows + value_rows + 2 * heads, dtype)
+        index = [(r * n, 0.5), (2 * r * groups + D, 4), (D * groups, size)] if groups else [(r * n, size)]
+        append: list[tuple[int, float]] = [(D, size), (2 * D, 4)]
+        if (n + 1) % GROUP == 0:
+            append += [(D * GROUP, size), (D * GROUP // 2, 1), (2 * D, 4), (D, size)]
+        elif groups:
+            append += [(D, 0.5)]
+        paper = heads * (n * r + 2 * D) + (key_rows + value_rows) * D
+        return Traffic.of(1, paper, *rows, *((heads * count, each) for count, each in [*index, *append]))
+
+    def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of K and V, of the index with its scales, means and open group, and of v_mean."""
+        D, size = shape.D, dtype.itemsize
+        total = self.row_format(D).nbytes(2 * n, dtype) + 4 * D
+        total += math.ceil(n * D / 2) + n // GROUP * (8 + size) * D + GROUP * D * size
+        return shape.B * shape.H * total
+
+
+def estimated_logits(q: Tensor, store: Full, r: int, scale: float) -> Tensor:
+    """Estimate q K^T scale from r channels of the index, and from group means for the other channels: (B,H,G,N).
+
+    The r channels are those with the largest sum over the group of |q| times the step of the last closed group's codes:
+    the step grows with the range of the keys. Unlike SparQ it needs no temperature, because nothing is left out.
+    """
+    i1 = top_channels(q * store.read_last_steps()[:, :, None], r)
+    others = q.scatter(-1, i1[:, :, None].expand(-1, -1, q.shape[2], -1), 0)
+    return (take(q, i1) @ store.read_channels(i1) + others @ store.read_group_means().transpose(-1, -2)) * scale
+
+
+def key_probability(score: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """The probability with which a row of K is drawn: score (B,H,N), lengths (B,1,1) -> (B,H,N).
+
+    1 for the first SINKS tokens, the current one and the LOCAL before it, and the k largest scores besides; min(1, k
+    score) for the others, and 0 beyond a row's length.
+    """
+    position = torch.arange(score.shape[-1], device=score.device)
+    cached = position < lengths
+    certain = (position < SINKS) | (position >= lengths - 1 - LOCAL)
+    best = score.masked_fill(certain | ~cached, -1).topk(min(k, score.shape[-1]), -1).indices
+    probability = (k * score).clamp(max=1).masked_fill(certain, 1).scatter(-1, best, 1)
+    return probability.masked_fill(~cached, 0)
+
+
+def value_probability(weights: Tensor, rows: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """The probability with which the value of a drawn row is read: weights (B,H,G,m), rows (B,H,m) -> (B,H,m).
+
+    min(1, 2k times the largest weight that a query of the group gives it); 1 for the current token, for the row that
+    has most of a query's weight, and where a context has no more than k tokens.
+    """
+    largest = weights.amax(2)
+    most = (weights == weights.amax(-1, keepdim=True)).any(2)
+    return (2 * k * largest).clamp(max=1).masked_fill(most | (rows == lengths - 1) | (lengths <= k), 1)
+
+
+def draw(probability: Tensor, position: Tensor, lengths: Tensor, stream: int) -> Tensor:
+    """Draw rows by their probabilities, independently of each other (Poisson sampling): (B,H,n) -> (B,H,n) bool.
+
+    A row is drawn if w >> 1 < floor(probability 2^31), in whole numbers, or if its probability is 1; w is the word of
+    32 bits `hash_words(stream, cached tokens of the row of the batch, KV head, position)`. All but the last round of
+    the hash are the same for a whole head: with h = hash_words(stream, tokens, head), w = mix(h * GOLDEN + position) in
+    arithmetic modulo 2^32.
+    """
+    head = torch.arange(probability.shape[1], device=probability.device)[:, None]
+    word = hash_words(stream, lengths, head, position)
+    threshold = (probability.float() * 2.0**31).nan_to_num(0).long()
+    return ((word >> 1) < threshold) | (probability >= 1)
+
+
+def compact(drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of True entries, in order: drawn (B,H,n) -> index (B,H,m), and whether it is one, (B,H,m).
+
+    m is the largest number of True entries; heads with fewer have other places at their end, which are not valid.
+    """
+    m = int(drawn.sum(-1).max())
+    index = drawn.int().argsort(dim=-1, descending=True, stable=True)[..., :m]
+    return index, drawn.gather(-1, index)
+
+
+def shrink(weights: Tensor, values: Tensor, probability: Tensor, mean: Tensor) -> Tensor:
+    """Sum weighted values, the random part drawn towards the mean value as far as it is noise: James and Stein (1961).
+
+    weights (B,H,G,m) sum to 1 · values (B,H,m,D) · probability (B,H,m) with which each was drawn · mean (B,H,D) ->
+    (B,H,G,D). The random part is the deviation d = sum w (v - mean) of rows with a probability below 1. Its variance is
+    about s = sum w^2 (1 - probability) |v - mean|^2; max(0, 1 - s / |d|^2) of it is kept.
+    """
+    uncertain = weights.masked_fill((probability >= 1)[:, :, None], 0)
+    centred = values - mean[:, :, None]
+    deviation = uncertain @ centred
+    variance = (uncertain.square() * ((1 - probability) * centred.square().sum(-1))[:, :, None]).sum(-1, keepdim=True)
+    lost = (variance / deviation.square().sum(-1, keepdim=True)).nan_to_num(0, 1, 1).clamp(max=1)
+    return weights @ values - lost * deviation
