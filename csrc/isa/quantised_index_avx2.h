@@ -1,5 +1,5 @@
 // Integer sums of codes of 4 bits with AVX2: a 16-bit word holds one token's codes of two channels. The two products of
-// a word add up to 2 * 15 * 128 at most, so that a word holds the sum of four such pairs.
+// a word add up to 2 * 15 * 127 at most, so that a word holds the sum of the four pairs of eight channels.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -14,15 +14,15 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// The logits of eight integer sums.
-static inline __m256 logit(__m256i sum, const TileWeights &w) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(w.step), _mm256_set1_ps(w.init));
+// The logits of eight integer sums of query g.
+static inline __m256 logit(__m256i sum, const TileWeights &w, int g) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(w.step[g * w.float_ld]),
+                           _mm256_set1_ps(w.init[g * w.float_ld]));
 }
 
-// Joins eight sums of products with high bytes and with low bytes, and adds what s holds of earlier channels. Until the
-// LAST channels the sums are kept in s.
-template <bool FIRST, bool LAST> static inline __m256i combine_bytes(__m128i high, __m128i low, float *s) {
-    __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(_mm256_cvtepi16_epi32(high), 8), _mm256_cvtepi16_epi32(low));
+// Widens eight sums, and adds what s holds of earlier channels. Until the LAST channels the sums are kept in s.
+template <bool FIRST, bool LAST> static inline __m256i widen_sums(__m128i words, float *s) {
+    __m256i sum = _mm256_cvtepi16_epi32(words);
     if (!FIRST) sum = _mm256_add_epi32(sum, _mm256_loadu_si256((const __m256i *)s));
     if (!LAST) _mm256_storeu_si256((__m256i *)s, sum);
     return sum;
@@ -40,45 +40,49 @@ static inline void store_in_token_order(const __m256 *in, float *s) {
 }
 
 // Adds 64 tokens, the first or the second `half` (32 bytes) of a block of 128 tokens, whose sums are in `block`.
-template <bool FIRST, bool LAST>
+template <bool FIRST, bool LAST, int GB>
 static inline void add_int4_tokens(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x,
-                                   const TileWeights &w, float *block, int half) {
+                                   const TileWeights &w, float *block, int64_t ld, int half) {
+    constexpr int PAIRS = CHANNELS_AT_ONCE / 2;
+    static_assert(PAIRS * 2 * 15 * 127 <= INT16_MAX, "the sums fit into words");
     const __m256i nibble = _mm256_set1_epi8(15);
     // Bytes 0-7 and 16-23, and bytes 8-15 and 24-31, of the low nibbles; then the same of the high nibbles.
-    __m256i high[4] = {}, low[4] = {};
-#pragma GCC unroll 4
-    for (int c = 0; c < CHANNELS_AT_ONCE; c += 2) {
-        const __m256i a = _mm256_loadu_si256((const __m256i *)(p[c] + x));
-        const __m256i b = _mm256_loadu_si256((const __m256i *)(p[c + 1] + x));
-        prefetch(ahead[c] + x), prefetch(ahead[c + 1] + x);
+    __m256i codes[PAIRS][4];
+    for (int c = 0; c < PAIRS; c++) {
+        const __m256i a = _mm256_loadu_si256((const __m256i *)(p[2 * c] + x));
+        const __m256i b = _mm256_loadu_si256((const __m256i *)(p[2 * c + 1] + x));
+        prefetch(ahead[2 * c] + x), prefetch(ahead[2 * c + 1] + x);
         const __m256i both[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)};
-        const __m256i h = _mm256_set1_epi16((int16_t)(w.high[c / 4 * w.ld] >> 8 * (c % 4)));
-        const __m256i l = _mm256_set1_epi16((int16_t)(w.low[c / 4 * w.ld] >> 8 * (c % 4)));
-        for (int i = 0; i < 4; i++) {
-            const __m256i codes = _mm256_and_si256(i < 2 ? both[i] : _mm256_srli_epi16(both[i - 2], 4), nibble);
-            high[i] = _mm256_add_epi16(high[i], _mm256_maddubs_epi16(codes, h));
-            low[i] = _mm256_add_epi16(low[i], _mm256_maddubs_epi16(codes, l));
+        for (int i = 0; i < 4; i++)
+            codes[c][i] = _mm256_and_si256(i < 2 ? both[i] : _mm256_srli_epi16(both[i - 2], 4), nibble);
+    }
+    for (int g = 0; g < GB; g++, block += ld) {
+        __m256i words[4] = {}, sum[8];
+        for (int c = 0; c < PAIRS; c++) {
+            const int32_t quad = w.low[g * w.query_ld + c / 2 * w.quad_ld];
+            const __m256i weights = _mm256_set1_epi16((int16_t)(quad >> 16 * (c % 2)));
+            for (int i = 0; i < 4; i++)
+                words[i] = _mm256_add_epi16(words[i], _mm256_maddubs_epi16(codes[c][i], weights));
         }
+        for (int i = 0; i < 4; i++) {
+            const int at = i / 2 * 4 + i % 2;
+            float *s = block + 8 * half + 32 * (i % 2) + 16 * (i / 2);  // where the logits of this half will be
+            sum[at] = widen_sums<FIRST, LAST>(_mm256_castsi256_si128(words[i]), s);
+            sum[at + 2] = widen_sums<FIRST, LAST>(_mm256_extracti128_si256(words[i], 1), s + 64);
+        }
+        if (!LAST) continue;
+        __m256 y[8];
+        for (int i = 0; i < 8; i++) y[i] = logit(sum[i], w, g);
+        store_in_token_order(y, block + 8 * half), store_in_token_order(y + 4, block + 16 + 8 * half);
     }
-    __m256i sum[8];
-    for (int i = 0; i < 4; i++) {
-        const __m128i h0 = _mm256_castsi256_si128(high[i]), h1 = _mm256_extracti128_si256(high[i], 1);
-        const __m128i l0 = _mm256_castsi256_si128(low[i]), l1 = _mm256_extracti128_si256(low[i], 1);
-        const int at = i / 2 * 4 + i % 2;
-        float *s = block + 8 * half + 32 * (i % 2) + 16 * (i / 2);  // where the logits of this half will be
-        sum[at] = combine_bytes<FIRST, LAST>(h0, l0, s), sum[at + 2] = combine_bytes<FIRST, LAST>(h1, l1, s + 64);
-    }
-    if (!LAST) return;
-    __m256 y[8];
-    for (int i = 0; i < 8; i++) y[i] = logit(sum[i], w);
-    store_in_token_order(y, block + 8 * half), store_in_token_order(y + 4, block + 16 + 8 * half);
 }
 
-template <bool FOUR, bool FIRST, bool LAST>
+template <bool FOUR, bool FIRST, bool LAST, int GB>
 static inline void add_quantised_group(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at,
-                                       const TileWeights &w, float *s) {
+                                       const TileWeights &w, float *s, int64_t ld) {
     static_assert(FOUR, "sums of 8-bit codes do not fit into words");
-    for (int i = 0; i < 4; i++) add_int4_tokens<FIRST, LAST>(p, ahead, at / 2 + i * 32, w, s + i / 2 * 128, i % 2);
+    for (int i = 0; i < 4; i++)
+        add_int4_tokens<FIRST, LAST, GB>(p, ahead, at / 2 + i * 32, w, s + i / 2 * 128, ld, i % 2);
 }
 
 }  // namespace skimkv::SKIMKV_NS

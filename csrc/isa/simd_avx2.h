@@ -66,16 +66,6 @@ static inline vf sums_of(const vf *x) {
     return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
 
-struct NibbleTable {
-    vf w;
-};
-static inline vi load_dwords(const uint8_t *p) { return (vi)_mm256_loadu_si256((const __m256i *)p); }
-static inline NibbleTable nibble_table(float w) { return {splat(w)}; }
-static inline vf nibble_product(const NibbleTable &t, vi codes, int nibble) {
-    __m256i code = _mm256_and_si256(_mm256_srli_epi32((__m256i)codes, 4 * nibble), _mm256_set1_epi32(15));
-    return t.w * _mm256_cvtepi32_ps(code);
-}
-
 static inline float as_float(f16 x) { return _cvtsh_ss(x.bits); }
 static inline f16 to_f16(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
 

@@ -88,19 +88,6 @@ static inline vf sums_of(const vf *x) {
     return _mm512_shuffle_f32x4(v0, v1, 0x88) + _mm512_shuffle_f32x4(v0, v1, 0xdd);
 }
 
-// Products of a weight with codes of 4 bits, of which a 32-bit lane holds eight. Here a product is looked up in a
-// register of 16 floats.
-struct NibbleTable {
-    vf w;
-};
-static inline vi load_dwords(const uint8_t *p) { return (vi)_mm512_loadu_si512(p); }
-static inline NibbleTable nibble_table(float w) {
-    return {splat(w) * _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
-}
-static inline vf nibble_product(const NibbleTable &t, vi codes, int nibble) {
-    return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, 4 * nibble), t.w);
-}
-
 static inline float as_float(f16 x) { return _cvtsh_ss(x.bits); }
 static inline f16 to_f16(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
 

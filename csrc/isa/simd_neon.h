@@ -48,16 +48,6 @@ template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
-struct NibbleTable {
-    vf w;
-};
-static inline vi load_dwords(const uint8_t *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
-static inline NibbleTable nibble_table(float w) { return {splat(w)}; }
-static inline vf nibble_product(const NibbleTable &t, vi codes, int nibble) {
-    int32x4_t code = vshlq_s32(codes, vdupq_n_s32(-4 * nibble));
-    return t.w * vcvtq_f32_s32(vandq_s32(code, vdupq_n_s32(15)));
-}
-
 static inline float as_float(f16 x) {
     __fp16 h;
     __builtin_memcpy(&h, &x, 2);

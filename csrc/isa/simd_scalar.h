@@ -77,20 +77,6 @@ template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vf{sum_lanes(x[0]), sum_lanes(x[1]), sum_lanes(x[2]), sum_lanes(x[3])}; }
 
-struct NibbleTable {
-    vf w;
-};
-static inline vi load_dwords(const uint8_t *p) {
-    vi x;
-    for (int i = 0; i < 4; i++)
-        x[i] = (int)(p[4 * i] | p[4 * i + 1] << 8 | p[4 * i + 2] << 16 | (unsigned)p[4 * i + 3] << 24);
-    return x;
-}
-static inline NibbleTable nibble_table(float w) { return {splat(w)}; }
-static inline vf nibble_product(const NibbleTable &t, vi codes, int nibble) {
-    return t.w * __builtin_convertvector(codes >> 4 * nibble & 15, vf);
-}
-
 using IntegerSum = vi;
 static inline vi load_int16_pairs(const int8_t *p) {
     vi x;

@@ -184,8 +184,8 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
                 for (int i = 0; i < nc; i++)
                     w[g * CHANNELS_AT_ONCE + i] = weight[i] * step[i], init[g] += weight[i] * zero[i];
             }
-            add_channels_of_queries<E>(p, ahead, is_int4<E> ? at / 2 : at, GROUP, nc, w, CHANNELS_AT_ONCE, gn, c0 == 0,
-                                       init, s + g0 * u.padded_n, u.padded_n);
+            add_channels_of_queries<E>(p, ahead, at, GROUP, nc, w, CHANNELS_AT_ONCE, gn, c0 == 0, init,
+                                       s + g0 * u.padded_n, u.padded_n);
         }
     } else {
         const float no_init[4] = {};
@@ -217,7 +217,7 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             const E *from = index + u.channel[c] * chunk->x_r + (t0 * GROUP - chunk->start) / (is_int4<E> ? 2 : 1);
             for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
         }
-    if constexpr (sums_in_integers<E>) make_byte_weights(op, u, chunk, weights, t0, t1);
+    if constexpr (sums_in_integers<E>) make_byte_weights<is_int4<E>>(op, u, chunk, weights, t0, t1);
     // At the end of a run, the beginning of the next channels' runs is prefetched.
     const int64_t tile = is_int4<E> ? GROUP / 2 : GROUP, run = (t1 - t0) * tile;
     const int64_t distance = min(run, (sums_in_integers<E> ? 4 : 1) * AHEAD_BYTES / (int)sizeof(E));

@@ -55,45 +55,6 @@ static inline void add_channels(const T *const *p, const T *const *ahead, int64_
     }
 }
 
-// The same for codes of 4 bits and a whole tile; `at` is in bytes.
-template <int GB>
-static inline void add_int4_channels(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at, int nc,
-                                     const float *w, int64_t wld, bool first, const float *init, float *s, int64_t ld) {
-    constexpr int U = W == 16 ? (GB == 4 ? 4 : 8) : GB == 4 ? 2 : GB == 2 ? 4 : 8;
-    NibbleTable t[GB][CHANNELS_AT_ONCE];
-    for (int c = 0; c < nc; c++)
-        for (int g = 0; g < GB; g++) t[g][c] = nibble_table(w[g * wld + c]);
-    for (int block = 0; block < GROUP / 128; block++)
-        for (int part = 0; part < 16 / W; part++)
-            for (int i = 0; i < 8; i += U) {
-                float *to = s + block * 128 + part * W + i * 16;
-                vf a[GB][U];
-                for (int g = 0; g < GB; g++)
-                    for (int u = 0; u < U; u++)
-                        a[g][u] = first ? splat(init[g]) : load(to + g * ld + u * 16) + splat(init[g]);
-                for (int c = 0; c < nc; c++) {
-                    const uint8_t *from = p[c] + at + block * 64 + part * 4 * W;
-                    if (i == 0 && part == 0) prefetch(ahead[c] + at + block * 64);
-                    vi codes = load_dwords(from);
-#pragma GCC unroll 8
-                    for (int u = 0; u < U; u++)
-                        for (int g = 0; g < GB; g++) a[g][u] = a[g][u] + nibble_product(t[g][c], codes, i + u);
-                }
-                for (int g = 0; g < GB; g++)
-                    for (int u = 0; u < U; u++) store(to + g * ld + u * 16, a[g][u]);
-            }
-}
-
-// The same for every type T of the index.
-template <class T, int GB>
-static inline void add_typed_channels(const T *const *p, const T *const *ahead, int64_t at, int n, int nc,
-                                      const float *w, int64_t wld, bool first, const float *init, float *s,
-                                      int64_t ld) {
-    using bytes = const uint8_t *const *;
-    if constexpr (is_int4<T>) add_int4_channels<GB>((bytes)p, (bytes)ahead, at, nc, w, wld, first, init, s, ld);
-    else add_channels<T, GB>(p, ahead, at, n, nc, w, wld, first, init, s, ld);
-}
-
 // The same for G queries.
 template <class T>
 static inline void add_channels_of_queries(const T *const *p, const T *const *ahead, int64_t at, int n, int nc,
@@ -101,10 +62,9 @@ static inline void add_channels_of_queries(const T *const *p, const T *const *ah
                                            int64_t ld) {
     int g = 0;
     for (; g + 4 <= G; g += 4)
-        add_typed_channels<T, 4>(p, ahead, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
-    if (g + 2 <= G)
-        add_typed_channels<T, 2>(p, ahead, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld), g += 2;
-    if (g < G) add_typed_channels<T, 1>(p, ahead, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
+        add_channels<T, 4>(p, ahead, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
+    if (g + 2 <= G) add_channels<T, 2>(p, ahead, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld), g += 2;
+    if (g < G) add_channels<T, 1>(p, ahead, at, n, nc, w + g * wld, wld, first, init + g, s + g * ld, ld);
 }
 
 }  // namespace skimkv::SKIMKV_NS

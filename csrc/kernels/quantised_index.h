@@ -1,5 +1,5 @@
-// Approximate scores from codes of 8 or 4 bits, summed in integers (quantised_index_weights.h says how) where the
-// instruction set has the instructions for it: VNNI, AVX2 and NEON.
+// Approximate scores from codes of 4 bits, and of 8 bits where the instruction set has the instructions for it (VNNI
+// and NEON), summed in integers; quantised_index_weights.h says how.
 #pragma once
 #include <stdint.h>
 
@@ -13,26 +13,44 @@
 #include "isa/quantised_index_avx2.h"
 #elif defined(SKIMKV_SIMD_NEON)
 #include "isa/quantised_index_neon.h"
+#else
+#include "isa/quantised_index_scalar.h"
 #endif
 
 namespace skimkv::SKIMKV_NS {
 
-// Adds the channels c0 .. c0+CHANNELS_AT_ONCE-1 of the unit to the scores s of one tile, for every query. p are the
-// channels' codes, of which token `at` is the first; `tile` counts within the weights' span.
+// Adds the channels c0 .. c0+CHANNELS_AT_ONCE-1 of the unit to the scores s of one tile, for GB queries from g on. p
+// are the channels' codes, of which token `at` is the first; `tile` counts within the weights' span.
+template <bool FOUR, int GB>
+static inline void add_quantised_queries(const Unit &u, int g, const uint8_t *const *p, const uint8_t *const *ahead,
+                                         int64_t at, const ByteWeights &n, int64_t tile, int64_t c0, float *s) {
+    const int64_t quads = round_up(u.r, CHANNELS_AT_ONCE) / 4;
+    const int64_t weights = (g * quads + c0 / 4) * n.tiles + tile, query = g * n.tiles + tile;
+    const TileWeights w{FOUR ? nullptr : n.high + weights,
+                        n.low + weights,
+                        n.tiles,
+                        quads * n.tiles,
+                        n.step + query,
+                        n.init + query,
+                        n.tiles};
+    const bool first = c0 == 0, last = c0 + CHANNELS_AT_ONCE >= u.r;
+    s += g * u.padded_n;
+    if (first && last) add_quantised_group<FOUR, true, true, GB>(p, ahead, at, w, s, u.padded_n);
+    else if (first) add_quantised_group<FOUR, true, false, GB>(p, ahead, at, w, s, u.padded_n);
+    else if (last) add_quantised_group<FOUR, false, true, GB>(p, ahead, at, w, s, u.padded_n);
+    else add_quantised_group<FOUR, false, false, GB>(p, ahead, at, w, s, u.padded_n);
+}
+
+// The same for every query: codes are unpacked once for several of them.
 template <bool FOUR>
 static inline void add_quantised_tile(const skimkv_op *op, const Unit &u, const uint8_t *const *p,
                                       const uint8_t *const *ahead, int64_t at, const ByteWeights &n, int64_t tile,
                                       int64_t c0, float *s) {
-    const int64_t quads = round_up(u.r, CHANNELS_AT_ONCE) / 4;
-    const bool first = c0 == 0, last = c0 + CHANNELS_AT_ONCE >= u.r;
-    for (int g = 0; g < op->cache->G; g++, s += u.padded_n) {
-        const int64_t weights = (g * quads + c0 / 4) * n.tiles + tile, query = g * n.tiles + tile;
-        const TileWeights w{n.high + weights, n.low + weights, n.tiles, n.step[query], n.init[query]};
-        if (first && last) add_quantised_group<FOUR, true, true>(p, ahead, at, w, s);
-        else if (first) add_quantised_group<FOUR, true, false>(p, ahead, at, w, s);
-        else if (last) add_quantised_group<FOUR, false, true>(p, ahead, at, w, s);
-        else add_quantised_group<FOUR, false, false>(p, ahead, at, w, s);
-    }
+    const int G = op->cache->G;
+    int g = 0;
+    for (; g + 4 <= G; g += 4) add_quantised_queries<FOUR, 4>(u, g, p, ahead, at, n, tile, c0, s);
+    if (g + 2 <= G) add_quantised_queries<FOUR, 2>(u, g, p, ahead, at, n, tile, c0, s), g += 2;
+    if (g < G) add_quantised_queries<FOUR, 1>(u, g, p, ahead, at, n, tile, c0, s);
 }
 
 }  // namespace skimkv::SKIMKV_NS

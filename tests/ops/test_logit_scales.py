@@ -17,6 +17,7 @@ SPECS = [
     "Dense()",
     "SparQ(r=16, k=400)",
     "SparQ(r=16, k=400, channels='int8', mean_value=True)",
+    "SparQ(r=16, k=400, channels='int4', mean_value=True)",
     "SparQ(r=16, k=400, channels='none')",
     "TopK(k=400)",
     "TopK(k=400, oracle=True)",
@@ -50,7 +51,7 @@ def test_every_operation(isa, size):
         x = Sequences.random(Shape(2, 2, 3, 16), 301, seed=seed)
         x.q.mul_(size)
         for spec in SPECS:
-            limit = 512 if "int8" in spec else 24
+            limit = 512 if "int" in spec else 24
             assert error_of_a_step(parse(spec), x, isa) <= limit, (spec, seed)
 
 
