@@ -77,6 +77,7 @@ const char *skimkv_check(const skimkv_op *op) {
     if (op->method < SKIMKV_DENSE || op->method > SKIMKV_ORACLE) return "method is unknown";
     const bool dense = op->method == SKIMKV_DENSE;
     if (!dense && op->k < 1) return "k must be at least 1";
+    if (is_misaligned(op->sinks, SKIMKV_F32)) return "sinks is not aligned to its elements";
     if (!op->k_new != !op->v_new) return "k_new and v_new must be given together";
     for (int b = 0; b < c->B; b++)
         if (c->lengths[b] < 1 && !op->k_new) return "a row has no token";
@@ -116,6 +117,7 @@ const char *skimkv_check_clusters(const skimkv_clusters *c) {
     if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (is_unknown_type(c->dtype) || (c->q && is_unknown_type(c->q_dtype))) return "dtype is unknown";
     if (!c->m || !c->k || !c->v || !c->mu || (c->n_blocks && !c->blocks)) return "a pointer is NULL";
+    if (is_misaligned(c->sinks, SKIMKV_F32)) return "sinks is not aligned to its elements";
     if (c->q ? !c->y : !c->k_new || !c->v_new || !c->lengths) return "q without y, or a token without its parts";
     int64_t end = 0;
     for (int i = 0; i < c->n_blocks; i++) {
@@ -149,8 +151,9 @@ const char *skimkv_columns_check(const skimkv_columns *op) {
     if (op->D < 1 || op->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (op->n < 1 || op->m < op->n || op->m > INT32_MAX) return "n must be from 1 to m, and m below 2^31";
     if (is_unknown_type(op->dtype)) return "dtype is unknown";
-    if (is_misaligned(op->q, op->dtype) || is_misaligned(op->k, op->dtype) || is_misaligned(op->sum, SKIMKV_F32))
-        return "q, k or sum is not aligned to its elements";
+    if (is_misaligned(op->q, op->dtype) || is_misaligned(op->k, op->dtype) || is_misaligned(op->sum, SKIMKV_F32) ||
+        is_misaligned(op->sinks, SKIMKV_F32))
+        return "q, k, sum or sinks is not aligned to its elements";
     return nullptr;
 }
 

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 3
+#define SKIMKV_VERSION 4
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -105,6 +105,9 @@ typedef struct skimkv_op {
     int32_t *pos;
     int64_t c_b, c_h; /* of score and pos */
     const int64_t *now, *recent;
+    /* Attention sinks: a logit of every query head that joins the sum of each of its softmaxes, and has no value. It is
+     * neither scaled nor capped; -INFINITY is no sink, and any other number is finite. */
+    const float *sinks; /* [h,g] contiguous, or NULL */
 } skimkv_op;
 
 /* n new tokens for every row of the cache. The cache's memory is written although its pointers are const: rows of K and
@@ -143,6 +146,7 @@ typedef struct skimkv_clusters {
     const int64_t *lengths;
     double delta;
     uint32_t seed;
+    const float *sinks; /* as in skimkv_op */
 } skimkv_clusters;
 
 /* A function that runs fn(data) on n threads and returns when all have finished. GOMP_parallel has this type. */
@@ -199,7 +203,8 @@ typedef struct skimkv_columns {
     int64_t n, m;
     const void *q, *k; /* [h,g,i,d] and [h,p,d] in dtype */
     int64_t q_h, q_g, q_n, k_h, k_n;
-    float *sum; /* [H,parts,m] */
+    float *sum;         /* [H,parts,m] */
+    const float *sinks; /* as in skimkv_op */
 } skimkv_columns;
 
 SKIMKV_API const char *skimkv_columns_check(const skimkv_columns *op);

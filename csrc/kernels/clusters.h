@@ -88,6 +88,7 @@ template <class T> static void estimate_unit(const skimkv_clusters *c, char *wor
                 tau += (double)sum * size[j] / t;
             }
         }
+        tau += sink_weight(c->sinks, unit % c->H * G + g, top);
         o.m[g] = top, o.l[g] = nan ? __builtin_nanf("") : (float)tau;
     }
     for (int64_t from = 0; from < c->s; from += BLOCK_ROWS) {

@@ -87,11 +87,13 @@ static void dense_positions(const skimkv_op *op, int64_t b, int64_t h, int64_t f
     }
 }
 
-// Divides by the sum of the weights, and stores the result.
+// Divides by the sum of the weights, which the sink joins, and stores the result.
 static void finish_dense(const skimkv_op *op, int64_t b, int64_t h, const OnlineSoftmax &o) {
-    const int P = padded_head(op->cache->D);
-    for (int g = 0; g < op->cache->G; g++)
-        for (int i = 0; i < P; i++) o.acc[g * P + i] /= o.l[g];
+    const int G = op->cache->G, P = padded_head(op->cache->D);
+    for (int g = 0; g < G; g++) {
+        const float sum = o.l[g] + sink_weight(op->sinks, h * G + g, o.m[g]);
+        for (int i = 0; i < P; i++) o.acc[g * P + i] /= sum;
+    }
     store_result(op, b, h, o.acc, P);
 }
 
@@ -157,9 +159,8 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
             store(s + p, e);
             sum = sum + e;
         }
-        l = sum_lanes(sum);
+        l = sum_lanes(sum) + sink_weight(op->sinks, h * G + g, m);
         for (int64_t p = 0; p < n; p += W) store(s + p, load(s + p) / splat(l));
-        o.l[g] = 1;
     }
     for (int64_t p = 0; p < n; p += BLOCK_ROWS) {
         const int m = (int)min(BLOCK_ROWS, n - p);
@@ -174,7 +175,7 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
         w /= (float)G;
         if (p + 1 < n) score[p] += w;
     }
-    finish_dense(op, b, h, o);
+    store_result(op, b, h, o.acc, P);
     put_into_slot<T, R>(op, b, h, x, w);
 }
 

@@ -53,11 +53,12 @@ static inline void query_tile(const float *keys, const float *q, int D, float ca
     }
 }
 
-// Makes 2^(logit - maximum) of one query's n logits, and returns their sum.
-static inline float exp_row(float *s, int64_t n) {
+// Makes 2^(logit - maximum) of one query's n logits, and returns their sum and the maximum.
+static inline float exp_row(float *s, int64_t n, float *maximum) {
     vf top = splat(LOWEST), sum = splat(0.f);
     for (int64_t x = 0; x < n; x += W) top = vmax(top, load(s + x));
-    const vf shift = splat(max_lanes(top));
+    *maximum = max_lanes(top);
+    const vf shift = splat(*maximum);
     for (int64_t x = 0; x < n; x += W) {
         const vf e = exp2(load(s + x) - shift);
         store(s + x, e);
@@ -81,7 +82,11 @@ static void query_block(const skimkv_columns *op, const KeyScoreScratch &x, int6
             query_tile(x.keys + t * D, x.q + j * D * TILE_QUERIES, D, op->softcap * LOG2E,
                        x.s + j * TILE_QUERIES * x.ld + t, x.ld, first + j * TILE_QUERIES - t);
     float weight[QUERY_BLOCK];
-    for (int j = 0; j < n; j++) weight[j] = 1 / (exp_row(x.s + j * x.ld, width) * (float)op->G);
+    for (int j = 0; j < n; j++) {
+        float maximum, sum = exp_row(x.s + j * x.ld, width, &maximum);
+        sum += sink_weight(op->sinks, h * op->G + g, maximum);
+        weight[j] = 1 / (sum * (float)op->G);
+    }
     for (int64_t t = 0; t < width; t += W) {
         vf sum = load(x.sum + t);
         for (int j = 0; j < n; j++) sum = fma(load(x.s + j * x.ld + t), splat(weight[j]), sum);

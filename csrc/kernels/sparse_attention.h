@@ -58,6 +58,7 @@ static void select_positions(const skimkv_op *op, Unit &u, const Scores &z, cons
         float m = LOWEST, l = 0;
         for (int64_t t = 0; t < u.tiles; t++) m = shift[t] > m ? shift[t] : m;
         for (int64_t t = 0; t < u.tiles; t++) l += sum[t] * exp2_scalar(shift[t] - m);
+        l += sink_weight(op->sinks, u.h * G + g, m);
         u.m[g] = m, u.l[g] = l;
         if (G > 1)
             for (int64_t t = 0; t < u.tiles; t++) x.factor[g * u.tiles + t] = exp2_scalar(shift[t] - m) / l;
@@ -136,7 +137,7 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
     }
     for (int g = 0; g < G; g++) {
         const float alpha = op->use_mean ? u.alpha[g] : 1;
-        float scale = alpha / (keeps_weights ? 1 : o.l[g]);
+        float scale = alpha / (keeps_weights ? 1 : o.l[g] + sink_weight(op->sinks, u.h * G + g, o.m[g]));
         // A NaN logit at any position makes the result NaN, as in dense attention.
         if (u.l[g] != u.l[g]) scale = u.l[g];
         const float *mean = op->use_mean ? c->mean + u.b * c->m_b + u.h * c->m_h : nullptr;
@@ -145,11 +146,11 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
     store_result(op, u.b, u.h, o.acc, P);
 }
 
-// Sums the scores' softmax mass on the selected positions: SparQ's alpha.
+// Sums the scores' softmax mass on the selected positions and on the sink, whose value is zero: SparQ's alpha.
 static void sum_selected_mass(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
     const int G = op->cache->G;
     for (int g = 0; g < G; g++) {
-        float sum = 0;
+        float sum = sink_weight(op->sinks, u.h * G + g, u.m[g]) / u.l[g];
         for (int64_t j = 0; j < u.chosen_count; j++) sum += softmax_weight(u, z, x, G, g, u.chosen[j]);
         u.alpha[g] = sum > 1 || u.chosen_count == u.n ? 1 : sum;
     }

@@ -48,6 +48,14 @@ static inline float exp2_scalar(float x) {
 // log2 e.
 constexpr float LOG2E = 1.44269504f;
 
+// What the sink of query head `head` adds to the sum of 2^(logit - maximum) of its softmax; 0 without sinks. Above
+// 2^126 it makes no difference, because the weights of all positions are then zero.
+static inline float sink_weight(const float *sinks, int64_t head, float maximum) {
+    if (!sinks) return 0;
+    const float x = sinks[head] * LOG2E - maximum;
+    return x < -126 ? 0 : exp2_scalar(x > 126 ? 126 : x);
+}
+
 // cap * tanh(x / cap), where x and cap are in units of log 2. A cap of 0 means none.
 static inline vf apply_softcap(vf x, float cap) {
     if (cap == 0) return x;

@@ -63,19 +63,31 @@ def empty_store(method: Method, shape: Shape, dtype: torch.dtype, device: torch.
     return store
 
 
-def prompt(method: Method, x: Sequences, pad: list[int] | None = None, softcap: float | None = None) -> Store:
+def prompt(
+    method: Method,
+    x: Sequences,
+    pad: list[int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Store:
     """A store that has read these sequences as a prompt; the first pad[b] tokens of row b are padding."""
     store = empty_store(method, x.shape, x.k.dtype)
-    method.prefill(store, x.q, x.k, x.v, scale=x.shape.D**-0.5, pad=pad, softcap=softcap)
+    method.prefill(store, x.q, x.k, x.v, pad=pad, **_softmax_options(x, softcap, sinks))
     return store
 
 
-def decode(method: Method, store: Store, x: Sequences, softcap: float | None = None) -> Tensor:
+def decode(
+    method: Method, store: Store, x: Sequences, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Decode these sequences token by token: (n,B,H,G,D)."""
-    scale, steps = x.shape.D**-0.5, range(x.k.shape[2])
-    return torch.stack(
-        [method.decode(store, x.q[..., i, :], x.k[:, :, i], x.v[:, :, i], scale=scale, softcap=softcap) for i in steps]
-    )
+    options = _softmax_options(x, softcap, sinks)
+    steps = range(x.k.shape[2])
+    return torch.stack([method.decode(store, x.q[..., i, :], x.k[:, :, i], x.v[:, :, i], **options) for i in steps])
+
+
+def _softmax_options(x: Sequences, softcap: float | None, sinks: Tensor | None) -> ops.SoftmaxOptions:
+    options: ops.SoftmaxOptions = {"scale": x.shape.D**-0.5, "softcap": softcap}
+    return options if sinks is None else {**options, "sinks": sinks}
 
 
 def require(holds: bool, problem: str) -> None:
@@ -199,17 +211,37 @@ def kernel_is_the_algorithm(method: Method) -> None:
     if not method.has_kernel() or ops.select_backend("cpu")[0] == "ref":
         return
     x = Sequences.random(SHAPE, 290)
-    store = prompt(method, x.tokens(0, 280))
-    fast = decode(method, store, x.tokens(280, 290))
-    with ops.backend("ref"):
-        exact = decode(method, prompt(method, x.tokens(0, 280)), x.tokens(280, 290))
-    tolerance = 2.0**-16 if isinstance(store, Full) and store.bits else 0.0
-    assert_close(fast, exact, torch.float32, "the kernel and the algorithm in PyTorch", tolerance)
+    for sinks in (None, *_some_sinks(method)):
+        store = prompt(method, x.tokens(0, 280), sinks=sinks)
+        fast = decode(method, store, x.tokens(280, 290), sinks=sinks)
+        with ops.backend("ref"):
+            exact = decode(method, prompt(method, x.tokens(0, 280), sinks=sinks), x.tokens(280, 290), sinks=sinks)
+        tolerance = 2.0**-16 if isinstance(store, Full) and store.bits else 0.0
+        assert_close(fast, exact, torch.float32, "the kernel and the algorithm in PyTorch", tolerance)
+
+
+def _some_sinks(method: Method) -> list[Tensor]:
+    """Sinks (H,G) that take about half of the weight of a few hundred tokens; none if the method does not know them."""
+    sinks = 5 + torch.randn(SHAPE.H, SHAPE.G, generator=torch.Generator().manual_seed(0))
+    return [] if method.functions_without_sinks() else [sinks]
+
+
+def a_sink_of_no_weight_changes_nothing(method: Method) -> None:
+    """With sinks of -inf a method computes what it computes without sinks; finite ones take weight from the values."""
+    x = Sequences.random(SHAPE, 290)
+    for sinks in _some_sinks(method):
+        without, none, some = (
+            decode(method, prompt(method, x.tokens(0, 280), sinks=given), x.tokens(280, 290), sinks=given)
+            for given in (None, torch.full_like(sinks, -torch.inf), sinks)
+        )
+        assert_close(none, without, torch.float32, "sinks of -inf and no sinks")
+        require(not torch.allclose(some, without, rtol=0.01), "finite sinks change nothing")
 
 
 LAWS: tuple[Callable[[Method], None], ...] = (
     repr_is_the_spec, prompt_is_exact, rows_are_independent, padding_is_invisible, appends_add_up,
     counted_is_predicted, bytes_are_bounded, copies_are_independent, kernel_is_the_algorithm,
+    a_sink_of_no_weight_changes_nothing,
 )  # fmt: skip
 
 
@@ -217,10 +249,12 @@ def full_budget_is_dense(method: Method) -> None:
     """A method whose budget holds everything computes dense attention (of rows in the method's form)."""
     x = Sequences.random(SHAPE, 301)
     dense = Dense(kv=method.kv)
-    y, exact = (
-        decode(subject, prompt(subject, x.tokens(0, 290), [0, 37]), x.tokens(290, 301)) for subject in (method, dense)
-    )
-    assert_close(y, exact, torch.float32, f"{method} and dense attention")
+    for sinks in (None, *_some_sinks(method)):
+        y, exact = (
+            decode(subject, prompt(subject, x.tokens(0, 290), [0, 37], sinks=sinks), x.tokens(290, 301), sinks=sinks)
+            for subject in (method, dense)
+        )
+        assert_close(y, exact, torch.float32, f"{method} and dense attention")
 
 
 def check_method(method: Method, full: Method | None = None) -> list[str]:

@@ -81,11 +81,11 @@ def test_alpha(qk):
     q, k, at = qk
     true = statistics.top_mass(statistics.logits(q, k, at, D**-0.5).softmax(-1), 4)
     for temperature in ("coverage", "sqrt_d", "sqrt_r"):
-        torch.testing.assert_close(statistics.estimated_alpha(q, k, at, D**-0.5, None, D, 4, temperature), true)
+        torch.testing.assert_close(statistics.estimated_alpha(q, k, at, D, 4, temperature, scale=D**-0.5), true)
     q, k = torch.tensor([[[[3.0, 1.0, 0.0, 0.0]]]]), torch.zeros(1, 2, 4)
     k[0, 1, 0] = 2.0
     for temperature, tau in (("coverage", math.sqrt(4 * 3 / 4)), ("sqrt_d", 2.0), ("sqrt_r", 1.0)):
-        found = statistics.estimated_alpha(q, k, torch.tensor([1]), 0.5, None, 1, 1, temperature)
+        found = statistics.estimated_alpha(q, k, torch.tensor([1]), 1, 1, temperature, scale=0.5)
         assert found.item() == pytest.approx(1 / (1 + math.exp(-6 / tau))), temperature
 
 

@@ -22,7 +22,6 @@ REFUSED = [
     ("falcon", {}, "another attention function"),
     ("mpt", {}, "another attention function"),
     ("gptj", {"rotary_dim": 8, "n_embd": 64, "n_head": 4, "n_layer": 2}, "another attention function"),
-    ("gpt_oss", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}, "layer 1 has attention sinks"),
     ("minimax", {**HEADS, "num_local_experts": 4}, "no cache but a MiniMaxCache"),
     ("bert", {}, "layer 0 is not causal"),
     ("doge", {"num_key_value_heads": 2}, "between cache and attention"),
@@ -170,7 +169,7 @@ def test_masks_that_are_not_left_padding():
 
 def test_arguments_that_change_the_answer():
     model, ids = family("llama"), prompt(1, N)
-    for option in ({"s_aux": torch.zeros(4)}, {"output_attentions": True}, {"position_bias": torch.zeros(1)}):
+    for option in ({"output_attentions": True}, {"position_bias": torch.zeros(1)}):
         cache = skimkv.Cache(model, "Dense()")
         refuses(lambda option=option, cache=cache: model(ids, past_key_values=cache, **option), next(iter(option)))
 

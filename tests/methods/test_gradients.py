@@ -26,21 +26,26 @@ def _no_warning_yet():
 
 @pytest.mark.parametrize("spec", FULL)
 def test_gradients_are_those_of_dense_attention(spec, backend):
-    """A prompt of 12 tokens and 4 steps: the gradient of every q, k and v."""
+    """A prompt of 12 tokens and 4 steps: the gradient of every q, k and v, and of the sinks."""
     x, method = Sequences.random(SHAPE, 16), parse(spec)
     own, exact = ([t.clone().double().requires_grad_() for t in x] for _ in range(2))
+    sinks, exact_sinks = (torch.full((SHAPE.H, SHAPE.G), 1.5).requires_grad_() for _ in range(2))
     weight = torch.randn(4, *SHAPE, dtype=torch.float64)
     store = method.store(SHAPE, torch.float64)
     q, k, v = own
-    method.prefill(store, q[..., :12, :], k[:, :, :12], v[:, :, :12], scale=0.25)
-    y = torch.stack([method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.25) for i in range(12, 16)])
+    options = {"scale": 0.25, "sinks": sinks}
+    method.prefill(store, q[..., :12, :], k[:, :, :12], v[:, :, :12], **options)
+    y = torch.stack([method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], **options) for i in range(12, 16)])
     (y * weight).sum().backward()
     q, k, v = exact
     for i in range(12, 16):
         logits = q[..., i, :] @ k[:, :, : i + 1].transpose(-1, -2) * 0.25
-        (logits.softmax(-1) @ v[:, :, : i + 1] * weight[i - 12]).sum().backward()
+        e = logits.exp()
+        weights = e / (e.sum(-1, keepdim=True) + exact_sinks.double().exp()[..., None])
+        (weights @ v[:, :, : i + 1] * weight[i - 12]).sum().backward()
     for mine, theirs in zip(own, exact, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(sinks.grad, exact_sinks.grad)
 
 
 def test_a_models_step_with_gradients_warns_once_and_trains():

@@ -20,16 +20,16 @@ pytestmark = pytest.mark.usefixtures("backend")
 class Quadratic:
     """One KV head: every score of every query, kept as dictionaries by position. q (G,n,D), k and v (n,D) float64."""
 
-    def __init__(self, k, v, budget, local, scale, softcap=None):
+    def __init__(self, k, v, budget, local, scale, softcap=None, sinks=None):
         self.k, self.v, self.budget, self.local, self.scale, self.softcap = k, v, budget, local, scale, softcap
+        self.sinks = np.full(1, -np.inf) if sinks is None else sinks
         self.score: dict[int, float] = {}
 
     def weights(self, q, positions):
         """softmax over the positions, (G,m)."""
         logits = q @ self.k[positions].T * self.scale
         logits = logits if self.softcap is None else self.softcap * np.tanh(logits / self.softcap)
-        e = np.exp(logits - logits.max(1, keepdims=True))
-        return e / e.sum(1, keepdims=True)
+        return np.exp(logits) / (np.exp(logits).sum(1) + np.exp(self.sinks))[:, None]
 
     def evict(self, now):
         """Down to the budget: the lowest score outside the `local` most recent of 0 .. now."""
@@ -65,7 +65,7 @@ def held(store, b, h):
     return dict(zip(store.pos[b, h, :c].tolist(), store.score[b, h, :c].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (1.5, None), (None, 2.0)])
 @pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize(
     ("method", "budgets", "locals_"),
@@ -80,20 +80,24 @@ def held(store, b, h):
     ],
     ids=repr,
 )
-def test_agrees_with_quadratic_recomputation(method, budgets, locals_, G, softcap):
+def test_agrees_with_quadratic_recomputation(method, budgets, locals_, G, softcap, sinks):
     B, H, D, prompt, steps, scale = 3, 2, 8, 40, 20, 8**-0.5
     N, pad = prompt + steps, [0, 16, 36]
     q, k, v = torch.randn(B, H, G, N, D) * 2, torch.randn(B, H, N, D), torch.randn(B, H, N, D)
+    options = {"scale": scale, "softcap": softcap}
+    if sinks is not None:  # the size of the sinks
+        options["sinks"] = sinks * torch.randn(H, G)
     store = method.store(Shape(B, H, G, D), torch.float32)
     first = (q[..., :prompt, :], k[:, :, :prompt], v[:, :, :prompt])
-    y = [method.prefill(store, *first, scale=scale, pad=pad, softcap=softcap)]
+    y = [method.prefill(store, *first, pad=pad, **options)]
     for i in range(prompt, N):
-        y.append(method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=scale, softcap=softcap)[..., None, :])
+        y.append(method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], **options)[..., None, :])
     outputs = torch.cat(y, 3).double()
     for b in range(B):
         for h in range(H):
             Q, K, V = (x[b, h, ..., pad[b] :, :].double().numpy() for x in (q, k, v))
-            plain = Quadratic(K, V, budgets[b], locals_[b], scale, softcap)
+            own = None if sinks is None else options["sinks"][h].double().numpy()
+            plain = Quadratic(K, V, budgets[b], locals_[b], scale, softcap, own)
             n = prompt - pad[b]
             expected = [plain.block(Q, 0, n)]
             expected += [plain.step(Q[:, i], i)[:, None] for i in range(n, n + steps)]

@@ -13,7 +13,7 @@ import torch
 import skimkv
 from skimkv.methods import METHODS, Dense
 from skimkv.methods.base import Method
-from skimkv.testing import check_method
+from skimkv.testing import SHAPE, Sequences, check_method
 
 SCRIPT = '''
 from dataclasses import dataclass
@@ -77,6 +77,19 @@ def test_a_method_of_ones_own_keeps_the_laws_and_serves_a_model(known):
     ids = torch.arange(40)[None]
     every = model.generate(ids, past_key_values=skimkv.Cache(model, "EveryOther(skip=1)"), max_new_tokens=8)
     assert torch.equal(every, model.generate(ids, past_key_values=skimkv.Cache(model, Dense()), max_new_tokens=8))
+
+
+def test_a_method_written_without_sinks_refuses_them_in_one_line(known):
+    names: dict = {}
+    exec(SCRIPT, names)
+    method, x = names["EveryOther"](3), Sequences.random(SHAPE, 5)
+    store, sinks = method.store(SHAPE, torch.float32), torch.zeros(SHAPE.H, SHAPE.G)
+    message = r"^EveryOther does not support attention sinks: step takes no `sinks`$"
+    with pytest.raises(ValueError, match=message):
+        method.prefill(store, *x, scale=1.0, sinks=sinks)
+    with pytest.raises(ValueError, match=message):
+        method.decode(store, x.q[..., 0, :], x.k[:, :, 0], x.v[:, :, 0], scale=1.0, sinks=sinks)
+    assert store.lengths == [0, 0]
 
 
 def test_it_is_evaluated_from_a_script(tmp_path):

@@ -134,13 +134,14 @@ def test_agrees_with_algorithm_1_on_ragged_rows(method, G):
     pad = [0, 17, 38]  # the last row holds two cached tokens
     mean = G == 1 if method.mean_value is None else method.mean_value
     local = method.k // 4 if method.local is None else method.local
-    for scale, softcap in ((D**-0.5, None), (0.5, 2.0)):
-        y, _ = step(method, q, k, v, pad, scale, softcap)
+    for scale, softcap, sinks in ((D**-0.5, None, None), (0.5, 2.0, None), (0.5, 2.0, torch.randn(H, G) + 3)):
+        y, _ = step(method, q, k, v, pad, scale, softcap, sinks)
         for b in range(B):
             for h in range(H):
                 K, V = (x[b, h, pad[b] :].double().numpy() for x in (k, v))
                 args = (method.r, method.k, local, method.temperature, mean, scale, softcap)
-                expected = torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, *args))
+                own = None if sinks is None else sinks[h].double().numpy()
+                expected = torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, *args, sinks=own))
                 torch.testing.assert_close(y[b, h].double(), expected, atol=2e-5, rtol=0)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import SubGenStream, parse
-from skimkv.ops import backends
+from skimkv.ops import Token, backends
 from skimkv.ops.cpu import library as native
 from skimkv.ops.cpu import linear
 from skimkv.ops.cpu.key_scores import key_scores
@@ -139,6 +139,58 @@ def test_a_projection_wider_than_a_head(numbers):
     store.append(*torch.randn(2, 1, 1, 5, 16))
     with pytest.raises(ValueError, match=r"R <= D|index has D"):
         steps.lowrank(store, torch.randn(1, 1, 1, 16), 0.25, None, 2)
+
+
+BAD_SINKS = {
+    "heads": lambda s: s[:1],
+    "group": lambda s: s[:, :1],
+    "axes": lambda s: s[None],
+    "float64": lambda s: s.double(),
+    "bfloat16": lambda s: s.bfloat16(),
+    "device": lambda s: s.to("meta"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_SINKS)
+def test_sinks_that_do_not_fit(parts, wrong):
+    """By a method, by the kernels themselves, and in the scores of a prompt; the store stays as it was."""
+    q, store = parts
+    sinks, token = BAD_SINKS[wrong](torch.zeros(2, 2)), Token(*torch.zeros(2, 2, 2, 16))
+    kernels, before = ops.kernels_for(store.device), list(store.lengths)
+    ring = Slots(store.shape, torch.float32, "cpu", 4)
+    stream = SubGenStream(1.0, 1, 1).store(store.shape, torch.float32)
+    calls = [
+        lambda: parse("Dense()").decode(store, q, *token, scale=0.25, sinks=sinks),
+        lambda: parse("Dense()").prefill(
+            store, q[:, :, :, None], *(x[:, :, None] for x in token), scale=1, sinks=sinks
+        ),
+        lambda: kernels.dense(store, q, token, scale=0.25, sinks=sinks),
+        lambda: kernels.ring_slots(ring, q, token, scale=0.25, sinks=sinks),
+        lambda: kernels.clusters(stream, q, token, scale=0.25, sinks=sinks),
+        lambda: key_scores(q, q[:, 0], 0.25, None, sinks),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^sinks is .*; must be torch.float32 \(2, 2\) on cpu$"):
+            call()
+    assert store.lengths == before and stream.lengths == ring.lengths == [0, 0]
+
+
+def test_sinks_off_their_alignment_are_refused_by_the_library(numbers):
+    q, store = numbers
+    with pytest.raises(ValueError, match="sinks is not aligned"):
+        parse("Dense()").attend(store, q, None, scale=0.25, sinks=misaligned(torch.zeros(2, 2)))
+    with pytest.raises(ValueError, match="sinks is not aligned"):
+        key_scores(q, q[:, 0], 0.25, None, misaligned(torch.zeros(2, 2)))
+
+
+def test_sinks_of_one_step_do_not_stay_for_the_next(numbers):
+    q, store = numbers
+    without = parse("Dense()").attend(store, q, None, scale=0.25)
+    with_sinks = parse("Dense()").attend(store, q, None, scale=0.25, sinks=torch.full((2, 2), 9.0))
+    assert not torch.allclose(with_sinks, without, rtol=0.1)
+    assert torch.equal(parse("Dense()").attend(store, q, None, scale=0.25), without)
+    transposed = torch.tensor([[9.0, -torch.inf], [-torch.inf, -torch.inf]]).T.contiguous().T
+    assert torch.equal(parse("Dense()").attend(store, q, None, scale=0.25, sinks=transposed)[:, 1], without[:, 1])
 
 
 @pytest.mark.parametrize("D", [1, 7, 12, 100, 255, 257, 320, 509, 575, 576])

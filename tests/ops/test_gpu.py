@@ -261,19 +261,35 @@ SAME_KERNELS = ["SubGen(k=10, recent=8)", "LowRank(r=8, k=20)", "TopK(k=12)", "S
 @pytest.mark.parametrize("spec", [*METHODS, *(pytest.param(spec, marks=pytest.mark.slow) for spec in SAME_KERNELS)])
 def test_a_prompt_and_steps_of_every_method(spec):
     """Left padding, steps, and rows that change places between them, as the reference has it."""
+    compare_a_prompt_and_steps(spec)
+
+
+# One sink of ordinary size and none; one far above all logits, and one far below them.
+@pytest.mark.parametrize("sinks", [[2.0, -torch.inf], [1000.0, -1000.0]], ids=str)
+@pytest.mark.parametrize("spec", [*METHODS, "TopK(k=12)"])
+def test_every_method_with_sinks(spec, sinks):
+    compare_a_prompt_and_steps(spec, torch.tensor([sinks], device=DEVICE))
+
+
+def test_sinks_where_step_1_is_split_or_fused(launched):
+    compare_a_prompt_and_steps("SparQ(r=8, k=20, mean_value=True)", torch.tensor([[2.0, 1000.0]], device=DEVICE))
+
+
+def compare_a_prompt_and_steps(spec, sinks=None):
     method, scale, D = parse(spec), 0.25, 16
+    options = {"scale": scale} if sinks is None else {"scale": scale, "sinks": sinks}
     q, k, v = torch.randn(3, 2, 1, 44, D, device=DEVICE).double().float()
     stores, outputs = [], []
     for name in ("ref", "gpu"):
         with ops.backend(name):
             store = empty_store(method, Shape(2, 1, 2, D), torch.float32, DEVICE)
             queries = torch.stack([q, -q], 2)  # (B,H,G,n,D)
-            method.prefill(store, queries[..., :40, :], k[:, :, :40], v[:, :, :40], scale=scale, pad=[0, 5])
+            method.prefill(store, queries[..., :40, :], k[:, :, :40], v[:, :, :40], pad=[0, 5], **options)
             y = []
             for i in range(40, 44):
                 if i == 42:
                     store.select(torch.tensor([1, 0]))
-                y.append(method.decode(store, queries[..., i, :], k[:, :, i], v[:, :, i], scale=scale))
+                y.append(method.decode(store, queries[..., i, :], k[:, :, i], v[:, :, i], **options))
             stores.append(store), outputs.append(torch.stack(y))
     assert stores[0].lengths == stores[1].lengths == [39, 44]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-5)

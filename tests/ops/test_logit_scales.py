@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from skimkv import ops
 from skimkv.methods import parse
 from skimkv.ops import Token
 from skimkv.stores.base import Shape
-from skimkv.testing import Sequences
+from skimkv.testing import Sequences, prompt
 from support.kernels import ISAS, NATIVE, exact, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -28,19 +29,21 @@ SPECS = [
 ]
 
 
-def error_of_a_step(method, x, isa):
+def error_of_a_step(method, x, isa, sinks=None):
     """The error of one decode step in units of the rounding that a logit's size allows."""
     D, n = x.shape.D, x.k.shape[2]
     store = method.store(x.shape, x.k.dtype)
     before = x.tokens(0, n - 1)
-    method.prefill(store, before.q, before.k, before.v, scale=D**-0.5)
+    method.prefill(store, before.q, before.k, before.v, scale=D**-0.5, sinks=sinks)
     q, k, v = x.q[..., n - 1, :], x.k[:, :, n - 1], x.v[:, :, n - 1]
     twin = exact(store)
-    want = method.step(twin, q.double(), Token(k.double(), v.double()), scale=D**-0.5, softcap=None)
+    want = method.step(twin, q.double(), Token(k.double(), v.double()), scale=D**-0.5, softcap=None, sinks=sinks)
     with on(isa):
-        got = method.decode(store, q, k, v, scale=D**-0.5)
+        got = method.decode(store, q, k, v, scale=D**-0.5, sinks=sinks)
     assert got.isfinite().all()
     logit = D**-0.5 * float(q.abs().sum(-1).max() * x.k.abs().max())
+    if sinks is not None:
+        logit = max(logit, float(sinks.masked_fill(sinks.isinf(), 0).abs().max()))
     return float((got.double() - want).abs().max() / (2.0**-24 * (4 + logit) * float(x.v.abs().max())))
 
 
@@ -53,6 +56,54 @@ def test_every_operation(isa, size):
         for spec in SPECS:
             limit = 512 if "int" in spec else 24
             assert error_of_a_step(parse(spec), x, isa) <= limit, (spec, seed)
+
+
+def random_sinks(seed, size):
+    """Sinks (2,3) of this size, one of them far above all logits, one far below, and one of -inf."""
+    sinks = size * torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+    sinks[0, 1], sinks[1, 0], sinks[1, 2] = 5000, -1000, -torch.inf
+    return sinks
+
+
+@pytest.mark.parametrize("size", [1, 40, 110, 1000])
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_operation_with_sinks(isa, size):
+    for seed in range(2):
+        for logit_size in (1, size):
+            x, sinks = Sequences.random(Shape(2, 2, 3, 16), 301, seed=seed), random_sinks(seed, size)
+            x.q.mul_(logit_size)
+            for spec in SPECS:
+                limit = 512 if "int8" in spec else 24
+                assert error_of_a_step(parse(spec), x, isa, sinks) <= limit, (spec, seed, logit_size)
+
+
+@pytest.mark.parametrize("size", [1, 40, 110, 1000])
+@pytest.mark.parametrize("isa", ISAS)
+def test_key_scores_with_sinks(isa, size):
+    for logit_size in (1, size):
+        x, sinks = Sequences.random(Shape(1, 2, 3, 16), 90, seed=1), random_sinks(1, size)
+        q, k = x.q[0, :, :, 20:] * logit_size, x.k[0]
+        want = ops.key_scores(q.double(), k.double(), 0.25, None, sinks)
+        with on(isa, threads=2):
+            got = ops.key_scores(q, k, 0.25, None, sinks)
+        logit = max(0.25 * float(q.abs().sum(-1).max() * k.abs().max()), float(sinks[sinks.isfinite()].abs().max()))
+        assert float((got.double() - want).abs().max()) <= 24 * 2.0**-24 * (4 + logit) * want.max()
+
+
+@pytest.mark.parametrize("size", [1, 40, 110, 1000])
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_estimate_of_a_stream_with_sinks(isa, size):
+    """Up to the rounding of exponents the kernel's z / tau is the reference's, over the same samples."""
+    method = parse("SubGenStream(delta=4.0, t=2, s=16)")
+    x, sinks = Sequences.random(Shape(2, 2, 3, 16), 60), random_sinks(0, size)
+    x.q.mul_(size)
+    store = prompt(method, x, sinks=sinks)
+    want = method.step(exact(store), x.q[..., -1, :].double(), None, scale=0.25, sinks=sinks)
+    with on(isa):
+        got = method.attend(store, x.q[..., -1, :], None, scale=0.25, sinks=sinks)
+    logit = max(0.25 * float(x.q.abs().sum(-1).max() * x.k.abs().max()), 5000)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got.double(), want, rtol=24 * 2.0**-24 * (4 + logit), atol=1e-30)
 
 
 @pytest.mark.parametrize("isa", ISAS)

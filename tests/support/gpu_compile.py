@@ -92,6 +92,9 @@ def main():
         what = f"{D} {dtype} {G} {channels}"
         q, store = filled(D, [700, 256], dtype, G, channels, 32)
         plain = {"scale": 0.1, "softcap": None}
+        sinks = torch.zeros(2, G) if G == 8 else None
+        if sinks is not None:
+            plain["sinks"] = sinks
         gpu.append(store, *token(store))
         for heads in (0, 10**6):
             launch.SETTINGS.fused = replace(fused, heads=heads)
@@ -99,11 +102,11 @@ def main():
             gpu.sparq(store, q, None, **plain, **sparq)
         if G == 4:
             continue
-        gpu.dense(store, q, None, scale=0.1, softcap=5.0 if G == 8 else None)
+        gpu.dense(store, q, None, **(plain | {"softcap": 5.0 if G == 8 else None}))
         shape = Shape(2, 2, G, D)
         slots = Slots(shape, dtype, "cpu", 512, scored=True)
         gpu.scored_slots(slots, q, token(slots), **plain, recent=[3, 3])
-        gpu.clusters(SubGenStream(3.0, 8, 128, 7).store(shape, dtype), q, token(slots), scale=0.1)
+        gpu.clusters(SubGenStream(3.0, 8, 128, 7).store(shape, dtype), q, token(slots), scale=0.1, sinks=sinks)
         if dtype == torch.float32:
             gpu.top_k(store, q, None, **plain, k=32, oracle=True)
             slots = Slots(shape, dtype, "cpu", 512)

@@ -82,10 +82,17 @@ FULL = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def run(method: Method, x: Sequences, n: int, pad: list[int] | None = None, softcap: float | None = None):
+def run(
+    method: Method,
+    x: Sequences,
+    n: int,
+    pad: list[int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+):
     """A prompt of n tokens, then the rest token by token: the store and the decoded outputs (steps,B,H,G,D)."""
-    store = prompt(method, x.tokens(0, n), pad, softcap)
-    return store, decode(method, store, x.tokens(n, x.k.shape[2]), softcap)
+    store = prompt(method, x.tokens(0, n), pad, softcap, sinks)
+    return store, decode(method, store, x.tokens(n, x.k.shape[2]), softcap, sinks)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:

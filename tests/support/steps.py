@@ -54,7 +54,7 @@ def slots(store, q, k, v, scale, softcap, recent=None, reference=False):
         return _attend(LMInfinite(99), store, q, (k, v), scale, softcap, reference)
     kernels = None if reference else ops.kernels_for(store.device)
     if kernels is None:
-        return attend_score_evict(store, q, Token(k, v), scale, softcap, recent)
+        return attend_score_evict(store, q, Token(k, v), recent, scale=scale, softcap=softcap)
     return kernels.scored_slots(store, q, Token(k, v), scale=scale, softcap=softcap, recent=recent)
 
 

@@ -43,11 +43,12 @@ FAMILIES = {
     "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
     "gpt2": ("gpt2", {}),
     "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "gpt_oss": ("gpt_oss", {**_GROUPED, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 WITH_FULL_ATTENTION = [name for name in FAMILIES if name != "mistral-sliding"]
 # The families of the quick run: grouped queries; a cap on logits and sliding layers; biases and learned positions;
-# parallel attention; norms of queries and keys; a mixture of experts.
-QUICK = ("llama", "gemma2", "gpt2", "gpt_neox", "qwen3", "mixtral")
+# parallel attention; norms of queries and keys; a mixture of experts; attention sinks.
+QUICK = ("llama", "gemma2", "gpt2", "gpt_neox", "qwen3", "mixtral", "gpt_oss")
 
 
 def with_slow(names: Iterable[str], quick: Iterable[str] = QUICK) -> list[object]:
@@ -65,7 +66,9 @@ def build(kind: str, **options: object) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(config, **own).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            if name.endswith("sinks"):
+                weight.normal_(1, 2)
+            elif weight.ndim == 2:
                 attends = any(part in name for part in ("attn", "attention"))
                 weight.normal_(0, 0.4 if attends else 0.15)
     return model

@@ -40,6 +40,7 @@ class Heads(NamedTuple):
     v: Tensor
     scale: float
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Reference(NamedTuple):
@@ -147,6 +148,8 @@ def decode(method: Method, heads: Heads, steps: int, dtype: torch.dtype) -> tupl
     keys, values = (x[None].to(dtype) for x in (heads.k, heads.v))
     store = method.store(Shape(1, H, G, D), dtype, keys.device)
     options: dict[str, Any] = {"scale": heads.scale, "softcap": heads.softcap}
+    if heads.sinks is not None:
+        options["sinks"] = heads.sinks
     with ops.backend("ref"):
         if m == n:
             prompt = slice(0, n - steps)
@@ -189,7 +192,7 @@ def captured_heads(model: Any, pieces: Sequence[Sequence[int]]) -> Iterator[Head
         with torch.inference_mode():
             prompt = record_prompt(model, torch.tensor([piece], device=model.device))
         for layer in prompt.recorded.values():
-            yield Heads("captured", layer.q[0].float(), layer.k[0], layer.v[0], layer.scale, layer.softcap)
+            yield Heads("captured", layer.q[0].float(), layer.k[0], layer.v[0], **layer.softmax)
 
 
 def synthetic_heads(steps: int, tokens: int = SYNTHETIC_TOKENS, seed: int = 0, D: int = 128, G: int = 4) -> Heads:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..methods import LowRank
 from ..methods.sparq import inverse_temperature, top_channels
 from ..methods.subgen import founding_keys
-from ..ops.blocks import apply_softcap
+from ..ops.blocks import apply_softcap, softmax_with_sinks
 from ..stores.base import Shape
 
 GAUSSIAN_TAIL = 0.0026998  # the mass of a normal distribution beyond three standard deviations
@@ -80,7 +80,16 @@ def agreement(x: Tensor, y: Tensor, k: int) -> Tensor:
 
 
 def estimated_alpha(
-    q: Tensor, k: Tensor, at: Tensor, scale: float, softcap: float | None, r: int, count: int, temperature: str
+    q: Tensor,
+    k: Tensor,
+    at: Tensor,
+    r: int,
+    count: int,
+    temperature: str,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Estimate alpha from r channels: the mass of the `count` largest approximate scores -> (H,G,m).
 
@@ -91,7 +100,8 @@ def estimated_alpha(
     index = top_channels(x, r)
     chosen = torch.zeros_like(x[:, :, 0]).scatter_(-1, index, 1)[:, :, None]
     x = x * chosen * inverse_temperature(x, index, scale, temperature)
-    return top_mass(logits(x.permute(1, 2, 0, 3), k, at, 1.0, softcap).softmax(-1), count)
+    approximate = logits(x.permute(1, 2, 0, 3), k, at, 1.0, softcap)
+    return top_mass(softmax_with_sinks(approximate, None if sinks is None else sinks[..., None]), count)
 
 
 def correlation_ratio(x: Tensor, axis: int) -> float:

@@ -18,6 +18,7 @@ from ..hf.layer import Layer
 from ..methods import Dense
 from ..methods.sparq import TEMPERATURES
 from ..methods.subgen import k_centres
+from ..ops.blocks import softmax_with_sinks
 from ..stores.base import Shape
 from . import TOP, statistics
 
@@ -213,21 +214,22 @@ def _grid(shape: Shape, n: int) -> Grid:
 def _measure_layer(layer: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Tensor]:
     """One layer's statistics of one piece, on the CPU; `heads` are the H G query heads."""
     q, k = layer.q[0].float(), layer.k[0].float()  # (H,G,n,D), (H,n,D)
-    scale, softcap = layer.scale, layer.softcap
+    softmax = layer.softmax
+    scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
     at = at.to(q.device)
     x = q[:, :, at]
     exact = statistics.logits(x, k, at, scale, softcap)
-    scores = exact.softmax(-1)
+    scores = softmax_with_sinks(exact, None if sinks is None else sinks[..., None])
     r, count = grid.alpha
     alpha = [statistics.top_mass(scores, count)]
-    alpha += [statistics.estimated_alpha(x, k, at, scale, softcap, r, count, name) for name in TEMPERATURES]
+    alpha += [statistics.estimated_alpha(x, k, at, r, count, name, **softmax) for name in TEMPERATURES]
     statistics_by_name = {
         "top_mass": statistics.top_mass(scores, TOP).flatten(0, 1),  # (heads,m)
         "q": x.flatten(0, 1),  # (heads,m,D)
         "alpha": torch.stack([mass.mean(-1).flatten() for mass in alpha]),  # (1 + temperatures,heads)
         "agreement": _agreement(x, k, exact, grid),  # (channels,r,k,heads)
         "sparsity": statistics.sparsity(q, k, scale, softcap).flatten(),  # (heads,)
-        "accumulated": ops.key_scores(q, k, scale, softcap),  # (H,n)
+        "accumulated": ops.key_scores(q, k, **softmax),  # (H,n)
     }
     return {name: tensor.cpu() for name, tensor in statistics_by_name.items()}
 

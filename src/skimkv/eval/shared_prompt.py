@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import ops
 from ..hf.attach import Cache
@@ -21,6 +22,7 @@ from ..hf.states import KeepsStates, LayerWithStates, copy_library_rows
 from ..hf.supported import needed_max_tokens
 from ..methods import Dense
 from ..methods.base import Method
+from ..ops import SoftmaxOptions
 from ..stores.base import Shape, Workspace
 
 
@@ -33,9 +35,8 @@ class RecordedLayer(AttentionLayer):  # type: ignore[no-untyped-call]
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
     pad: list[int] | None
-    softcap: float | None
+    softmax: SoftmaxOptions
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
@@ -53,15 +54,15 @@ class RecordedLayer(AttentionLayer):  # type: ignore[no-untyped-call]
         return [self.seen - p for p in self.pad or [0] * self.shape.B] if self.seen else None
 
     def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Record the prompt and attend with it, densely. Raises RuntimeError at a second block."""
         if self.seen:
             raise RuntimeError("a recorded prompt is one block: fill a method's cache from it to go on")
-        self.q, self.k, self.v, self.scale, self.pad, self.softcap = q, k, v, scale, pad, softcap
+        self.q, self.k, self.v, self.pad, self.softmax = q, k, v, pad, softmax
         self.seen = k.shape[2]
         no_history = Dense().store(self.shape, k.dtype, k.device)
-        return ops.causal_attention(no_history, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        return ops.causal_attention(no_history, q, k, v, pad=pad, **softmax)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +101,7 @@ class RecordedPrompt(NamedTuple):
                 assert isinstance(own, Layer)
                 if isinstance(own, LayerWithStates):
                     own.take_states(layer)
-                own.take_prompt(layer.q, layer.k, layer.v, scale=layer.scale, pad=layer.pad, softcap=layer.softcap)
+                own.take_prompt(layer.q, layer.k, layer.v, pad=layer.pad, **layer.softmax)
             else:
                 cache.layers[i] = copy.deepcopy(layer)
         return cache
@@ -174,14 +175,14 @@ class JointLayer(AttentionLayer):  # type: ignore[no-untyped-call]
         return [n for part in self.parts for n in part.cached_tokens or ()]
 
     def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Let every part attend with its rows of the block. Shapes as in AttentionLayer.attend_block."""
         y, start = [], 0
         for part in self.parts:
             rows = slice(start, start + len(part.cached_tokens or ()))
             own_pad = None if pad is None else pad[rows]
-            y.append(part.attend_block(q[rows], k[rows], v[rows], scale=scale, pad=own_pad, softcap=softcap))
+            y.append(part.attend_block(q[rows], k[rows], v[rows], pad=own_pad, **softmax))
             start = rows.stop
         self.seen += k.shape[2]
         return torch.cat(y)

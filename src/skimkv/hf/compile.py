@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import ops
+from ..ops import SoftmaxOptions
 from ..ops.gpu import device
 from ..stores.base import Store
 from ..stores.full import Full
@@ -47,19 +48,21 @@ _running = _Running()
 
 
 @torch.library.custom_op("skimkv::decode", mutates_args=())
-def _decode(q: Tensor, k: Tensor, v: Tensor, index: int, scale: float, softcap: float | None) -> Tensor:
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, index: int, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Decode one token in the layer of this number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D)."""
     B, H, _, D = k.shape
     layer = _running.layers[index]
     assert layer.store is not None
     token = q[:, :, 0].reshape(B, H, -1, D), k[:, :, 0], v[:, :, 0]
-    y = layer.method.decode(layer.store, *token, scale=scale, softcap=softcap)
+    y = layer.method.decode(layer.store, *token, scale=scale, softcap=softcap, sinks=sinks)
     layer.seen += 1
     return y.reshape(B, 1, -1, D)
 
 
 @_decode.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, index: int, scale: float, softcap: float | None) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, index: int, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
     return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
 
 
@@ -78,8 +81,9 @@ class _GraphLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         setattr(key_states, MARK, self)
         return key_states, value_states
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
-        out: Tensor = _decode(q, k, v, self.index, scale, softcap)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, softmax: SoftmaxOptions) -> Tensor:
+        scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
+        out: Tensor = _decode(q, k, v, self.index, scale, softcap, sinks)
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

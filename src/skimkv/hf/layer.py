@@ -29,9 +29,11 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import Unpack
 
 from ..methods import Dense
 from ..methods.base import Method
+from ..ops import SoftmaxOptions
 from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
 from ..stores.rotation import KeyRotation
@@ -42,7 +44,7 @@ LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
 
 # Keywords of an attention call that `attention` passes on, or that cannot change its result.
 KNOWN_KEYWORDS = {
-    "scaling", "softcap", "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
+    "scaling", "softcap", "s_aux", "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
     "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
 
@@ -82,7 +84,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Take n new tokens and attend with them: q (B,H,G,n,D) · k, v (B,H,n,D) -> (B,H,G,n,D).
 
@@ -117,9 +119,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.pending = value_states
         return key_states, value_states
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softmax: SoftmaxOptions) -> Tensor:
         """Attend with one block of the model: q (B,H*G,n,D) · k, v (B,H,n,D) -> (B,n,H*G,D).
 
         mask: the tensor of left-padding counts that the function `mask` makes. Raises ValueError for any other mask,
@@ -134,7 +134,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
             autocast = torch.autocast(device, enabled=False)
         with autocast:
-            y = self.attend_block(q.unflatten(1, (H, -1)), k, v, scale=scale, pad=pad, softcap=softcap)
+            y = self.attend_block(q.unflatten(1, (H, -1)), k, v, pad=pad, **softmax)
         self.pending, self.is_initialized = None, True
         return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D).contiguous()  # as the library's functions return it
 
@@ -194,20 +194,20 @@ class _PromptInChunks:
             self.past.append(k, v, pads)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Dense causal attention of one more chunk: q (B,H,G,n,D) · k, v (B,H,n,D) -> (B,H,G,n,D)."""
-        y = Dense().prefill(self.past, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        y = Dense().prefill(self.past, q, k, v, pad=pad, **softmax)
         self.chunks.append((q, k, v))
         self.pads = [all_pad + p for all_pad, p in zip(self.pads, pad or [0] * len(self.pads), strict=True)]
         return y
 
-    def finish(self, *, scale: float, softcap: float | None) -> None:
+    def finish(self, **softmax: Unpack[SoftmaxOptions]) -> None:
         """Let the method take what it keeps of the whole prompt into its store."""
         q, k, v = (torch.cat(parts, -2) for parts in zip(*self.chunks, strict=True))
         pad = self.pads if any(self.pads) else None
         with self.store.exclusive():
-            self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+            self.method.take(self.store, q, k, v, pad=pad, **softmax)
 
     @property
     def n_tokens(self) -> int:
@@ -294,24 +294,24 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         return [length + n - pad for length, pad in zip(self.store.lengths, self.prompt.pads, strict=True)]
 
     def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Prefill with the leading tokens of the block and decode the others one by one. Shapes: AttentionLayer."""
         if self.store is None:
             self.store = self._new_store(q, k)
-        self.scale, self.softcap = scale, softcap
+        self.softmax = softmax
         n, store, outputs = k.shape[2], self.store, list[Tensor]()
         prefilled = self._prefill_tokens(n, pad)
         if prefilled:
             block = q[..., :prefilled, :], k[:, :, :prefilled], v[:, :, :prefilled]
-            outputs.append(self._prefill(store, *block, scale=scale, pad=pad, softcap=softcap))
+            outputs.append(self._prefill(store, *block, pad=pad, **softmax))
         for t in range(prefilled, n):
             token = q[..., t, :], k[:, :, t], v[:, :, t]
             if self.record_past and not isinstance(store, Full):
                 if self.snapshot is None:
                     self.snapshot = store.fork()
                 self.log.append(token)
-            outputs.append(self.method.decode(store, *token, scale=scale, softcap=softcap)[..., None, :])
+            outputs.append(self.method.decode(store, *token, **softmax)[..., None, :])
         self.seen += n
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
 
@@ -322,9 +322,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
         pad: list[int] | None,
-        softcap: float | None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """Read a block of a prompt, which the method takes when its last block has come. Shapes: AttentionLayer."""
         is_last = self.prompt_end is None or self.seen + k.shape[2] >= self.prompt_end
@@ -332,11 +331,11 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             self.prompt_end = None
         if self.prompt is None:
             if is_last or _takes_chunks(self.method, store):
-                return self.method.prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+                return self.method.prefill(store, q, k, v, pad=pad, **softmax)
             self.prompt = _PromptInChunks(self.method, store)
-        y = self.prompt.attend(q, k, v, scale=scale, pad=pad, softcap=softcap)
+        y = self.prompt.attend(q, k, v, pad=pad, **softmax)
         if is_last:
-            self.prompt.finish(scale=scale, softcap=softcap)
+            self.prompt.finish(**softmax)
             self.prompt = None
         return y
 
@@ -364,11 +363,11 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         return 0 if prefilled == 1 and self.seen else prefilled
 
     def take_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, pad: list[int] | None, softcap: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> None:
         """Take a prompt whose attention was computed elsewhere; every later token is decoded. Shapes: attend_block."""
         self.store = self._new_store(q, k)
-        self.method.take(self.store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+        self.method.take(self.store, q, k, v, pad=pad, **softmax)
         self.seen, self.is_initialized, self.prefill_until = k.shape[2], True, 0
 
     def take_store(self, store: Store) -> None:
@@ -420,7 +419,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             snapshot.elements, snapshot.bytes = store.elements, store.bytes  # traffic of forgotten tokens counts too
             self.store = snapshot
             for token in log[: len(log) - n]:
-                self.method.decode(snapshot, *token, scale=self.scale, softcap=self.softcap)
+                self.method.decode(snapshot, *token, **self.softmax)
         self.seen -= n
 
     def activate_past_recording(self) -> None:
@@ -489,9 +488,16 @@ def attention(
             if name == "sliding_window" and argument == layer.window:  # Cache.update refuses tokens beyond it
                 continue
             raise ValueError(f"skimkv: {type(module).__name__} passes {name}, which is not supported")
-        scale = kwargs.get("scaling")
+        scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return layer.attend(query, key, value, attention_mask, scale, kwargs.get("softcap")), None
+        softmax: SoftmaxOptions = {"scale": scale, "softcap": kwargs.get("softcap")}
+        if sinks is not None:
+            if sinks.shape != query.shape[1:2]:
+                raise ValueError(f"s_aux is {tuple(sinks.shape)}; must be one sink for each of {query.shape[1]} heads")
+            softmax["sinks"] = sinks.float().view(key.shape[1], -1)
+        elif not layer.seen and getattr(module, "sinks", None) is not None:
+            raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
+        return layer.attend(query, key, value, attention_mask, softmax), None
     if attention_mask is not None and attention_mask.ndim == 1:
         attention_mask = _library_mask(attention_mask)
     function = ALL_ATTENTION_FUNCTIONS["sdpa"] if library_name == "sdpa" else _eager(module)

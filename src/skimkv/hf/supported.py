@@ -123,11 +123,11 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
             raise ValueError(f"{name} is not supported: layer {index} attends to an encoder as well")
         if getattr(module, "is_causal", True) is False:
             raise ValueError(f"{name} is not supported: layer {index} is not causal")
-        if any("sink" in parameter for parameter, _ in module.named_parameters()):
-            if layers[index].window is not None:
-                layers[index] = layers[index]._replace(supported=False)
-                continue
-            raise ValueError(f"{name} is not supported: layer {index} has attention sinks")
+        if any(
+            "sink" in parameter and parameter.rpartition(".")[2] != "sinks"
+            for parameter, _ in module.named_parameters()
+        ):
+            raise ValueError(f"{name} is not supported: layer {index} has attention sinks of an unknown form")
     return layers
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from .. import ops
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops.blocks import check_sinks
 from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
 from ..stores.quantise import RowFormat, check_kv
@@ -88,18 +90,21 @@ class Method(Generic[S]):
         scale: float,
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Dense causal attention of a block over what the store has and the block itself; then `take`.
 
         q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding -> (B,H,G,n,D).
-        Raises ValueError if shapes, types or padding do not fit.
+        scale, softcap, sinks: as of `ops.SoftmaxOptions`, here and in `decode`.
+        Raises ValueError if shapes, types or padding do not fit, or if the method does not know sinks.
         """
         store.validate(k, v, pad)
+        softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
-            if _needs_gradient(store, q, k, v):
+            if _needs_gradient(store, q, k, v, sinks):
                 store.detach_from_saved()
-            y = ops.causal_attention(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
-            self.take(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+            y = ops.causal_attention(store, q, k, v, pad=pad, **softmax)
+            self.take(store, q, k, v, pad=pad, **softmax)
         return y
 
     def take(
@@ -109,40 +114,72 @@ class Method(Generic[S]):
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
         pad: Sequence[int] | None = None,
-        softcap: float | None = None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Put into the store what this method keeps of a prompt block: all of it by default. Shapes as in `prefill`."""
         store.append(k, v, pad)
 
     def decode(
-        self, store: S, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None
+        self,
+        store: S,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """One decode step: the current token, k and v (B,H,D), enters the store, and q (B,H,G,D) attends.
 
-        Returns (B,H,G,D) in q's dtype. Raises ValueError if shapes, types or devices do not fit.
+        Returns (B,H,G,D) in q's dtype. Raises ValueError if shapes, types or devices do not fit, or if the method does
+        not know sinks.
         """
-        return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap)
+        if sinks is None:
+            return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap)
+        return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap, sinks=sinks)
 
-    def attend(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None = None) -> Tensor:
+    def attend(
+        self,
+        store: S,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Decode by the kernel of the backend in use if this method has one, otherwise by `step`.
 
         Where a gradient is needed, `step` computes, because kernels have no backward pass; it warns once.
         token None: the current token was appended before (stores that keep every token only).
         """
+        softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
             kernels = ops.kernels_for(store.device, store.shape.D) if self.has_kernel() else None
-            if _needs_gradient(store, q, *(token or ())):
+            if _needs_gradient(store, q, *(token or ()), sinks):
                 if kernels is not None:
                     _warn_of_gradients()
                 kernels = None
                 store.detach_from_saved()
             if kernels is None:
-                return self.step(store, q, token, scale=scale, softcap=softcap)
-            return self.fused(kernels, store, q, token, scale=scale, softcap=softcap)
+                return self.step(store, q, token, **softmax)
+            return self.fused(kernels, store, q, token, **softmax)
 
-    def step(self, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def _softmax_options(self, store: S, scale: float, softcap: float | None, sinks: Tensor | None) -> SoftmaxOptions:
+        """These options, with `sinks` only where there are any: a method that does not know them need not take them.
+
+        Raises ValueError if the sinks do not fit the store, or if this is such a method.
+        """
+        if sinks is None:
+            return {"scale": scale, "softcap": softcap}
+        check_sinks(sinks, store.shape.H, store.shape.G, store.device)
+        if without := self.functions_without_sinks():
+            raise ValueError(f"{type(self).__name__} does not support attention sinks: {without} takes no `sinks`")
+        return {"scale": scale, "softcap": softcap, "sinks": sinks}
+
+    def step(self, store: S, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """The algorithm of one decode step in PyTorch, on the store's counted accessors, on any device.
 
         q (B,H,G,D) -> (B,H,G,D) in q's dtype; it computes in float32, for a float64 store in float64.
@@ -150,7 +187,7 @@ class Method(Generic[S]):
         raise NotImplementedError
 
     def fused(
-        self, kernels: Kernels, store: S, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: S, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel. A method that does not override this runs `step` everywhere."""
         raise NotImplementedError
@@ -164,6 +201,17 @@ class Method(Generic[S]):
         """How many of the model's positions a step uses after n tokens; n + 1 where keys stay at theirs in the text."""
         return n + 1
 
+    @classmethod
+    @functools.cache
+    def functions_without_sinks(cls) -> str:
+        """Which of this method's functions take no `sinks`, because they were written without; "" if all do."""
+        names = []
+        for name in ("take", "step", "fused"):
+            parameters = inspect.signature(getattr(cls, name)).parameters.values()
+            if not any(p.name == "sinks" or p.kind is p.VAR_KEYWORD for p in parameters):
+                names.append(name)
+        return ", ".join(names)
+
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """What one step moves with n cached tokens besides the current one, in closed form."""
         raise NotImplementedError
@@ -173,8 +221,10 @@ class Method(Generic[S]):
         raise NotImplementedError
 
 
-def _needs_gradient(store: Store, *inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and (any(x.requires_grad for x in inputs) or store.requires_grad)
+def _needs_gradient(store: Store, *inputs: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(x is not None and x.requires_grad for x in inputs) or store.requires_grad
 
 
 @functools.cache

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -22,19 +23,19 @@ class Dense(Method[Full]):
         """An empty store of every token."""
         return Full(shape, dtype, device, kv=self.kv)
 
-    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """SparQ eq. 2 over all positions."""
         if token is not None:
             store.append_token(*token)
         x = q.to(compute_dtype(store.dtype))
-        y, _ = attend_rows(x, store.read_keys(), store.read_values(), store.valid(), scale, softcap)
+        y, _ = attend_rows(x, store.read_keys(), store.read_values(), store.valid(), **softmax)
         return y.to(q.dtype)
 
     def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
-        return kernels.dense(store, q, token, scale=scale, softcap=softcap)
+        return kernels.dense(store, q, token, **softmax)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2ND + 2D elements (SparQ eq. 3)."""

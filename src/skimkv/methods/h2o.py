@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import ops
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
 from .base import Method, Traffic, check_whole
@@ -66,9 +67,8 @@ class H2O(Method[Slots]):
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
         pad: Sequence[int] | None = None,
-        softcap: float | None = None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Score the kept tokens and the block by the block's attention, and keep the best within the budget."""
         n, pads = k.shape[2], store.validate(k, v, pad)
@@ -80,26 +80,26 @@ class H2O(Method[Slots]):
             keys = torch.cat([kept_k, store.row_format.encode(k[b, :, p:])], 1)
             values = torch.cat([kept_v, store.row_format.encode(v[b, :, p:])], 1)
             pos = torch.cat([kept_pos, new_pos.expand(store.shape.H, -1)], 1)
-            score = ops.key_scores(q[b, :, :, p:], store.row_format.decode(keys, k.dtype), scale, softcap).float()
+            score = ops.key_scores(q[b, :, :, p:], store.row_format.decode(keys, k.dtype), **softmax).float()
             score[:, : kept_score.shape[1]] += kept_score
             is_recent = pos >= seen[b] - self.recent(store.budget[b])
             rank = score.masked_fill(is_recent, torch.inf)
             chosen = best(rank, pos, min(store.budget[b], rank.shape[1]))
             store.replace(b, chosen, (keys, values, score, pos), seen[b])
 
-    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Algorithm 1, one iteration: attend, add the weights to the scores, and evict one token if the budget is
         full.
         """
         recent = [self.recent(budget) for budget in store.budget]
-        return attend_score_evict(store, q, needed(token), scale, softcap, recent)
+        return attend_score_evict(store, q, needed(token), recent, **softmax)
 
     def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
         recent = [self.recent(budget) for budget in store.budget]
-        return kernels.scored_slots(store, q, needed(token), scale=scale, softcap=softcap, recent=recent)
+        return kernels.scored_slots(store, q, needed(token), recent=recent, **softmax)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements and the scores. For a fractional budget, n is also taken as the length of the
@@ -118,13 +118,13 @@ class H2O(Method[Slots]):
 
 
 def attend_score_evict(
-    store: Slots, q: Tensor, token: Token, scale: float, softcap: float | None, recent: Sequence[int]
+    store: Slots, q: Tensor, token: Token, recent: Sequence[int], **softmax: Unpack[SoftmaxOptions]
 ) -> Tensor:
     """One iteration of algorithm 1, where the recent[b] latest tokens of row b are never evicted.
 
     q (B,H,G,D) -> (B,H,G,D) in q's dtype. Reads 2kD elements of K and V, and moves the scores.
     """
-    y, weights = attend_slots(store, q.to(compute_dtype(store.dtype)), token, scale, softcap)
+    y, weights = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
     weights = weights.mean(2)  # (B,H,C'+1), the current token last
     store.add_scores(weights[..., :-1])
     slot, keep = victims(store, weights[..., -1], recent)

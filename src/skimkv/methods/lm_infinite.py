@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..stores.base import Shape
 from ..stores.slots import Slots
 from .base import Traffic, check_whole
@@ -52,7 +53,7 @@ class LMInfinite(SlotMethod):
         moves = self.positions == "cache"
         return Slots(shape, dtype, device, self.k, fixed=self.initial, kv=self.kv, moves_fixed=moves)
 
-    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the kept tokens and to the current one, which then takes the slot of the oldest recent one.
 
         Rotary embeddings turn a key by its position and a query by its own, and their product depends on the difference
@@ -61,14 +62,14 @@ class LMInfinite(SlotMethod):
         that no rounding adds up.
         """
         self._place_initial(store, token)
-        return super().step(store, q, token, scale=scale, softcap=softcap)
+        return super().step(store, q, token, **softmax)
 
     def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel, after PyTorch has turned the initial keys."""
         self._place_initial(store, token)
-        return super().fused(kernels, store, q, token, scale=scale, softcap=softcap)
+        return super().fused(kernels, store, q, token, **softmax)
 
     def _place_initial(self, store: Slots, token: Token | None) -> None:
         """Bring the initial keys to where positions="cache" wants them. Raises ValueError if the token does not fit."""

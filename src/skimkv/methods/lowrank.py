@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -40,7 +41,7 @@ class LowRank(Method[Full]):
         projection = torch.linalg.qr(normal).Q[..., : self.r].float().contiguous().to(device)
         return Full(shape, dtype, device, "copy", projection=projection, kv=self.kv)
 
-    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Approximate scores of every position in the projection, then attention over the k best rows."""
         if token is not None:
             store.append_token(*token)
@@ -49,16 +50,17 @@ class LowRank(Method[Full]):
         P = store.projection.to(x.dtype)  # (H,D,r)
         store.count(P.numel(), 4)
         all_channels = torch.arange(store.R, device=q.device).expand(*q.shape[:2], -1)
-        s_hat = approximate_scores((x @ P) @ store.read_channels(all_channels) * scale, store, softcap)
+        logits = (x @ P) @ store.read_channels(all_channels) * softmax["scale"]
+        s_hat = approximate_scores(logits, store, softmax)
         index, valid = choose_positions(s_hat.sum(2), store.lengths, self.k, 0)
-        y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, scale, softcap)
+        y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
         return y.masked_fill(covered_mass(s_hat, index, valid).isnan(), torch.nan).to(q.dtype)
 
     def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
-        return kernels.low_rank(store, q, token, scale=scale, softcap=softcap, k=self.k)
+        return kernels.low_rank(store, q, token, k=self.k, **softmax)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
@@ -28,18 +29,18 @@ class SlotMethod(Method[Slots]):
         """How many tokens the store keeps."""
         return self.k
 
-    def step(self, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the kept tokens and to the current one, which then takes its slot."""
         token = needed(token)
-        y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, scale, softcap)
+        y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
         store.append_token(*token)
         return y.to(q.dtype)
 
     def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
-        return kernels.ring_slots(store, q, needed(token), scale=scale, softcap=softcap)
+        return kernels.ring_slots(store, q, needed(token), **softmax)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements for k slots, of which min(k, n) are in use."""
@@ -51,7 +52,7 @@ class SlotMethod(Method[Slots]):
         return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * min(self.slots, n), dtype)
 
 
-def attend_slots(store: Slots, q: Tensor, token: Token, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def attend_slots(store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> tuple[Tensor, Tensor]:
     """Attention over the slots in use and the current token, which comes last. Reads 2CD elements per KV head.
 
     q (B,H,G,D) in the type to compute in -> y (B,H,G,D) and the weights (B,H,G,C'+1). Nothing enters the store.
@@ -62,7 +63,7 @@ def attend_slots(store: Slots, q: Tensor, token: Token, scale: float, softcap: f
     keys, values = (torch.cat([kept, store.as_stored(new).to(q.dtype)[:, :, None]], 2) for kept, new in rows)
     valid = store.valid()
     valid = torch.cat([valid, valid.new_ones(store.shape.B, 1, 1)], 2)
-    return attend_rows(q, keys, values, valid, scale, softcap)
+    return attend_rows(q, keys, values, valid, **softmax)
 
 
 def needed(token: Token | None) -> Token:

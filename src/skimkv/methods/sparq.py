@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
-from ..ops.blocks import apply_softcap, attend_rows, choose_positions, take
+from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops.blocks import apply_softcap, attend_rows, choose_positions, softmax_with_sinks, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import CHANNELS, Full
 from ..stores.quantise import BITS, GROUP
@@ -67,31 +68,31 @@ class SparQ(Method[Full]):
         check_whole("r", self.r, 1, shape.D)
         return Full(shape, dtype, device, self.channels, self._uses_mean(shape), kv=self.kv)
 
-    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Algorithm 1. Reads Nr + 2kD elements per KV head, and v_mean."""
         if token is not None:
             store.append_token(*token)
         x = q.to(compute_dtype(store.dtype))
         # step 1: approximate scores s_hat from the r largest channels of q
         i1 = top_channels(x, self.r)
-        logits = take(x, i1) @ store.read_channels(i1) * inverse_temperature(x, i1, scale, self.temperature)
-        s_hat = approximate_scores(logits, store, softcap)
+        logits = take(x, i1) @ store.read_channels(i1) * inverse_temperature(x, i1, softmax["scale"], self.temperature)
+        s_hat = approximate_scores(logits, store, softmax)
         # step 2: attention over the chosen positions i2
         i2, valid = choose_positions(s_hat.sum(2), store.lengths, self.k, self._local())
-        y, _ = attend_rows(x, store.read_keys(i2, valid), store.read_values(i2, valid), valid, scale, softcap)
+        y, _ = attend_rows(x, store.read_keys(i2, valid), store.read_values(i2, valid), valid, **softmax)
         # step 3: alpha y + (1 - alpha) v_mean (eq. 10)
-        alpha = covered_mass(s_hat, i2, valid)
+        alpha = covered_mass(s_hat, i2, valid, softmax.get("sinks"))
         if self._uses_mean(store.shape):
             return (alpha * y + (1 - alpha) * store.read_mean()[:, :, None]).to(q.dtype)
         return y.masked_fill(alpha.isnan(), torch.nan).to(q.dtype)
 
     def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
         return kernels.sparq(
-            store, q, token, scale=scale, softcap=softcap, r=self.r, k=self.k, local=self._local(),
-            temperature=self.temperature, mean_value=self._uses_mean(store.shape),
+            store, q, token, r=self.r, k=self.k, local=self._local(),
+            temperature=self.temperature, mean_value=self._uses_mean(store.shape), **softmax,
         )  # fmt: skip
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
@@ -157,13 +158,22 @@ def inverse_temperature(q: Tensor, i1: Tensor, scale: float, temperature: str) -
     return torch.full_like(q[..., :1], scale if temperature == "sqrt_d" else scale * (D / r) ** 0.5)
 
 
-def approximate_scores(logits: Tensor, store: Full, softcap: float | None) -> Tensor:
-    """Compute s_hat, the softmax of approximate logits (B,H,G,N) over the cached positions, per query head (eq. 7)."""
-    return apply_softcap(logits, softcap).masked_fill(~store.valid()[:, :, None], -torch.inf).softmax(-1)
+def approximate_scores(logits: Tensor, store: Full, softmax: SoftmaxOptions) -> Tensor:
+    """Compute s_hat, the softmax of approximate logits (B,H,G,N) over the cached positions, per query head (eq. 7).
+
+    The logits are scaled already. A sink is not approximated: it is no product with q, and tau does not change it.
+    """
+    logits = apply_softcap(logits, softmax.get("softcap")).masked_fill(~store.valid()[:, :, None], -torch.inf)
+    return softmax_with_sinks(logits, softmax.get("sinks"))
 
 
-def covered_mass(s_hat: Tensor, i2: Tensor, valid: Tensor) -> Tensor:
+def covered_mass(s_hat: Tensor, i2: Tensor, valid: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Sum alpha, the mass of s_hat (B,H,G,N) on the chosen positions i2 (B,H,m), the current token included:
     (B,H,G,1).
+
+    A sink counts as chosen: the softmax over the chosen has it too, and v_mean stands for positions only.
     """
-    return take(s_hat, i2).masked_fill(~valid[:, :, None], 0).sum(-1, keepdim=True).clamp(max=1)
+    mass = take(s_hat, i2).masked_fill(~valid[:, :, None], 0).sum(-1, keepdim=True)
+    if sinks is not None:
+        mass = mass + 1 - s_hat.sum(-1, keepdim=True)
+    return mass.clamp(max=1)

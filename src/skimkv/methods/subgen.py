@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.clusters import Clusters
@@ -78,9 +79,8 @@ class SubGen(SlotMethod):
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
         pad: Sequence[int] | None = None,
-        softcap: float | None = None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Choose k centres of the keys that the store has and those of the block, and keep the most recent tokens."""
         pads = store.validate(k, v, pad)
@@ -145,27 +145,37 @@ class SubGenStream(Method[Clusters]):
         scale: float,
         pad: Sequence[int] | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Dense causal attention of the first block; later blocks are decoded token by token.
 
         Raises ValueError if a later block is padded, because no history is kept.
         """
         if not any(store.lengths):
-            return super().prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap)
+            return super().prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap, sinks=sinks)
         if pad is not None and any(pad):
             raise ValueError("SubGenStream keeps no history: padding cannot follow the first block of a prompt")
         steps = [
-            self.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=scale, softcap=softcap)
+            self.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=scale, softcap=softcap, sinks=sinks)
             for i in range(k.shape[2])
         ]
         return torch.stack(steps, 3)
 
-    def step(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(
+        self,
+        store: Clusters,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """QueryStreamAttn: y = z / tau, with exp() kept in range by the common maximum. Reads O(D(mt + s)) elements.
 
         z = sum over M of mu / (s |v|^2) exp(<q,k>) v, and tau = sum over clusters of n_i / t times the sum over S_i of
-        exp(<q,k>). Where no S_i has the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504), to
-        stay finite.
+        exp(<q,k>), and of exp(sink). Where no S_i has the keys that dominate z, y has no bound; it stops at +-2^63
+        (float16: 65504), to stay finite.
         """
         refuse_softcap(softcap)
         if token is not None:
@@ -178,9 +188,14 @@ class SubGenStream(Method[Clusters]):
         norm = v.double().square().sum(-1)
         product = (x @ k.transpose(-1, -2)).masked_fill((norm == 0)[:, :, None], -torch.inf)  # (B,H,G,s); 0: empty
         weight = torch.where(norm > 0, store.mu[..., None] / (store.s * norm), 0).to(x.dtype)  # (B,H,s)
-        top = torch.maximum(normaliser.flatten(3).amax(-1), product.amax(-1))[..., None]  # (B,H,G,1)
+        top = torch.maximum(normaliser.flatten(3).amax(-1), product.amax(-1))  # (B,H,G)
+        if sinks is not None:
+            top = torch.maximum(top, sinks.to(top.dtype))
+        top = top[..., None]
         z = ((product - top).exp() * weight[:, :, None]) @ v
         tau = ((normaliser - top[..., None]).exp().sum(-1) * size[:, :, None]).sum(-1, keepdim=True) / store.t
+        if sinks is not None:
+            tau = tau + (sinks[..., None] - top).exp()
         limit = min(2.0**63, torch.finfo(q.dtype).max)
         return (z / tau.clamp_min(torch.finfo(tau.dtype).tiny)).clamp(-limit, limit).to(q.dtype)
 
@@ -192,11 +207,12 @@ class SubGenStream(Method[Clusters]):
         token: Token | None,
         *,
         scale: float,
-        softcap: float | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The same step by a backend's kernel."""
         refuse_softcap(softcap)
-        return kernels.clusters(store, q, token, scale=scale)
+        return kernels.clusters(store, q, token, scale=scale, sinks=sinks)
 
     def traffic(
         self,

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Kernels, Token
+from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -35,26 +36,26 @@ class TopK(Method[Full]):
         """An empty store of every token."""
         return Full(shape, dtype, device, kv=self.kv)
 
-    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Rank by the softmax weights summed over the group, and attend to the k best and the current token."""
         if token is not None:
             store.append_token(*token)
         x = q.to(compute_dtype(store.dtype))
         keys = store.uncounted("k") if self.oracle else store.read_keys()
-        _, weights = attend_rows(x, keys, keys, store.valid(), scale, softcap)
+        _, weights = attend_rows(x, keys, keys, store.valid(), **softmax)
         index, valid = choose_positions(weights.sum(2), store.lengths, self.k, 0)
         if self.oracle:
             keys, values = store.read_keys(index, valid), store.read_values(index, valid)
-            y, _ = attend_rows(x, keys, values, valid, scale, softcap)
+            y, _ = attend_rows(x, keys, values, valid, **softmax)
             return y.masked_fill(weights[..., :1].isnan(), torch.nan).to(q.dtype)
         top = take(weights, index).masked_fill(~valid[:, :, None], 0)
         return (top @ store.read_values(index, valid)).to(q.dtype)
 
     def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
-        return kernels.top_k(store, q, token, scale=scale, softcap=softcap, k=self.k, oracle=self.oracle)
+        return kernels.top_k(store, q, token, k=self.k, oracle=self.oracle, **softmax)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count ND + kD + 2D elements; for the oracle 2kD + 2D."""

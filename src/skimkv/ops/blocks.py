@@ -14,15 +14,40 @@ def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension, whose sum a sink joins: a logit that takes weight and has no value.
+
+    logits (...,m) · sinks, which can be broadcast to (...), or None -> (...,m), which sum to less than 1 with sinks.
+    """
+    if sinks is None:
+        return logits.softmax(-1)
+    sink = sinks.to(logits.dtype).expand(logits.shape[:-1])[..., None]
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+
+
+def check_sinks(sinks: Tensor | None, H: int, G: int, device: torch.device) -> None:
+    """Raise ValueError unless sinks are (H,G) float32 on this device, or None."""
+    if sinks is not None and (sinks.shape != (H, G) or sinks.dtype != torch.float32 or sinks.device != device):
+        raise ValueError(
+            f"sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; must be torch.float32 {(H, G)} on {device}"
+        )
+
+
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention of one query per head over rows of K and V (SparQ eq. 2).
 
-    q (B,H,G,D) · k, v (B,H,m,D) · valid (B,1|H,m) bool -> y (B,H,G,D) and the softmax weights (B,H,G,m).
+    q (B,H,G,D) · k, v (B,H,m,D) · valid (B,1|H,m) bool · sinks (H,G) -> y (B,H,G,D) and the softmax weights (B,H,G,m).
     """
     logits = apply_softcap(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~valid[:, :, None], -torch.inf)
-    weights = logits.softmax(-1)
+    weights = softmax_with_sinks(logits, sinks)
     return weights @ v, weights
 
 

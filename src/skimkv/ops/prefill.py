@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..stores.base import Store
-from .blocks import apply_softcap
+from ..stores.base import Store, compute_dtype
+from .blocks import apply_softcap, softmax_with_sinks
 
 BLOCK = 512  # queries at a time where a mask is needed, so that memory stays O(BLOCK * N)
 
@@ -24,7 +24,14 @@ def block_mask(start: int, stop: int, history: int, device: torch.device) -> Ten
 
 
 def _attend_even_rows(
-    store: Store, rows: slice, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    store: Store,
+    rows: slice,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`causal_attention` of rows of one length, without padding: q (b,H,G,n,D) · k, v (b,H,n,D) -> (b,H,G,n,D)."""
     G, n = q.shape[2:4]
@@ -35,18 +42,21 @@ def _attend_even_rows(
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
     # one KV head a batch entry, its G query heads beside each other: K and V are expanded, never copied
     q1, k1, v1 = (t.expand(-1, -1, G, -1, -1).flatten(0, 1) for t in (q, k.unsqueeze(2), v.unsqueeze(2)))
-    if m == 0 and softcap is None:
+    if m == 0 and softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, scale=scale).reshape(q.shape)
+    if sinks is not None:
+        sinks = sinks.repeat(q.shape[0], 1)[..., None]  # (b*H,G,1)
     out = []
     for start in range(0, n, BLOCK):
         stop = min(start + BLOCK, n)
         mask = block_mask(start, stop, m, q.device)
         qb, kb, vb = q1[:, :, start:stop], k1[:, :, : m + stop], v1[:, :, : m + stop]
-        if softcap is None:
+        if softcap is None and sinks is None:
             out.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, scale=scale))
         else:
             logits = apply_softcap(qb @ kb.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
-            out.append(logits.softmax(-1, dtype=torch.float32).to(vb.dtype) @ vb)
+            weights = softmax_with_sinks(logits.to(compute_dtype(logits.dtype)), sinks)
+            out.append(weights.to(vb.dtype) @ vb)
     return torch.cat(out, 2).reshape(q.shape)
 
 
@@ -59,21 +69,23 @@ def causal_attention(
     scale: float,
     pad: Sequence[int] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(scale * q K^T) V over the cached tokens and, causally, those of the block; nothing is appended.
 
-    q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding -> (B,H,G,n,D), zero at padding.
+    q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding · sinks (H,G) -> (B,H,G,n,D), zero
+    at padding.
     """
     B = q.shape[0]
     if not pad or not any(pad):
         if len(set(store.lengths)) == 1:
-            return _attend_even_rows(store, slice(0, B), q, k, v, scale, softcap)
+            return _attend_even_rows(store, slice(0, B), q, k, v, scale, softcap, sinks)
         pad = [0] * B
     y = torch.zeros_like(q)
     for b, p in enumerate(pad):
         row = slice(b, b + 1)
         if p < q.shape[3]:
             y[row, :, :, p:] = _attend_even_rows(
-                store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap
+                store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap, sinks
             )
     return y

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from typing_extensions import Required, TypedDict, Unpack
 
 from ..stores.base import Store
 from ..stores.clusters import Clusters
@@ -24,11 +25,25 @@ class Token(NamedTuple):
     v: Tensor
 
 
+class SoftmaxOptions(TypedDict, total=False):
+    """How the attention weights of a query head are made of its products with keys: softmax(scale q K^T).
+
+    scale: 1/sqrt(D) unless the model says otherwise. softcap: logits become softcap * tanh(logits / softcap) (Gemma 2);
+    None: they stay. sinks (H,G) float32: a logit of each query head that joins the sum of every softmax and has no
+    value, so that the weights of the positions sum to less than 1 (gpt-oss). A sink is neither scaled nor capped; it is
+    a finite number, or -inf, which changes nothing. None: no sinks.
+    """
+
+    scale: Required[float]
+    softcap: float | None
+    sinks: Tensor | None
+
+
 class Kernels(Protocol):
     """What a backend can do. Each decode step takes q (B,H,G,D) and returns (B,H,G,D) in q's dtype.
 
-    token is appended first; None means that it was appended before. scale is 1/sqrt(D) unless the model says otherwise;
-    softcap bounds the logits (Gemma 2). All operations raise ValueError for shapes, types or devices they do not have.
+    token is appended first; None means that it was appended before. All operations raise ValueError for shapes, types
+    or devices they do not have.
     """
 
     @property
@@ -42,7 +57,7 @@ class Kernels(Protocol):
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Append one token per row: k, v (B,H,D)."""
 
-    def dense(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over all positions (methods/dense.py)."""
 
     def sparq(
@@ -51,13 +66,12 @@ class Kernels(Protocol):
         q: Tensor,
         token: Token | None,
         *,
-        scale: float,
-        softcap: float | None,
         r: int,
         k: int,
         local: int,
         temperature: str,
         mean_value: bool,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """Steps 1 to 3 of SparQ's algorithm 1 (methods/sparq.py)."""
 
@@ -67,19 +81,18 @@ class Kernels(Protocol):
         q: Tensor,
         token: Token | None,
         *,
-        scale: float,
-        softcap: float | None,
         k: int,
         oracle: bool,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """Exact scores and the k best positions (methods/topk.py)."""
 
     def low_rank(
-        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
+        self, store: Full, q: Tensor, token: Token | None, *, k: int, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Scores in a projection of the keys and the k best positions (methods/lowrank.py)."""
 
-    def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
+    def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over the slots in use and the current token, which then takes its slot (methods/slots.py)."""
 
     def scored_slots(
@@ -88,11 +101,12 @@ class Kernels(Protocol):
         q: Tensor,
         token: Token,
         *,
-        scale: float,
-        softcap: float | None,
         recent: Sequence[int],
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """The same, with scores: the token takes the slot of the lowest score that is not recent (methods/h2o.py)."""
 
-    def clusters(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float) -> Tensor:
+    def clusters(
+        self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """SubGen's estimate z / tau (methods/subgen.py)."""

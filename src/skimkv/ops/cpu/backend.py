@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...stores.base import Store
 from ...stores.clusters import Clusters
 from ...stores.full import Full
 from ...stores.slots import Slots
-from ..protocol import Token
+from ..blocks import check_sinks
+from ..protocol import SoftmaxOptions, Token
 from . import library
 from .views import CacheView, clusters_view_of, dtype_number, expect, view_of
 
@@ -63,9 +65,9 @@ class CpuKernels:
         library.append_to_clusters(c)
         store.advance()
 
-    def dense(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over all positions: q (B,H,G,D) -> (B,H,G,D)."""
-        return _step_full(store, q, token, library.DENSE, scale, softcap, {})
+        return _step_full(store, q, token, library.DENSE, {}, **softmax)
 
     def sparq(
         self,
@@ -73,20 +75,19 @@ class CpuKernels:
         q: Tensor,
         token: Token | None,
         *,
-        scale: float,
-        softcap: float | None,
         r: int,
         k: int,
         local: int,
         temperature: str,
         mean_value: bool,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """SparQ's algorithm 1: q (B,H,G,D) -> (B,H,G,D)."""
         number = library.TEMPERATURES.get(temperature)
         if number is None:
             raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(library.TEMPERATURES)}")
         fields = {"r": r, "k": k, "local": local, "temperature": number, "use_mean": int(mean_value)}
-        return _step_full(store, q, token, library.SPARQ, scale, softcap, fields)
+        return _step_full(store, q, token, library.SPARQ, fields, **softmax)
 
     def top_k(
         self,
@@ -94,27 +95,26 @@ class CpuKernels:
         q: Tensor,
         token: Token | None,
         *,
-        scale: float,
-        softcap: float | None,
         k: int,
         oracle: bool,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """Exact scores and the k best positions: q (B,H,G,D) -> (B,H,G,D)."""
         method = library.ORACLE if oracle else library.TOPK
-        return _step_full(store, q, token, method, scale, softcap, {"k": k})
+        return _step_full(store, q, token, method, {"k": k}, **softmax)
 
     def low_rank(
-        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
+        self, store: Full, q: Tensor, token: Token | None, *, k: int, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Scores in a projection of the keys and the k best positions: q (B,H,G,D) -> (B,H,G,D)."""
-        return _step_full(store, q, token, library.LOWRANK, scale, softcap, {"k": k})
+        return _step_full(store, q, token, library.LOWRANK, {"k": k}, **softmax)
 
-    def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
+    def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over the slots in use and the current token, which then takes its slot."""
         store.reserve()
         view = view_of(store, store.filled)
         view.slots[:] = [store.slot_of(n) for n in store.lengths]
-        return _step_slots(store, view, q, token, scale, softcap)
+        return _step_slots(store, view, q, token, **softmax)
 
     def scored_slots(
         self,
@@ -122,9 +122,8 @@ class CpuKernels:
         q: Tensor,
         token: Token,
         *,
-        scale: float,
-        softcap: float | None,
         recent: Sequence[int],
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """The same, with scores; where a row's budget is full, the kernel chooses the slot."""
         if len(recent) != store.shape.B:
@@ -134,10 +133,14 @@ class CpuKernels:
         kernel_chooses = -1
         view.slots[:] = [c if c < m else kernel_chooses for c, m in zip(store.filled, store.budget, strict=True)]
         view.now[:], view.recent[:] = [*store.lengths], [*recent]
-        return _step_slots(store, view, q, token, scale, softcap)
+        return _step_slots(store, view, q, token, **softmax)
 
-    def clusters(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float) -> Tensor:
+    def clusters(
+        self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """SubGen's estimate z / tau: q (B,H,G,D) -> (B,H,G,D)."""
+        check_sinks(sinks, store.shape.H, store.shape.G, store.device)
+        sinks = None if sinks is None else sinks.contiguous()
         if token is not None:
             self.append(store, *token)
         q = q.contiguous()
@@ -145,6 +148,7 @@ class CpuKernels:
         number = dtype_number("a query", q.dtype)
         c, y = clusters_view_of(store).clusters, torch.empty_like(q)
         c.q, c.y, c.q_dtype, c.scale = q.data_ptr(), y.data_ptr(), number, scale
+        c.sinks = None if sinks is None else sinks.data_ptr()
         library.attend_clusters(c)
         return y
 
@@ -167,24 +171,23 @@ def _step_full(
     q: Tensor,
     token: Token | None,
     method: int,
-    scale: float,
-    softcap: float | None,
     fields: dict[str, int],
+    **softmax: Unpack[SoftmaxOptions],
 ) -> Tensor:
     """One step of a method that keeps every token; the current token is appended first, in the same call."""
     if token is None:
         view = view_of(store, store.lengths)
-        return _step(view, store, q, None, library.OUTSIDE, method, scale, softcap, fields)
+        return _step(view, store, q, None, library.OUTSIDE, method, fields, **softmax)
     token = _alike(*token)
     store.reserve()
     view = view_of(store, store.lengths)
-    y = _step(view, store, q, token, library.APPEND, method, scale, softcap, fields)
+    y = _step(view, store, q, token, library.APPEND, method, fields, **softmax)
     store.advance()
     return y
 
 
-def _step_slots(store: Slots, view: CacheView, q: Tensor, token: Token, scale: float, softcap: float | None) -> Tensor:
-    y = _step(view, store, q, _alike(*token), library.SLOT, library.DENSE, scale, softcap, {})
+def _step_slots(store: Slots, view: CacheView, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
+    y = _step(view, store, q, _alike(*token), library.SLOT, library.DENSE, {}, **softmax)
     store.advance()
     return y
 
@@ -196,9 +199,11 @@ def _step(
     token: Token | None,
     keep: int,
     method: int,
-    scale: float,
-    softcap: float | None,
     fields: dict[str, int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One operation: q (B,H,G,D) -> y (B,H,G,D) in q's dtype.
 
@@ -209,7 +214,7 @@ def _step(
     k, v = token or (q, q)
     arguments = (
         (q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu),
-        (v.shape, v.stride(), v.dtype, v.is_cpu, token is None, keep, method, scale, softcap, fields),
+        (v.shape, v.stride(), v.dtype, v.is_cpu, token is None, keep, method, scale, softcap, sinks is None, fields),
     )
     y = torch.empty(view.shape, dtype=q.dtype)
     if arguments != view.last_arguments:
@@ -218,7 +223,11 @@ def _step(
         view.op.keep, view.op.method, view.op.use_mean = keep, method, 0
         for name, value in fields.items():
             setattr(view.op, name, value)
-        view.last_arguments = arguments
+        view.op.sinks, view.last_arguments = None, arguments
+    if sinks is not None:
+        check_sinks(sinks, store.shape.H, store.shape.G, store.device)
+        sinks = sinks.contiguous()  # a name for it, so that the memory lives as long as the step
+        view.op.sinks = sinks.data_ptr()
     if token is None:
         library.step(view.address, q.data_ptr(), y.data_ptr(), None, None)
     else:

@@ -9,6 +9,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int6
 import torch
 from torch import Tensor
 
+from ..blocks import check_sinks
 from . import library
 
 
@@ -21,13 +22,14 @@ class CColumns(Structure):
         ("n m", c_int64),
         ("q k", c_void_p),
         ("q_h q_g q_n k_h k_n", c_int64),
-        ("sum", c_void_p),
+        ("sum sinks", c_void_p),
     )
 
 
-def check_shapes(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless q is (H,G,n,D) and k (H,m,D) with m >= n, of one dtype."""
-    H, _, n, D = q.shape
+def check_shapes(q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
+    """Raise ValueError unless q is (H,G,n,D) and k (H,m,D) with m >= n, of one dtype, and sinks (H,G) float32."""
+    H, G, n, D = q.shape
+    check_sinks(sinks, H, G, q.device)
     if k.ndim != 3 or k.shape[0] != H or k.shape[2] != D or k.shape[1] < n or k.dtype != q.dtype:
         raise ValueError(f"k is {k.dtype} {tuple(k.shape)}; must be {q.dtype} ({H}, at least {n}, {D})")
 
@@ -40,13 +42,13 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
-def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Sum the causal softmax weights over the queries, and average over the group (see ops/key_scores.py).
 
-    q (H,G,n,D) · k (H,m,D), float32, bfloat16 or float16 on the CPU -> (H,m) float32.
+    q (H,G,n,D) · k (H,m,D), float32, bfloat16 or float16 on the CPU · sinks (H,G) -> (H,m) float32.
     Raises ValueError if shapes, types or devices do not fit.
     """
-    check_shapes(q, k)
+    check_shapes(q, k, sinks)
     H, G, n, D = q.shape
     m, dtype = k.shape[1], library.DTYPES.get(k.dtype)
     if dtype is None or q.device.type != "cpu" or k.device.type != "cpu":
@@ -56,12 +58,13 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Ten
     if not n:
         return torch.zeros(H, m)
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    sinks = None if sinks is None else sinks.contiguous()
     threads, pool = library.threads()
     parts = -(-threads // H) if pool else 1
     sums = torch.empty(H, parts, m)
     op = CColumns(
         H, G, D, dtype, parts, scale, softcap or 0, n, m, q.data_ptr(), k.data_ptr(),
-        *q.stride()[:3], *k.stride()[:2], sums.data_ptr(),
+        *q.stride()[:3], *k.stride()[:2], sums.data_ptr(), None if sinks is None else sinks.data_ptr(),
     )  # fmt: skip
     lib = _library()
     error: bytes | None = lib.skimkv_columns_check(op)

@@ -14,7 +14,7 @@ import torch
 from ... import __path__ as _package
 from ...stores.full import CHANNELS
 
-VERSION = 3
+VERSION = 4
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
@@ -64,7 +64,7 @@ class COp(Structure):
         ("keep", c_int32),
         ("slot score pos", c_void_p),
         ("c_b c_h", c_int64),
-        ("now recent", c_void_p),
+        ("now recent sinks", c_void_p),
     )
 
 
@@ -95,6 +95,7 @@ class CClusters(Structure):
         ("k_new v_new lengths", c_void_p),
         ("delta", c_double),
         ("seed", c_uint32),
+        ("sinks", c_void_p),
     )
 
 

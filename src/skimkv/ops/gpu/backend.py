@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...stores.base import Store
 from ...stores.clusters import Clusters
 from ...stores.full import Full
 from ...stores.slots import Slots
-from ..protocol import Token
+from ..blocks import check_sinks
+from ..protocol import SoftmaxOptions, Token
 from . import device, launch
 from .launch import (
     APPEND_WARPS,
@@ -115,22 +117,22 @@ class GpuKernels:
         )  # fmt: skip
         device.advance(store)
 
-    def dense(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to all positions: equation 2 of SparQ. It reads 2ND elements per KV head."""
-        self._start(store, q, token, softcap)
+        query = self._start(store, q, token, **softmax)
         (B, H, _, _), view, settings = store.shape, device.page_view(store), SETTINGS.dense
-        query, count = _query(q, scale, softcap), count_splits(store, view.room // PAGE_TOKENS, settings.programs)
+        count = count_splits(store, view.room // PAGE_TOKENS, settings.programs)
         dense_kernel[B * H, count](
             query, _cached_pages(store, view), _splits(store, count),
-            **_sizes(store, q), SP=pad(count, 2), TYPE=types()[store.dtype], CAPPED=query.softcap > 0,
+            **_sizes(store, q), **_variants(query), SP=pad(count, 2), TYPE=types()[store.dtype],
             BLOCK=fit_block(settings.block, _row_bytes(store)), STAGES=settings.stages,
             num_warps=settings.warps,
         )  # fmt: skip
         return query.y
 
     def sparq(
-        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, r: int, k: int,
-        local: int, temperature: str, mean_value: bool,
+        self, store: Full, q: Tensor, token: Token | None, *, r: int, k: int,
+        local: int, temperature: str, mean_value: bool, **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:  # fmt: skip
         """Run algorithm 1 of SparQ, grouped as in section 4. It reads Nr + 2kD elements per KV head, and v_mean.
 
@@ -141,41 +143,41 @@ class GpuKernels:
             raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(TEMPERATURES)}")
         if not 1 <= r <= store.R or not 0 <= local <= k:
             raise ValueError(f"r = {r} must be from 1 to {store.R}, and local = {local} from 0 to k = {k}")
-        self._start(store, q, token, softcap)
+        query = self._start(store, q, token, **softmax)
         selection = Selection(k, local, r, LAYOUTS[store.channels], TEMPERATURES[temperature], mean=mean_value)
-        return _attend_selected(store, _query(q, scale, softcap), selection)
+        return _attend_selected(store, query, selection)
 
     def top_k(
-        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int, oracle: bool
+        self, store: Full, q: Tensor, token: Token | None, *, k: int, oracle: bool, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Run FlexGen's step: score all positions exactly, and sum the k best values and the current one by the scores.
 
         oracle: the softmax is taken anew over the chosen positions (figure 7a of SparQ).
         """
-        self._start(store, q, token, softcap)
-        return _attend_selected(store, _query(q, scale, softcap), Selection(k, renormalise=oracle))
+        return _attend_selected(store, self._start(store, q, token, **softmax), Selection(k, renormalise=oracle))
 
     def low_rank(
-        self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None, k: int
+        self, store: Full, q: Tensor, token: Token | None, *, k: int, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Score in a fixed random projection of K, then attend to the k best rows and the current one (figure 7a)."""
         if store.projection is None:
             raise ValueError("the store has no projection of K; LowRank makes one that has")
-        self._start(store, q, token, softcap)
-        selection = Selection(k, layout=LAYOUTS["copy"], projected=q.float() @ store.projection)
-        return _attend_selected(store, _query(q, scale, softcap), selection)
+        query = self._start(store, q, token, **softmax)
+        return _attend_selected(
+            store, query, Selection(k, layout=LAYOUTS["copy"], projected=q.float() @ store.projection)
+        )
 
-    def ring_slots(self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None) -> Tensor:
+    def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the slots in use and to the current token, then put it into its slot. It reads 2CD per KV head.
 
         For stores without scores: rings, and stores with an order.
         """
         if store.score is not None:
             raise ValueError("the store has scores; a ring has none")
-        return self._slots(store, q, token, scale, softcap, [0] * store.shape.B)
+        return self._slots(store, q, token, [0] * store.shape.B, **softmax)
 
     def scored_slots(
-        self, store: Slots, q: Tensor, token: Token, *, scale: float, softcap: float | None, recent: Sequence[int]
+        self, store: Slots, q: Tensor, token: Token, *, recent: Sequence[int], **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Run algorithm 1 of H2O: attend as in ring_slots, add the weights to the scores, and replace the lowest score.
 
@@ -185,18 +187,18 @@ class GpuKernels:
             raise ValueError("the store has no scores")
         if len(recent) != store.shape.B:
             raise ValueError(f"recent = {recent} must be {store.shape.B} numbers where slots are scored")
-        return self._slots(store, q, token, scale, softcap, recent)
+        return self._slots(store, q, token, recent, **softmax)
 
     def _slots(
-        self, store: Slots, q: Tensor, token: Token, scale: float, softcap: float | None, recent: Sequence[int]
+        self, store: Slots, q: Tensor, token: Token, recent: Sequence[int], **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         (B, H, G, D), (k, v), settings = store.shape, token, SETTINGS.slots
-        self._start(store, q, None, softcap)
+        query = self._start(store, q, None, **softmax)
         validate(store, k=(k, (B, H, D)), v=(v, (B, H, D)))
         store.reserve()
         view = device.slot_view(store, recent)
         C, block = store.capacity, fit_block(settings.block, _row_bytes(store))
-        query, count = _query(q, scale, softcap), count_splits(store, -(-C // settings.block), settings.programs)
+        count = count_splits(store, -(-C // settings.block), settings.programs)
         width = -(-C // block) * block
         unused = view.lengths
         slots = CachedSlots(
@@ -208,43 +210,57 @@ class GpuKernels:
         )  # fmt: skip
         slots_kernel[B * H, count](
             query, slots, _token_rows(k, v), _splits(store, count),
-            **_sizes(store, q), SP=pad(count, 2), SCORED=store.score is not None, ORDERED=store.order is not None,
-            CAPPED=query.softcap > 0, BLOCK=block, TILE=settings.tile, STAGES=settings.stages,
+            **_sizes(store, q), **_variants(query), SP=pad(count, 2), SCORED=store.score is not None,
+            ORDERED=store.order is not None, BLOCK=block, TILE=settings.tile, STAGES=settings.stages,
             num_warps=settings.warps,
         )  # fmt: skip
         device.advance(store)
         return query.y
 
-    def clusters(self, store: Clusters, q: Tensor, token: Token | None, *, scale: float) -> Tensor:
+    def clusters(
+        self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """Run QueryStreamAttn of SubGen's algorithm 1: y = z / tau. It reads O(D (mt + s)) elements per KV head.
 
         Where no sample stands for the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504).
         """
-        self._start(store, q, token)
+        query = self._start(store, q, token, scale=scale, sinks=sinks)
         (B, H, _, _), view, settings = store.shape, device.cluster_view(store), SETTINGS.clusters
         block = fit_block(settings.block, _row_bytes(store))
         count = count_splits(store, -(-(view.room * store.t + store.s) // block), settings.programs)
-        query = _query(q, scale, None)
         clusters_kernel[B * H, count](
             query, _cached_clusters(store, view), _splits(store, count),
             **_sizes(store, q), SP=pad(count, 2), TYPE=types()[store.dtype], BLOCK=block,
             TINY=torch.finfo(torch.float32).tiny, LIMIT=min(2.0**63, torch.finfo(q.dtype).max),
-            num_warps=settings.warps,
+            SINKS=query.sinks is not query.q, num_warps=settings.warps,
         )  # fmt: skip
         return query.y
 
-    def _start(self, store: Store, q: Tensor, token: Token | None, softcap: float | None = None) -> None:
-        """Check what all steps are given, and put the token into the store."""
+    def _start(
+        self,
+        store: Store,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Query:
+        """Check what all steps are given, put the token into the store, and return what a kernel is asked."""
         validate(store, q=(q, tuple(store.shape)))
+        check_sinks(sinks, store.shape.H, store.shape.G, store.device)
         if softcap is not None and not softcap > 0:
             raise ValueError(f"softcap = {softcap} must be positive")
         if token is not None:
             self.append(store, *token)
+        q = q.contiguous()
+        sinks = q if sinks is None else sinks.contiguous()
+        return Query(q, torch.empty_like(q), sinks, store.shape.H, store.shape.G, scale, softcap or 0.0)
 
 
-def _query(q: Tensor, scale: float, softcap: float | None) -> Query:
-    return Query(q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format), q.shape[2], scale,
-                 softcap or 0.0)  # fmt: skip
+def _variants(query: Query) -> dict[str, bool]:
+    """Return which parts of a softmax the kernels are compiled with."""
+    return {"CAPPED": query.softcap > 0, "SINKS": query.sinks is not query.q}
 
 
 def _token_rows(k: Tensor, v: Tensor) -> TokenRows:
@@ -287,16 +303,17 @@ def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
     candidates = _candidates(store, selection, view.room, settings.tile, programs)
     constants = {
         "RP": pad(selection.r or store.R), "TYPE": types()[store.dtype], "LAYOUT": selection.layout,
-        "TEMPERATURE": selection.temperature, "CAPPED": query.softcap > 0,
+        "TEMPERATURE": selection.temperature,
     }  # fmt: skip
     if not fused:
         scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
         scores_kernel[B * H, splits](
-            scoring, pages, scores, **_sizes(store, scoring.q), **constants,
+            scoring, pages, scores, **_sizes(store, scoring.q), **constants, CAPPED=query.softcap > 0,
             BLOCK=_score_block(store, selection, step_1.block), STAGES=step_1.stages, num_warps=step_1.warps,
         )  # fmt: skip
     choose_kernel[B * H, programs](
-        query, pages, scores, candidates, **_sizes(store, query.q), **constants, SP=pad(splits, 2), FUSED=fused,
+        query, pages, scores, candidates, **_sizes(store, query.q), **constants, **_variants(query),
+        SP=pad(splits, 2), FUSED=fused,
         RENORMALISE=selection.renormalise, MEAN=selection.mean, TILE=settings.tile,
         CHOSEN_BLOCK=fit_block(settings.block, _row_bytes(store)),
         SCORE_BLOCK=_score_block(store, selection, SETTINGS.fused.score_block) if fused else TENSOR_CORE,

@@ -111,6 +111,8 @@ class Query(NamedTuple):
 
     q: Tensor  # (B,H,G,D), contiguous
     y: Tensor  # (B,H,G,D), contiguous
+    sinks: Tensor  # (H,G) float32, contiguous; where there are none q, which is not read in their place
+    H: int
     G: int
     scale: float
     softcap: float  # 0.0 where logits are not capped

@@ -25,6 +25,7 @@ from .shared import (
     page_capacity,
     page_start,
     product,
+    sink_weight,
 )
 from .sparq import score_positions
 
@@ -34,15 +35,23 @@ ABOVE_ALL = constant(0x7F800001)  # above the bits of +inf
 
 
 @triton.jit
-def normaliser(scores, bh, g, G, SP: tl.constexpr):
-    """Return the maximum and the sum of exponentials of query heads g over the splits of step 1, as g is shaped."""
+def normaliser(query, scores, bh, g, SP: tl.constexpr, SINKS: tl.constexpr):
+    """Return the maximum and the sum of exponentials of query heads g over the splits of step 1, as g is shaped.
+
+    The sum includes the sink's part, which is returned too.
+    """
+    G = query.G
     split = tl.arange(0, SP)
     stats = scores.stats + ((bh * scores.splits + split[:, None]) * G + g[None, :]) * 2
     mask = (split < scores.splits)[:, None] & (g < G)[None, :]
     maxima = tl.load(stats, mask, float("-inf"))
     totals = tl.load(stats + 1, mask, 0.0)
     reference = finite_maximum(tl.max(maxima, 0))
-    return reference, tl.sum(totals * tl.exp(maxima - reference[None, :]), 0)
+    total = tl.sum(totals * tl.exp(maxima - reference[None, :]), 0)
+    sink = tl.zeros_like(total)
+    if SINKS:
+        sink = sink_weight(query, bh, g, reference)
+    return reference, total + sink, sink
 
 
 @triton.jit
@@ -84,7 +93,9 @@ def threshold_of_list(weights, n, want, TILE: tl.constexpr):
 
 
 @triton.jit
-def best_of_tile(scores, weights, positions, bh, i, n, k, G, SP: tl.constexpr, TILE: tl.constexpr):
+def best_of_tile(
+    query, scores, weights, positions, bh, i, n, k, SP: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr
+):
     """Find the k best of positions i .. i+TILE-1 below n, by the sum of s_hat over the group.
 
     The bits of their weights and their positions are stored, (k,) each; where there are fewer, weights are BELOW_ALL.
@@ -92,9 +103,9 @@ def best_of_tile(scores, weights, positions, bh, i, n, k, G, SP: tl.constexpr, T
     t, first_head = tl.arange(0, TILE), tl.arange(0, 1)
     cached = i + t < n
     s_hat = tl.zeros([TILE], tl.float32)
-    for head in range(0, G):
-        reference, total = normaliser(scores, bh, first_head + head, G, SP)
-        source = scores.logits + (bh * G + head) * scores.width + i + t
+    for head in range(0, query.G):
+        reference, total, _ = normaliser(query, scores, bh, first_head + head, SP, SINKS)
+        source = scores.logits + (bh * query.G + head) * scores.width + i + t
         logits = tl.load(tl.multiple_of(source, ALIGNMENT))  # not masked: the scratch memory goes on past the end
         s_hat += tl.exp(logits - reference) / total
     x = tl.where(s_hat == s_hat, s_hat, 0.0).to(tl.int32, bitcast=True)
@@ -132,20 +143,22 @@ def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
 def attend_chosen(
     query, pages, scores, chosen, bh, n, recent, count,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
-    DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr, CAPPED: tl.constexpr,
+    DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend to `count` positions: the `recent` last ones, then the chosen ones.
 
     RENORMALISE: the softmax is taken anew over them, as in SparQ; else s_hat weighs their values, as in FlexGen.
-    MEAN: y becomes alpha y + (1 - alpha) v_mean, alpha being the sum of s_hat over them.
+    MEAN: y becomes alpha y + (1 - alpha) v_mean, alpha being the sum of s_hat over them and the sink.
     """
     G = query.G
     g, d, e = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
     q = load_query(query.q, bh, G, D, GP, DP).to(DOT)
-    reference, norm = normaliser(scores, bh, g, G, SP)
+    reference, norm, sink = normaliser(query, scores, bh, g, SP, SINKS)
     maximum = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     alpha = tl.zeros([GP], tl.float32)
+    if SINKS:
+        alpha = sink / norm
     values = tl.zeros([GP, DP], tl.float32)
     for i in range(0, count, BLOCK):
         real = i + e < count
@@ -172,6 +185,8 @@ def attend_chosen(
         else:
             values += product(s_hat, v, DOT)
     if RENORMALISE:
+        if SINKS:
+            total += sink_weight(query, bh, g, maximum)
         values = values / total[:, None]
         if MEAN:
             alpha = tl.where(alpha > 1, 1.0, alpha)
@@ -188,7 +203,7 @@ def choose_kernel(
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr,
     CHOSEN_BLOCK: tl.constexpr, SCORE_BLOCK: tl.constexpr, STAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr,
     LAYOUT: tl.constexpr, TEMPERATURE: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr,
-    CAPPED: tl.constexpr, FUSED: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Choose candidates.k positions besides the candidates.local last ones and the current one, and attend to all.
 
@@ -196,7 +211,6 @@ def choose_kernel(
     Grid (B*H, programs).
     """
     bh, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    G = query.G
     if FUSED:
         score_positions(
             query, pages, scores, bh, 0, D, GP, DP, RP, SCORE_BLOCK, STAGES, TYPE, DOT, LAYOUT, TEMPERATURE, CAPPED
@@ -212,7 +226,7 @@ def choose_kernel(
     if want > 0:
         for i in range(program, tiles, candidates.programs):
             to = i * most
-            best_of_tile(scores, weights + to, positions + to, bh, i * TILE, free, most, G, SP, TILE)
+            best_of_tile(query, scores, weights + to, positions + to, bh, i * TILE, free, most, SP, TILE, SINKS)
     if is_last_program(candidates.counter + bh, candidates.programs):
         chosen = positions
         if want > 0 and tiles > 1:
@@ -221,5 +235,5 @@ def choose_kernel(
             tl.debug_barrier()
         attend_chosen(
             query, pages, scores, chosen, bh, n, recent, recent + want,
-            D, GP, DP, SP, CHOSEN_BLOCK, TYPE, DOT, RENORMALISE, MEAN, CAPPED,
+            D, GP, DP, SP, CHOSEN_BLOCK, TYPE, DOT, RENORMALISE, MEAN, CAPPED, SINKS,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from .shared import (
     page_capacity,
     page_start,
     product,
+    sink_weight,
     store_part,
 )
 
@@ -140,7 +141,7 @@ def raise_maximum(logits, maximum):
 def clusters_kernel(
     query, clusters, splits,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
-    DOT: tl.constexpr, TINY: tl.constexpr, LIMIT: tl.constexpr,
+    DOT: tl.constexpr, TINY: tl.constexpr, LIMIT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Run QueryStreamAttn of algorithm 1: y = z / tau, which stops at +-LIMIT; a tau below TINY counts as TINY.
 
@@ -188,7 +189,9 @@ def clusters_kernel(
     store_part(splits, maximum, tau, z, bh, split, G, D, GP, DP)
     if is_last_program(splits.counter + bh, splits.programs):
         for head in range(0, G):
-            _, head_tau, head_z = merge_parts(splits, bh, head, G, D, SP, DP)
+            head_maximum, head_tau, head_z = merge_parts(splits, bh, head, G, D, SP, DP)
+            if SINKS:
+                head_tau += sink_weight(query, bh, head, head_maximum)
             y = head_z / tl.where(head_tau < TINY, TINY, head_tau)
             y = tl.where(y > LIMIT, LIMIT, tl.where(y < -LIMIT, -LIMIT, y))  # a NaN passes
             tl.store(query.y + (bh * G + head) * D + d, y, d < D)

@@ -17,6 +17,7 @@ from .shared import (
     online_softmax,
     page_capacity,
     page_start,
+    sink_weight,
     store_part,
 )
 
@@ -25,7 +26,7 @@ from .shared import (
 def dense_kernel(
     query, pages, splits,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    TYPE: tl.constexpr, DOT: tl.constexpr, CAPPED: tl.constexpr,
+    TYPE: tl.constexpr, DOT: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = softmax(scale q K^T) V over the positions below lengths[bh]; 2ND elements are read per KV head.
 
@@ -56,11 +57,15 @@ def dense_kernel(
         maximum, total, values = online_softmax(logits, v, maximum, total, values, DOT)
     if splits.programs == 1:
         g = tl.arange(0, GP)
+        if SINKS:
+            total += sink_weight(query, bh, g, maximum)
         mask = (g < G)[:, None] & (d < D)[None, :]
         tl.store(query.y + (bh * G + g[:, None]) * D + d[None, :], values / total[:, None], mask)
     else:
         store_part(splits, maximum, total, values, bh, split, G, D, GP, DP)
         if is_last_program(splits.counter + bh, splits.programs):
             for head in range(0, G):
-                _, head_total, head_values = merge_parts(splits, bh, head, G, D, SP, DP)
+                head_maximum, head_total, head_values = merge_parts(splits, bh, head, G, D, SP, DP)
+                if SINKS:
+                    head_total += sink_weight(query, bh, head, head_maximum)
                 tl.store(query.y + (bh * G + head) * D + d, head_values / head_total, d < D)

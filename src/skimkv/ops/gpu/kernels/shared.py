@@ -88,6 +88,17 @@ def finite_maximum(maximum):
 
 
 @triton.jit
+def sink_weight(query, bh, g, maximum):
+    """Return what the sinks of query heads g add to the sum of exp(logit - maximum), as maximum is shaped.
+
+    A sink far above the maximum leaves the positions no weight; exp(80) does so too, and is finite.
+    """
+    sink = tl.load(query.sinks + bh % query.H * query.G + g, g < query.G, float("-inf"))
+    difference = sink - finite_maximum(maximum)
+    return tl.exp(tl.where(difference > 80, 80.0, difference))
+
+
+@triton.jit
 def online_softmax(logits, v, maximum, total, values, DOT: tl.constexpr):
     """Take one block into the running softmax: logits (GP,BLOCK), v (BLOCK,DP).
 

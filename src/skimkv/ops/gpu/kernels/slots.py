@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shared import apply_softcap, constant, is_last_program, load_query, merge_parts, online_softmax, store_part
+from .shared import (
+    apply_softcap,
+    constant,
+    is_last_program,
+    load_query,
+    merge_parts,
+    online_softmax,
+    sink_weight,
+    store_part,
+)
 
 NO_POSITION = constant(0x7FFFFFFF)  # beyond the position of any token
 
@@ -53,6 +62,7 @@ def slots_kernel(
     query, slots, token, splits,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the slots and put the token into one; 2CD elements are read per KV head.
 
@@ -98,6 +108,8 @@ def slots_kernel(
             reference = tl.where(reference == float("-inf"), 0.0, reference)
             old, new = tl.exp(head_maximum - reference), tl.exp(logit - reference)
             head_total = head_total * old + new
+            if SINKS:
+                head_total += sink_weight(query, bh, head, reference)
             y = (head_values * old + new * value.to(tl.float32)) / head_total
             tl.store(query.y + (bh * G + head) * D + d, y, d < D)
             weight += new / head_total / G
