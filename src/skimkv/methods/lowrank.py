@@ -51,7 +51,7 @@ class LowRank(Method[Full]):
         store.count(P.numel(), 4)
         all_channels = torch.arange(store.R, device=q.device).expand(*q.shape[:2], -1)
         logits = (x @ P) @ store.read_channels(all_channels) * softmax["scale"]
-        s_hat = approximate_scores(logits, store, softmax)
+        s_hat = approximate_scores(logits, store, softmax.get("softcap"), softmax.get("sinks"))
         index, valid = choose_positions(s_hat.sum(2), store.lengths, self.k, 0)
         y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
         return y.masked_fill(covered_mass(s_hat, index, valid).isnan(), torch.nan).to(q.dtype)

@@ -76,7 +76,7 @@ class SparQ(Method[Full]):
         # step 1: approximate scores s_hat from the r largest channels of q
         i1 = top_channels(x, self.r)
         logits = take(x, i1) @ store.read_channels(i1) * inverse_temperature(x, i1, softmax["scale"], self.temperature)
-        s_hat = approximate_scores(logits, store, softmax)
+        s_hat = approximate_scores(logits, store, softmax.get("softcap"), softmax.get("sinks"))
         # step 2: attention over the chosen positions i2
         i2, valid = choose_positions(s_hat.sum(2), store.lengths, self.k, self._local())
         y, _ = attend_rows(x, store.read_keys(i2, valid), store.read_values(i2, valid), valid, **softmax)
@@ -158,13 +158,13 @@ def inverse_temperature(q: Tensor, i1: Tensor, scale: float, temperature: str) -
     return torch.full_like(q[..., :1], scale if temperature == "sqrt_d" else scale * (D / r) ** 0.5)
 
 
-def approximate_scores(logits: Tensor, store: Full, softmax: SoftmaxOptions) -> Tensor:
+def approximate_scores(logits: Tensor, store: Full, softcap: float | None, sinks: Tensor | None = None) -> Tensor:
     """Compute s_hat, the softmax of approximate logits (B,H,G,N) over the cached positions, per query head (eq. 7).
 
     The logits are scaled already. A sink is not approximated: it is no product with q, and tau does not change it.
     """
-    logits = apply_softcap(logits, softmax.get("softcap")).masked_fill(~store.valid()[:, :, None], -torch.inf)
-    return softmax_with_sinks(logits, softmax.get("sinks"))
+    logits = apply_softcap(logits, softcap).masked_fill(~store.valid()[:, :, None], -torch.inf)
+    return softmax_with_sinks(logits, sinks)
 
 
 def covered_mass(s_hat: Tensor, i2: Tensor, valid: Tensor, sinks: Tensor | None = None) -> Tensor:
