@@ -49,11 +49,14 @@ static inline float exp2_scalar(float x) {
 constexpr float LOG2E = 1.44269504f;
 
 // What the sink of query head `head` adds to the sum of 2^(logit - maximum) of its softmax; 0 without sinks. Above
-// 2^126 it makes no difference, because the weights of all positions are then zero.
-static inline float sink_weight(const float *sinks, int64_t head, float maximum) {
-    if (!sinks) return 0;
-    const float x = sinks[head] * LOG2E - maximum;
+// 2^126 it makes no difference, because the weights of all positions are then zero. The function is not inlined, so
+// that steps without sinks do not carry its code.
+__attribute__((noinline)) static float weight_of_sink(float sink, float maximum) {
+    const float x = sink * LOG2E - maximum;
     return x < -126 ? 0 : exp2_scalar(x > 126 ? 126 : x);
+}
+static inline float sink_weight(const float *sinks, int64_t head, float maximum) {
+    return __builtin_expect(sinks != nullptr, 0) ? weight_of_sink(sinks[head], maximum) : 0;
 }
 
 // cap * tanh(x / cap), where x and cap are in units of log 2. A cap of 0 means none.
