@@ -11,13 +11,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache as LibraryCache,
 )
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -34,7 +33,8 @@ CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")  # what model
 # or instead, and those without a cache.
 KNOWN_CACHES = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer, DummyLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer, LinearAttentionLayer,
+    getattr(cache_utils, "DummyLayer", None),  # older versions have a LinearAttentionLayer that stays empty
 )  # fmt: skip
 
 

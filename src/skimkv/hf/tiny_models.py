@@ -104,7 +104,9 @@ def random_model(config: Any, **options: Any) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            if name.endswith("sinks"):
+                weight.normal_(1, 2)
+            elif weight.ndim == 2:
                 attends = any(part in name for part in ("attn", "attention"))
                 weight.normal_(0, 0.4 if attends else 0.15)
     return model
