@@ -284,6 +284,8 @@ def test_summaries(folder):
 
 def test_what_is_missing_is_named(folder, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"\Akl .*skimkv\[eval\].*--data a folder that holds \*\.txt\Z"):
+        next(kl.examples())
     for name in ("repetition", "bpc", "squad", "triviaqa", "needle"):
         with pytest.raises(ValueError, match=r"skimkv\[eval\].*--data"):
             next(tasks.parse(name).examples(None, 0))

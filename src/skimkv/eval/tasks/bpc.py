@@ -36,9 +36,12 @@ def examples(
         yield Example(str(start), match[1], "", (match[2],), given=True)
 
 
-def load_wikitext(task: str) -> str:
-    """The test text of WikiText-103 from the Hub. Raises ValueError if it cannot be had; `task` is for the message."""
-    rows = source.load_from_hub(task, "wikitext-test.txt", "Salesforce/wikitext", "wikitext-103-v1", split="test")
+def load_wikitext(task: str, files: str = "wikitext-test.txt") -> str:
+    """The test text of WikiText-103 from the Hub.
+
+    task and files are for the message: the files that --data needs instead. Raises ValueError if it cannot be had.
+    """
+    rows = source.load_from_hub(task, files, "Salesforce/wikitext", "wikitext-103-v1", split="test")
     return "".join(row["text"] for row in rows)
 
 

@@ -33,7 +33,7 @@ def examples(
     check_whole("context", context, 1)
     check_whole("reference", reference, 1)
     if data is None:
-        texts = [("wikitext", bpc.load_wikitext("kl"))]
+        texts = [("wikitext", bpc.load_wikitext("kl", "*.txt"))]
     else:
         texts = [(path.stem, source.read_text(path)) for path in source.find_texts(data)]
     n = context + reference
