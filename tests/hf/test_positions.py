@@ -203,8 +203,11 @@ def test_positions_in_the_cache_do_not_go_past_the_models():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache = skimkv.Cache(model, CACHE)
+        sizes = []
         for block in (100, 100, *[1] * 20, 151):  # 9 are kept: 160 positions
             model(prompt(1, block), past_key_values=cache)
+            sizes.append((cache.nbytes, cache.allocated))
+        assert len(set(sizes)) == 1 and cache.get_seq_length() == 371
     with pytest.warns(UserWarning, match="161 tokens go past"):
         model(prompt(1, 152), past_key_values=cache)
 
