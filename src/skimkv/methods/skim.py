@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Token
-from ..ops.blocks import apply_softcap, take
+from ..ops.blocks import apply_softcap, softmax_with_sinks, take
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -58,7 +58,16 @@ class Skim(Method[Full]):
         check_whole("r", self.channels(shape.D), 1, shape.D)
         return Full(shape, dtype, device, "int4", mean=True, kv=self.kv, group_means=True)
 
-    def step(self, store: Full, q: Tensor, token: Token | None, *, scale: float, softcap: float | None) -> Tensor:
+    def step(
+        self,
+        store: Full,
+        q: Tensor,
+        token: Token | None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Score all rows by the index, draw rows of K, draw rows of V among them, and shrink what the draw estimates.
 
         Whether a row is drawn depends on its position, the number of cached tokens and the head: see `draw`.
@@ -69,7 +78,7 @@ class Skim(Method[Full]):
         lengths = torch.tensor(store.lengths, device=store.device)[:, None, None]  # (B,1,1)
         # step 1: softmax scores by the index
         logits = estimated_logits(x, store, self.channels(store.shape.D), scale)
-        scores = approximate_scores(logits, store, softcap)  # (B,H,G,N)
+        scores = approximate_scores(logits, store, softcap, sinks)  # (B,H,G,N)
         # step 2: rows of K, each weighted by one over the probability with which it was drawn
         p_key = key_probability(scores.amax(2), lengths, self.k)
         position = torch.arange(scores.shape[-1], device=x.device).expand_as(p_key)
@@ -77,13 +86,14 @@ class Skim(Method[Full]):
         p_key = p_key.gather(-1, rows)
         exact = apply_softcap(x @ store.read_keys(rows, valid).transpose(-1, -2) * scale, softcap)
         exact = (exact - p_key.log()[:, :, None]).masked_fill(~valid[:, :, None], -torch.inf)
-        weights = exact.softmax(-1)  # (B,H,G,m)
+        weights = softmax_with_sinks(exact, sinks)  # (B,H,G,m)
+        of_sink = 0 if sinks is None else 1 - weights.sum(-1, keepdim=True)
         # step 3: rows of V among them, weighted once more
         p_value = value_probability(weights, rows, lengths, self.k)
         chosen, kept = compact(draw(p_value, rows, lengths, VALUES) & valid)
         p_value, weights = p_value.gather(-1, chosen), take(weights, chosen)
         weights = (weights / p_value[:, :, None]).masked_fill(~kept[:, :, None], 0)
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + of_sink)
         values = store.read_values(rows.gather(-1, chosen), kept)
         store.rows_read = torch.stack([(part.sum((1, 2)) - store.shape.H) for part in (valid, kept)], -1)
         # step 4: what was drawn at random is noisy; the mean value is not
@@ -190,8 +200,8 @@ def compact(drawn: Tensor) -> tuple[Tensor, Tensor]:
 def shrink(weights: Tensor, values: Tensor, probability: Tensor, mean: Tensor) -> Tensor:
     """Sum weighted values, the random part drawn towards the mean value as far as it is noise: James and Stein (1961).
 
-    weights (B,H,G,m) sum to 1 · values (B,H,m,D) · probability (B,H,m) with which each was drawn · mean (B,H,D) ->
-    (B,H,G,D). The random part is the deviation d = sum w (v - mean) of rows with a probability below 1. Its variance is
+    weights (B,H,G,m) sum to 1, with sinks to less · values (B,H,m,D) · probability (B,H,m) with which each was drawn ·
+    mean (B,H,D) -> (B,H,G,D). The random part is the deviation d = sum w (v - mean) of rows with a probability below 1. Its variance is
     about s = sum w^2 (1 - probability) |v - mean|^2; max(0, 1 - s / |d|^2) of it is kept.
     """
     uncertain = weights.masked_fill((probability >= 1)[:, :, None], 0)
