@@ -201,8 +201,8 @@ def shrink(weights: Tensor, values: Tensor, probability: Tensor, mean: Tensor) -
     """Sum weighted values, the random part drawn towards the mean value as far as it is noise: James and Stein (1961).
 
     weights (B,H,G,m) sum to 1, with sinks to less · values (B,H,m,D) · probability (B,H,m) with which each was drawn ·
-    mean (B,H,D) -> (B,H,G,D). The random part is the deviation d = sum w (v - mean) of rows with a probability below 1. Its variance is
-    about s = sum w^2 (1 - probability) |v - mean|^2; max(0, 1 - s / |d|^2) of it is kept.
+    mean (B,H,D) -> (B,H,G,D). The random part is the deviation d = sum w (v - mean) of rows with a probability below 1.
+    Its variance is about s = sum w^2 (1 - probability) |v - mean|^2; max(0, 1 - s / |d|^2) of it is kept.
     """
     uncertain = weights.masked_fill((probability >= 1)[:, :, None], 0)
     centred = values - mean[:, :, None]
