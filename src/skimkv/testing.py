@@ -206,7 +206,9 @@ def copies_are_independent(method: Method) -> None:
 def kernel_is_the_algorithm(method: Method) -> None:
     """Where the backend in use has a kernel for this method, it computes what `step` computes.
 
-    Kernels take the products with a quantised index in integers, which rounds to 2^-16 of the largest.
+    Kernels take the products with a quantised index in integers. With codes of 8 bits, that rounds to 2^-16 of the
+    largest. With codes of 4 bits it rounds to 2^-8, so that of rows whose scores are nearly equal others may be chosen
+    or drawn: there, the errors against dense attention are the same up to a tenth.
     """
     if not method.has_kernel() or ops.select_backend("cpu")[0] == "ref":
         return
@@ -216,8 +218,15 @@ def kernel_is_the_algorithm(method: Method) -> None:
         fast = decode(method, store, x.tokens(280, 290), sinks=sinks)
         with ops.backend("ref"):
             exact = decode(method, prompt(method, x.tokens(0, 280), sinks=sinks), x.tokens(280, 290), sinks=sinks)
-        tolerance = 2.0**-16 if isinstance(store, Full) and store.bits else 0.0
-        assert_close(fast, exact, torch.float32, "the kernel and the algorithm in PyTorch", tolerance)
+        bits = store.bits if isinstance(store, Full) else None
+        if bits == 4:
+            dense = decode(Dense(), prompt(Dense(), x.tokens(0, 280), sinks=sinks), x.tokens(280, 290), sinks=sinks)
+            error, expected = ((y - dense).abs().mean().item() for y in (fast, exact))
+            problem = f"the kernel's error is {error:.3g}, that of the algorithm in PyTorch {expected:.3g}"
+            require(abs(error - expected) <= 0.1 * expected + 1e-4, problem)
+        else:
+            what = "the kernel and the algorithm in PyTorch"
+            assert_close(fast, exact, torch.float32, what, 2.0**-16 if bits else 0.0)
 
 
 def _some_sinks(method: Method) -> list[Tensor]:
