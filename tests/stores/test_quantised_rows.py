@@ -8,7 +8,7 @@ import torch
 from skimkv.methods import H2O, METHODS, Dense, SparQ, parse
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
-from skimkv.stores.quantise import SPAN, RowFormat
+from skimkv.stores.quantise import SPAN, RowFormat, pack_int4, put_codes
 from skimkv.testing import Sequences
 from support.laws import DTYPES, QUANTISED, close, run
 
@@ -78,7 +78,7 @@ def test_bytes_of_a_row(kv, D, width):
 
 # methods that choose by what is rounded to the cache's type choose the same in float32 only
 ROUNDED = [(spec, torch.float32) for spec in QUANTISED]
-ROUNDED += [(s, torch.bfloat16) for s in QUANTISED if not s.startswith(("LowRank", "SparQ", "H2O", "SubGen"))]
+ROUNDED += [(s, torch.bfloat16) for s in QUANTISED if not s.startswith(("LowRank", "Skim", "SparQ", "H2O", "SubGen"))]
 
 
 @pytest.mark.parametrize(("spec", "dtype"), ROUNDED)
@@ -153,3 +153,13 @@ def test_kv_is_named():
         parse("Dense('int4')")
     with pytest.raises(TypeError):
         Dense("int4")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_put_where_packing_puts_them(bits):
+    codes = torch.randint(0, 2**bits, (2, 3, 512), dtype=torch.uint8)
+    packed = pack_int4(codes) if bits == 4 else codes.clone()
+    new = torch.randint(0, 2**bits, (2, 3, 190), dtype=torch.uint8)
+    put_codes(packed, 131, new, bits)
+    codes[..., 131:321] = new
+    assert torch.equal(packed, pack_int4(codes) if bits == 4 else codes)

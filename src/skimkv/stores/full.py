@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .base import Part, Shape, Store, compute_dtype
 from .memory import empty
-from .quantise import BITS, GROUP, dequantise_channels, encode_channels, quantise_channels, round_up
+from .quantise import BITS, GROUP, dequantise_channels, encode_channels, put_codes, quantise_channels, round_up
 
 KeyOrValue = Literal["k", "v"]
 BOTH: tuple[KeyOrValue, KeyOrValue] = ("k", "v")
@@ -177,11 +177,11 @@ class Full(Store):
         before, here = (next(self._spans(a, a + GROUP)) for a in (start - GROUP, start))
         assert before[0].scale is not None and here[0].index is not None
         group = before[1].start // GROUP
-        tail, scale = self.tail[rows], before[0].scale[rows, :, group : group + 1]
-        per_byte = 8 // self.bits
-        to = slice(here[1].start // per_byte, here[1].stop // per_byte)
-        here[0].index[rows, :, :, to] = encode_channels(tail, scale, self.bits)
-        return tail[..., coded:n].numel()
+        x = self.tail[rows][..., coded:n]  # (b,H,R,n-coded)
+        step, low = before[0].scale[rows, :, group, :, :, None].unbind(2)  # (b,H,R,1) each
+        codes = encode_channels(x.float(), step, low, self.bits)
+        put_codes(here[0].index[rows], here[1].start + coded, codes, self.bits)
+        return codes.numel()
 
     def adopt(self, source: Full, n: int) -> None:
         """Make this empty store one of the first n tokens of `source`, whose K and V it shares without a copy.

@@ -29,21 +29,18 @@ def quantise_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     groups = x.float().unflatten(-1, (-1, GROUP))  # (...,R,n/GROUP,GROUP)
     low, high = groups.aminmax(dim=-1)
-    scale = torch.stack([(high - low) / (2**bits - 1), low], -2).transpose(-1, -3)
-    return encode_channels(x, scale, bits), scale
+    step = (high - low) / (2**bits - 1)
+    codes = encode_channels(groups, step[..., None], low[..., None], bits).flatten(-2)
+    return (pack_int4(codes) if bits == 4 else codes), torch.stack([step, low], -2).transpose(-1, -3)
 
 
-def encode_channels(x: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Code channels with given scales: x (...,R,n), scale (...,n/GROUP,2,R) -> codes (...,R,n*bits/8) uint8.
+def encode_channels(x: Tensor, step: Tensor, low: Tensor, bits: int) -> Tensor:
+    """Code numbers, x ~ step * code + low, all of one shape or broadcast -> uint8 codes below 2^bits.
 
-    A number outside the range of its scale gets the code at that end.
+    A number outside the range gets the code at that end.
     """
-    step, low = scale.transpose(-1, -3).unbind(-2)  # (...,R,n/GROUP) each
-    step = torch.where(step == 0, 1, step)
-    groups = x.float().unflatten(-1, (-1, GROUP))
-    codes = ((groups - low[..., None]) / step[..., None]).round_().clamp_(0, 2**bits - 1)
-    codes = codes.nan_to_num_(0).to(torch.uint8).flatten(-2)
-    return pack_int4(codes) if bits == 4 else codes
+    codes = ((x - low) / torch.where(step == 0, 1, step)).round_().clamp_(0, 2**bits - 1)
+    return codes.nan_to_num_(0).to(torch.uint8)
 
 
 def dequantise_channels(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -65,6 +62,20 @@ def unpack_int4(packed: Tensor) -> Tensor:
     """The inverse of `pack_int4`."""
     dwords = packed.unflatten(-1, (-1, 16, 4)).transpose(-1, -2)  # (..., block, byte, dword)
     return torch.stack([dwords & 15, dwords >> 4], -2).flatten(-4)
+
+
+def put_codes(packed: Tensor, start: int, codes: Tensor, bits: int) -> None:
+    """Write the codes (...,m) of tokens start .. start+m-1 into an index (...,n*bits/8), and nothing else."""
+    token = torch.arange(start, start + codes.shape[-1], device=codes.device)
+    if bits == 8:
+        packed[..., token] = codes
+        return
+    dword, nibble = token % 16, token % BLOCK // 16
+    place = token // BLOCK * (BLOCK // 2) + 4 * dword + nibble // 2
+    for half, keep in ((0, 0xF0), (1, 0x0F)):
+        here = nibble % 2 == half
+        at = place[here]
+        packed[..., at] = packed[..., at] & keep | codes[..., here] << 4 * half
 
 
 class RowFormat:
