@@ -5,8 +5,10 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 from transformers.generation import candidate_generator
+
+from skimkv.hf.tiny_models import random_model
 
 # With scikit-learn transformers adapts a draft's threshold, and 5.17 then fails on the draft's own sliding cache.
 candidate_generator.is_sklearn_available = lambda: False
@@ -58,20 +60,10 @@ def with_slow(names: Iterable[str], quick: Iterable[str] = QUICK) -> list[object
 
 def build(kind: str, **options: object) -> torch.nn.Module:
     """A random model of this type, its weights large enough that attention matters to every token."""
-    torch.manual_seed(0)
     known = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 160} if kind == "gpt2" else {}
-    config = CONFIG_MAPPING[kind](**{**_SIZES, **known, **options})
     # before 5.21 the library's sdpa ignores the cap on gemma2's logits, and sdpa is its default
     own = {"attn_implementation": "eager"} if kind == "gemma2" else {}
-    model = AutoModelForCausalLM.from_config(config, **own).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("sinks"):
-                weight.normal_(1, 2)
-            elif weight.ndim == 2:
-                attends = any(part in name for part in ("attn", "attention"))
-                weight.normal_(0, 0.4 if attends else 0.15)
-    return model
+    return random_model(CONFIG_MAPPING[kind](**{**_SIZES, **known, **options}), **own)
 
 
 @functools.cache
