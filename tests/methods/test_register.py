@@ -79,6 +79,15 @@ def test_a_method_of_ones_own_keeps_the_laws_and_serves_a_model(known):
     assert torch.equal(every, model.generate(ids, past_key_values=skimkv.Cache(model, Dense()), max_new_tokens=8))
 
 
+@pytest.mark.parametrize("missing", ["store", "step", "traffic", "bound"])
+def test_an_incomplete_method_is_refused_when_it_is_made(known, missing):
+    names: dict = {}
+    exec(SCRIPT, names)
+    incomplete = type("Incomplete", (names["EveryOther"],), {missing: getattr(Method, missing)})
+    with pytest.raises(TypeError, match=f"abstract class Incomplete.* {missing}"):
+        incomplete()
+
+
 def test_a_method_written_without_sinks_refuses_them_in_one_line(known):
     names: dict = {}
     exec(SCRIPT, names)

@@ -8,6 +8,7 @@ without the mark come from another cache: they get the model's own attention and
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import inspect
@@ -79,10 +80,11 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = False
 
     @property
+    @abc.abstractmethod
     def cached_tokens(self) -> list[int] | None:
         """How many tokens each row of the batch holds, padding not included; None before the first block."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
@@ -90,17 +92,16 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         The first pad[b] tokens of row b are padding. `seen` grows by n.
         """
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes that the cached tokens occupy."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def allocated(self) -> int:
         """Bytes that are allocated, with room for growth."""
-        raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Not possible here: only the attention call knows how many query heads share a KV head."""

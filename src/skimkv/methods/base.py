@@ -6,6 +6,7 @@ command line, result files and Python share it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import inspect
@@ -51,11 +52,11 @@ class Traffic:
 
 
 @dataclass(frozen=True, repr=False)
-class Method(Generic[S]):
+class Method(abc.ABC, Generic[S]):
     """One way to decode, over a kind of store: `class SparQ(Method[Full])`.
 
-    A subclass gives `store`, `step`, `traffic` and `bound`, and may give `fused` (a kernel's form of `step`) and `take`
-    (what of a prompt stays in the store).
+    A subclass must give `store`, `step`, `traffic` and `bound`: without them Python refuses to make it. It may give
+    `fused` (a kernel's form of `step`) and `take` (what of a prompt stays in the store).
     kv: how the store keeps rows of K and V: None (in the model's type), "int8" or "int4" (see RowFormat).
     """
 
@@ -76,9 +77,9 @@ class Method(Generic[S]):
         """The form of the rows of K and V that the store keeps."""
         return RowFormat(D, self.kv)
 
+    @abc.abstractmethod
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> S:
         """The empty cache of one layer. Raises ValueError if the hyperparameters do not fit the shape."""
-        raise NotImplementedError
 
     def prefill(
         self,
@@ -179,18 +180,18 @@ class Method(Generic[S]):
             raise ValueError(f"{type(self).__name__} does not support attention sinks: {without} takes no `sinks`")
         return {"scale": scale, "softcap": softcap, "sinks": sinks}
 
+    @abc.abstractmethod
     def step(self, store: S, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """The algorithm of one decode step in PyTorch, on the store's counted accessors, on any device.
 
         q (B,H,G,D) -> (B,H,G,D) in q's dtype; it computes in float32, for a float64 store in float64.
         """
-        raise NotImplementedError
 
     def fused(
         self, kernels: Kernels, store: S, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel. A method that does not override this runs `step` everywhere."""
-        raise NotImplementedError
+        return self.step(store, q, token, **softmax)
 
     @classmethod
     def has_kernel(cls) -> bool:
@@ -212,13 +213,13 @@ class Method(Generic[S]):
                 names.append(name)
         return ", ".join(names)
 
+    @abc.abstractmethod
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """What one step moves with n cached tokens besides the current one, in closed form."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """An upper bound of `store.nbytes` after n tokens."""
-        raise NotImplementedError
 
 
 def _needs_gradient(store: Store, *inputs: Tensor | None) -> bool:

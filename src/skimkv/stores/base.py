@@ -7,6 +7,7 @@ tokens at positions 0 .. lengths[b]-1.
 
 from __future__ import annotations
 
+import abc
 import copy
 import threading
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ class Part:
     without_batch: frozenset[str] = frozenset()  # names of tensors that have no batch dimension
 
 
-class Store(Part):
+class Store(Part, abc.ABC):
     """The cached tokens of one layer, the traffic counted so far, and what beam search and its relatives need.
 
     `elements` and `bytes` count what passes through the counted accessors (`read_*`) and `append`: scalars that are
@@ -181,12 +182,12 @@ class Store(Part):
         """Take one token per row: k, v (B,H,D)."""
         self.append(k[:, :, None], v[:, :, None])
 
-    def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None: ...
 
+    @abc.abstractmethod
     def reserve(self, n: int = 1) -> None:
         """Make room for n more tokens in every row, so that a kernel can write them."""
-        raise NotImplementedError
 
     def advance(self) -> None:
         """Note that a kernel has written one token into every row."""
@@ -213,13 +214,16 @@ class Store(Part):
         self._lengths = list(mark)
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted."""
-        raise NotImplementedError
+        """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted.
+
+        Raises TypeError for a store that does not keep the tokens' own keys and values, as Clusters.
+        """
+        raise TypeError(f"{type(self).__name__} does not keep the keys and values that it has taken")
 
     @property
+    @abc.abstractmethod
     def nbytes(self) -> int:
         """Live bytes: what the cached tokens occupy."""
-        raise NotImplementedError
 
     @property
     def allocated(self) -> int:
