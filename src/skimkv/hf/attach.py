@@ -52,9 +52,10 @@ class Cache(LibraryCache):
 
     model: of transformers, or of PEFT. Layers of full attention use the method, and so do sliding layers whose window
     covers max_tokens tokens, which the cache then cannot exceed (None: as many as the model has positions). Other
-    sliding layers keep the library's own cache; a warning then says, once for a model, how many layers the method
-    decodes. Making a Cache sets the model up for it; `detach(model)` undoes that, and so does leaving the
-    `with attach(...)` in which it was made. A copy.deepcopy of a cache is independent of it.
+    sliding layers, and layers of linear attention, state spaces and convolutions, keep the library's own cache; a
+    warning then says, once for a model, how many layers the method decodes. Making a Cache sets the model up for it;
+    `detach(model)` undoes that, and so does leaving the `with attach(...)` in which it was made. A copy.deepcopy of a
+    cache is independent of it.
 
     generate() reads a prompt exactly, also in chunks (prefill_chunk_size): what the method drops is dropped after the
     last chunk. Where a prompt is fed by hand, in several calls of forward, each call counts as a prompt: the method
