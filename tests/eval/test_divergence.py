@@ -118,6 +118,16 @@ def test_counted_bytes_include_layers_of_the_library():
     assert counted.mean == pytest.approx(closed.mean, rel=1e-3)
 
 
+def test_rows_that_depend_on_the_data_are_counted_as_they_are_read():
+    """Skim draws as many rows as the data ask for: the closed form is given how many each step read."""
+    model, documents = family("llama"), prompt(3, 60).tolist()
+    (closed,), (counted,) = (
+        measure_divergence(model, documents, ["Skim(k=4, r=4)"], 48, counted=counted) for counted in (False, True)
+    )
+    assert counted.bytes_per_token == closed.bytes_per_token and counted.share == pytest.approx(closed.share)
+    assert torch.equal(counted.kl, closed.kl)
+
+
 def test_wrong_documents_are_one_line():
     for wrong, context, words in (([], 3, "no tokens"), ([[1, 2], [1]], 1, r"\[1, 2\] tokens"), ([[1, 2]], 2, "to 1")):
         with pytest.raises(ValueError, match=words):
