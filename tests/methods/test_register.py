@@ -86,6 +86,8 @@ def test_an_incomplete_method_is_refused_when_it_is_made(known, missing):
     incomplete = type("Incomplete", (names["EveryOther"],), {missing: getattr(Method, missing)})
     with pytest.raises(TypeError, match=f"abstract class Incomplete.* {missing}"):
         incomplete()
+    with pytest.raises(ValueError, match=f"Incomplete cannot be registered: it has no {missing}$"):
+        skimkv.register(dataclass(frozen=True, repr=False)(incomplete))
 
 
 def test_a_method_written_without_sinks_refuses_them_in_one_line(known):

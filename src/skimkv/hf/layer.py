@@ -496,7 +496,7 @@ def attention(
             if sinks.shape != query.shape[1:2]:
                 raise ValueError(f"s_aux is {tuple(sinks.shape)}; must be one sink for each of {query.shape[1]} heads")
             softmax["sinks"] = sinks.float().view(key.shape[1], -1)
-        elif not layer.seen and getattr(module, "sinks", None) is not None:
+        elif getattr(module, "sinks", None) is not None:
             raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
         return layer.attend(query, key, value, attention_mask, softmax), None
     if attention_mask is not None and attention_mask.ndim == 1:

@@ -31,13 +31,16 @@ def register(method: type[Method]) -> type[Method]:
     """Make a method known by its class name, so that specs, caches, evaluation and the command line accept it.
 
     Returns the class, so that it works as a decorator. Registering the same class again does nothing.
-    Raises ValueError if it is not a frozen dataclass derived from Method, or if the name is taken.
+    Raises ValueError if it is not a frozen dataclass derived from Method, if it lacks a part that every method has, or
+    if the name is taken.
     """
     if not (isinstance(method, type) and issubclass(method, Method)) or method is Method:
         raise ValueError(f"{method!r} cannot be registered: it must be a class derived from skimkv.Method")
     name, parameters = method.__name__, getattr(method, "__dataclass_params__", None)
     if "__dataclass_fields__" not in vars(method) or parameters is None or not parameters.frozen:
         raise ValueError(f"{name} cannot be registered: decorate it with @dataclass(frozen=True, repr=False)")
+    if missing := sorted(method.__abstractmethods__):
+        raise ValueError(f"{name} cannot be registered: it has no {', '.join(missing)}")
     if METHODS.get(name, method) is not method:
         raise ValueError(f"{name} cannot be registered: {METHODS[name].__module__} has a method of that name")
     METHODS[name] = method
