@@ -58,7 +58,7 @@ class Sequences(NamedTuple):
 def empty_store(method: Method, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Store:
     """An empty store of this method; one that turns keys to other positions turns them as Llama does."""
     store: Store = method.store(shape, dtype, device)
-    if isinstance(store, Slots):
+    if isinstance(store, Slots) and store.fixed_k is not None:
         store.rotation = KeyRotation.llama(shape.D)
     return store
 

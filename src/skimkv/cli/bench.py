@@ -300,6 +300,8 @@ def _machine(device: str, threads: int) -> Machine:
 
     if threads:
         torch.set_num_threads(threads)
+    if device.startswith("mps"):
+        return machine_for(torch.device(device))  # which says what benchmarks run on
     return machine_for(resolve_device(device))
 
 

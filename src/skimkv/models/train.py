@@ -210,10 +210,10 @@ def main(
 
 def _device(name: str) -> torch.device:
     """The device of that name; without a name, a GPU if there is one. Raises ValueError."""
-    place = resolve_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type not in ("cpu", "cuda"):
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("mps"):
         raise ValueError(f"--device {name}: training runs on cpu or cuda")
-    return place
+    return resolve_device(name)
 
 
 if __name__ == "__main__":
