@@ -34,6 +34,8 @@ const char *validate_cache(const skimkv_cache *c) {
         if (!chunk->k || !chunk->v) return "a chunk's k or v is NULL";
         if (c->channels != SKIMKV_NONE && !chunk->index) return "a chunk has no index";
         if (quantised && !chunk->scale) return "a chunk of a quantised index has no scale";
+        if (!chunk->means != !c->chunks->means) return "means are of all chunks or of none";
+        if (chunk->means && c->channels != SKIMKV_INT4) return "means are for an index of 4 bits";
         end += chunk->cap;
     }
     for (int b = 0; b < c->B; b++)
@@ -74,7 +76,7 @@ const char *skimkv_check(const skimkv_op *op) {
     const skimkv_cache *c = op->cache;
     if (!op->q || !op->y) return "q or y is NULL";
     if (is_unknown_type(op->dtype)) return "dtype of q is unknown";
-    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_ORACLE) return "method is unknown";
+    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_SKIM) return "method is unknown";
     const bool dense = op->method == SKIMKV_DENSE;
     if (!dense && op->k < 1) return "k must be at least 1";
     if (is_misaligned(op->sinks, SKIMKV_F32)) return "sinks is not aligned to its elements";
@@ -90,6 +92,13 @@ const char *skimkv_check(const skimkv_op *op) {
         if (c->channels != SKIMKV_NONE && c->R != c->D) return "SparQ needs an index of R = D channels";
     } else if (op->use_mean) {
         return "use_mean is for SparQ only";
+    }
+    if (op->method == SKIMKV_SKIM) {
+        if (op->r < 1 || op->r > c->D || c->R != c->D || c->projection)
+            return "Skim needs r from 1 to D, and an index of D channels";
+        if (c->channels != SKIMKV_INT4 || (c->n_chunks && !c->chunks->means))
+            return "Skim needs an index of 4 bits with means";
+        if (!c->mean || !op->rows_read) return "Skim needs the mean of V, and rows_read";
     }
     if (op->method == SKIMKV_LOWRANK && (!c->projection || c->channels == SKIMKV_NONE || c->R < 1 || c->R > c->D))
         return "low rank needs a projection and an index of R <= D channels";

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 4
+#define SKIMKV_VERSION 5
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -38,8 +38,11 @@ extern "C" {
 enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };
 /* The index, a channel-major form of K: none, a copy, or quantised to 8 or 4 bits. */
 enum { SKIMKV_NONE, SKIMKV_COPY, SKIMKV_INT8, SKIMKV_INT4 };
-/* Methods: dense attention, SparQ, low-rank keys, top-k, and top-k whose weights are divided by their sum. */
-enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE };
+/* Methods: dense attention, SparQ, low-rank keys, top-k, top-k whose weights are divided by their sum, and Skim, which
+ * always attends to the first SKIMKV_SKIM_FIRST tokens and to SKIMKV_SKIM_LAST before the current one. */
+enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE, SKIMKV_SKIM };
+#define SKIMKV_SKIM_FIRST 4
+#define SKIMKV_SKIM_LAST 16
 /* SparQ's temperature: the paper's sqrt(D |q[i1]|_1 / |q|_1), or a constant. */
 enum { SKIMKV_COVERAGE, SKIMKV_SQRT_D, SKIMKV_SQRT_R };
 /* What becomes of a new row: it is only attended to, appended before the step, or put into a slot after the step. */
@@ -55,6 +58,11 @@ typedef struct skimkv_chunk {
     int64_t k_b, k_h, k_n, v_b, v_h, v_n;
     int64_t x_b, x_h, x_r;
     int64_t s_b, s_h, s_g, s_z, s_r;
+    /* The mean of every channel over every full group, in the cache's dtype: means[b,h,g,c] at b*e_b + h*e_h + g*e_g +
+     * c; or NULL. Where means are kept, the last, incomplete group is in the index too, as codes by the scale of the
+     * group before it. */
+    const void *means;
+    int64_t e_b, e_h, e_g;
 } skimkv_chunk;
 
 /* A cache.
@@ -88,12 +96,12 @@ typedef struct skimkv_op {
     int64_t q_b, q_h, q_g, y_b, y_h, y_g;
     int32_t dtype; /* of q and y */
     int32_t method;
-    float scale, softcap;      /* logits = scale q.k; if softcap is not 0, softcap*tanh(logits/softcap) */
-    int64_t r;                 /* SparQ: channels */
-    int64_t k;                 /* positions besides the current one; not for dense attention */
-    int64_t local;             /* SparQ: how many of the k are the last ones */
-    int32_t temperature;       /* SparQ */
-    int32_t use_mean;          /* SparQ: the mean of V gets the weight of what is not attended to */
+    float scale, softcap; /* logits = scale q.k; if softcap is not 0, softcap*tanh(logits/softcap) */
+    int64_t r;            /* SparQ and Skim: channels */
+    int64_t k;            /* positions besides the current one, for Skim besides those drawn; not for dense attention */
+    int64_t local;        /* SparQ: how many of the k are the last ones */
+    int32_t temperature;  /* SparQ */
+    int32_t use_mean;     /* SparQ: the mean of V gets the weight of what is not attended to */
     const void *k_new, *v_new; /* the current token [b,h,d] in the cache's dtype, or NULL if the cache has it */
     int64_t n_b, n_h;
     int32_t keep;        /* what becomes of k_new; lengths do not count it yet. OUTSIDE and SLOT: dense only */
@@ -105,6 +113,7 @@ typedef struct skimkv_op {
     int32_t *pos;
     int64_t c_b, c_h; /* of score and pos */
     const int64_t *now, *recent;
+    int64_t *rows_read; /* Skim adds to it: [b,2] rows of K and of V that were read, without the current token's */
     /* Attention sinks: a logit of every query head that joins the sum of each of its softmaxes, and has no value. It is
      * neither scaled nor capped; -INFINITY is no sink, and any other number is finite. */
     const float *sinks; /* [h,g] contiguous, or NULL */

@@ -14,6 +14,38 @@ namespace skimkv::SKIMKV_NS {
 // Tokens that are appended at a time: what is read back or projected of their keys lies on the stack.
 constexpr int64_t APPENDED_AT_ONCE = 64;
 
+// The code of a number, of which a step is 1/divisor.
+static inline uint8_t code_of(float x, float low, float divisor, float most) {
+    const float y = __builtin_rintf((x - low) / divisor);
+    return y > 0 ? (uint8_t)(y < most ? y : most) : 0;
+}
+
+// Writes the means of a full group, of which x holds 256 tokens of each of R channels.
+template <class T> static void average_group(const T *x, int64_t ld, int R, T *means) {
+    for (int c = 0; c < R; c++) {
+        float value[GROUP], sum = 0;
+        to_float(x + c * ld, value, GROUP);
+        for (int i = 0; i < GROUP; i++) sum += value[i];
+        round_to(means + c, sum / GROUP);
+    }
+}
+
+// Codes n tokens of a group that is not full, the first of which is token `at` of the group, in 4 bits by the scale of
+// the group before it.
+template <class T>
+static void code_open_tokens(const T *const *rows, int64_t n, int64_t at, int R, uint8_t *codes, int64_t codes_ld,
+                             const float *scale, int64_t s_r, int64_t s_z) {
+    for (int c = 0; c < R; c++) {
+        const float step = scale[c * s_r], low = scale[c * s_r + s_z], divisor = step == 0 ? 1 : step;
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t block = (at + i) / 128, nibble = (at + i) % 128 / 16, word = (at + i) % 16;
+            uint8_t *byte = codes + c * codes_ld + block * 64 + word * 4 + nibble / 2;
+            const int code = code_of(as_float(rows[i][c]), low, divisor, 15), shift = 4 * (nibble % 2);
+            *byte = (uint8_t)((*byte & ~(15 << shift)) | code << shift);
+        }
+    }
+}
+
 // Quantises one full group: x holds 256 tokens of each of R channels, which are `ld` apart. Codes of channel c go to
 // codes + c*codes_ld; its scale goes to scale[c*s_r], and its zero s_z further.
 template <class T>
@@ -30,10 +62,7 @@ static void quantise_group(const T *x, int64_t ld, int R, int bits, uint8_t *cod
         }
         const float step = (high - low) / steps, divisor = step == 0 ? 1 : step;
         uint8_t code[GROUP];
-        for (int i = 0; i < GROUP; i++) {
-            float y = __builtin_rintf((value[i] - low) / divisor);
-            code[i] = y > 0 ? (uint8_t)(y < steps ? y : steps) : 0;
-        }
+        for (int i = 0; i < GROUP; i++) code[i] = code_of(value[i], low, divisor, steps);
         scale[c * s_r] = step, scale[c * s_r + s_z] = low;
         uint8_t *to = codes + c * codes_ld;
         if (bits == 8) {
@@ -81,6 +110,9 @@ template <class T> static void prefetch_new_row(const skimkv_op *op, int64_t b, 
         const T *index = copy ? (const T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start
                               : (const T *)c->tail + b * c->t_b + h * c->t_h + p % GROUP;
         for (int i = 0; i < c->R; i++) __builtin_prefetch(index + i * (copy ? chunk->x_r : c->t_r), 1);
+        const char *codes =
+            (const char *)chunk->index + b * chunk->x_b + h * chunk->x_h + (p - chunk->start) / 128 * 64;
+        for (int i = 0; i < c->R && chunk->means; i++) __builtin_prefetch(codes + i * chunk->x_r, 1);
     }
     for (int64_t i = 0; i < row_bytes(c); i += 64) {
         __builtin_prefetch(cached_row<T>(c, chunk, false, b, h, p) + i, 1);
@@ -127,6 +159,14 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
                 uint8_t *codes = (uint8_t *)chunk->index + b * chunk->x_b + h * chunk->x_h + at * bits / 8;
                 float *scale = (float *)chunk->scale + b * chunk->s_b + h * chunk->s_h + at / GROUP * chunk->s_g;
                 quantise_group(tail, c->t_r, R, bits, codes, chunk->x_r, scale, chunk->s_r, chunk->s_z);
+                if (chunk->means) average_group(tail, c->t_r, R, group_means<T>(chunk, b, h, at / GROUP));
+            } else if (chunk->means && p >= GROUP) {
+                const skimkv_chunk *before = chunk_of(c->chunks, p / GROUP * GROUP - 1);
+                const float *scale = before->scale + b * before->s_b + h * before->s_h +
+                                     (p / GROUP - 1 - before->start / GROUP) * before->s_g;
+                uint8_t *codes =
+                    (uint8_t *)chunk->index + b * chunk->x_b + h * chunk->x_h + (p / GROUP * GROUP - chunk->start) / 2;
+                code_open_tokens(rows, stop - p, p % GROUP, R, codes, chunk->x_r, scale, before->s_r, before->s_z);
             }
         } else if (c->channels == SKIMKV_COPY) {
             transpose(rows, stop - p, R, (T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start,

@@ -20,16 +20,9 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Chooses i1 of SparQ's step 1, the r channels with the largest sum of |q| over the G queries, and weights them by q
-// times a factor for the temperature: COVERAGE is sqrt(|q|_1 / |q[i1]|_1), the paper's.
-static void choose_channels(const skimkv_op *op, Unit &u) {
-    const int D = op->cache->D, P = padded_head(D), G = op->cache->G, r = (int)op->r;
-    float size[SKIMKV_MAX_HEAD];
-    for (int i = 0; i < D; i++) {
-        size[i] = 0;
-        for (int g = 0; g < G; g++) size[i] += u.q[g * P + i] < 0 ? -u.q[g * P + i] : u.q[g * P + i];
-    }
-    for (int i = D; i < P; i++) size[i] = LOWEST;
+// Chooses the r channels of the largest size. Sizes are from 0 on.
+static void choose_largest_channels(float *size, int D, int r, Unit &u) {
+    for (int i = D; i < padded_head(D); i++) size[i] = LOWEST;
     const float bound = kth_largest_bound(size, D, r, 0);
     int above = 0, count = 0;
     for (int i = 0; i < D; i++) above += size[i] > bound;
@@ -38,6 +31,23 @@ static void choose_channels(const skimkv_op *op, Unit &u) {
         if (size[i] > bound || (size[i] == bound && ties-- > 0)) u.channel[count++] = i;
     for (int i = 0; count < r; i++) u.channel[count++] = i;  // for a NaN query any channels: the result is NaN
     u.r = r;
+}
+
+// The sums of |q| over the group, of every channel.
+static void sum_query_sizes(const skimkv_op *op, const Unit &u, float *size) {
+    const int D = op->cache->D, P = padded_head(D);
+    for (int i = 0; i < D; i++) size[i] = 0;
+    for (int g = 0; g < op->cache->G; g++)
+        for (int i = 0; i < D; i++) size[i] += u.q[g * P + i] < 0 ? -u.q[g * P + i] : u.q[g * P + i];
+}
+
+// Chooses i1 of SparQ's step 1, the r channels with the largest sum of |q| over the G queries, and weights them by q
+// times a factor for the temperature: COVERAGE is sqrt(|q|_1 / |q[i1]|_1), the paper's.
+static void choose_channels(const skimkv_op *op, Unit &u) {
+    const int D = op->cache->D, P = padded_head(D), G = op->cache->G, r = (int)op->r;
+    float size[SKIMKV_MAX_HEAD];
+    sum_query_sizes(op, u, size);
+    choose_largest_channels(size, D, r, u);
     for (int g = 0; g < G; g++) {
         const float *q = u.q + g * P;
         float chosen_norm = 0, norm = 0;
@@ -52,6 +62,29 @@ static void choose_channels(const skimkv_op *op, Unit &u) {
             u.masked_query[g * P + u.channel[i]] = u.channel_weight[g * r + i];
         }
     }
+}
+
+// The same for Skim: the largest of these sums times the step of the last full group's codes, which grows with the
+// range of the keys. masked_query is q in the other channels, whose keys are estimated by the means of their group.
+static void choose_skim_channels(const skimkv_op *op, Unit &u) {
+    const skimkv_cache *c = op->cache;
+    const int D = c->D, P = padded_head(D), r = (int)op->r;
+    const int64_t full = u.n / GROUP;
+    float size[SKIMKV_MAX_HEAD];
+    sum_query_sizes(op, u, size);
+    if (full) {
+        const skimkv_chunk *chunk = chunk_of(c->chunks, (full - 1) * GROUP);
+        const float *step =
+            chunk->scale + u.b * chunk->s_b + u.h * chunk->s_h + (full - 1 - chunk->start / GROUP) * chunk->s_g;
+        for (int i = 0; i < D; i++) size[i] *= step[i * chunk->s_r];
+    }
+    choose_largest_channels(size, D, r, u);
+    for (int64_t i = 0; i < (int64_t)c->G * P; i++) u.masked_query[i] = u.q[i];
+    for (int g = 0; g < c->G; g++)
+        for (int i = 0; i < r; i++) {
+            u.channel_weight[g * r + i] = u.q[g * P + u.channel[i]];
+            u.masked_query[g * P + u.channel[i]] = 0;
+        }
 }
 
 // Projects the query into the space of a low-rank index, whose R channels are all chosen.
@@ -238,6 +271,32 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
     }
 }
 
+// Scores the groups t0 .. t1-1 of one chunk by their means, in the channels that are not read: into weights.init.
+template <class T>
+static void score_group_means(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const ByteWeights &weights,
+                              int64_t t0, int64_t t1) {
+    const int G = op->cache->G, D = op->cache->D;
+    const T *rows[SPAN_TILES];
+    int n = 0;
+    for (int64_t t = t0; t < t1; t++) rows[n++] = group_means<T>(chunk, u.b, u.h, t - chunk->start / GROUP);
+    for (int i = n; i % W; i++) rows[i] = rows[n - 1];
+    dot_rows<T, 0>(u.masked_query, padded_head(D), G, D, rows, n, weights.init, weights.tiles);
+}
+
+// The last, incomplete group of Skim's index as a chunk of its own, with the scale and the means of the group before
+// it.
+template <class T> static skimkv_chunk open_group(const skimkv_cache *c, int64_t start) {
+    const skimkv_chunk *here = chunk_of(c->chunks, start), *before = chunk_of(c->chunks, start - 1);
+    const int64_t group = start / GROUP - 1 - before->start / GROUP;
+    skimkv_chunk open = *before;
+    open.start = start, open.cap = GROUP;
+    open.index = (const char *)here->index + (start - here->start) / 2;
+    open.x_b = here->x_b, open.x_h = here->x_h, open.x_r = here->x_r;
+    open.scale = before->scale + group * before->s_g;
+    open.means = (const T *)before->means + group * before->e_g;
+    return open;
+}
+
 // Scores tiles t0 .. t1-1 from the channel-major index.
 template <class T>
 static void score_channels(const skimkv_op *op, const Unit &u, const Scores &z, const ByteWeights &weights,
@@ -248,12 +307,18 @@ static void score_channels(const skimkv_op *op, const Unit &u, const Scores &z, 
     for_each_run(c, t0 * GROUP, min(t1 * GROUP, stop), [&](const skimkv_chunk *chunk, int64_t from, int64_t to) {
         for (int64_t a = from / GROUP, last = (to + GROUP - 1) / GROUP; a < last; a += SPAN_TILES) {
             const int64_t b = min(a + SPAN_TILES, last);
+            if (op->method == SKIMKV_SKIM) score_group_means<T>(op, u, chunk, weights, a, b);
             if (c->channels == SKIMKV_COPY) score_span<T>(op, u, chunk, z, weights, sums, a, b, t0, t1);
             else if (c->channels == SKIMKV_INT8) score_span<uint8_t>(op, u, chunk, z, weights, sums, a, b, t0, t1);
             else score_span<Int4>(op, u, chunk, z, weights, sums, a, b, t0, t1);
         }
     });
     if (!quantised || stop == u.n || t1 * GROUP <= stop) return;
+    if (op->method == SKIMKV_SKIM && stop > 0) {
+        const skimkv_chunk coded = open_group<T>(c, stop);
+        score_group_means<T>(op, u, &coded, weights, stop / GROUP, stop / GROUP + 1);
+        return score_span<Int4>(op, u, &coded, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1);
+    }
     skimkv_chunk open{};  // the last, incomplete group of a quantised index is not quantised yet
     open.start = stop, open.cap = GROUP, open.index = c->tail;
     open.x_b = c->t_b, open.x_h = c->t_h, open.x_r = c->t_r;

@@ -15,6 +15,7 @@
 #include "kernels/quantised_rows.h"
 #include "kernels/row_attention.h"
 #include "kernels/scratch_arena.h"
+#include "kernels/skim_attention.h"
 #include "kernels/sparse_attention.h"
 #include "kernels/unit.h"
 #include "kernels/vector_math.h"
@@ -33,6 +34,7 @@ struct ThreadScratch {
     DenseScratch dense;
     Unit unit;
     SelectionScratch selection;
+    SkimScratch skim;
     ByteWeights weights;
     ExpSums sums;
     Scores scores;  // not if units are split: then each unit has its own
@@ -60,6 +62,7 @@ static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t 
     }
     x.unit = take_unit(a, op, n);
     x.selection = take_selection(a, op, n);
+    if (op->method == SKIMKV_SKIM) x.skim = take_skim(a, op, n);
     x.weights = take_byte_weights(a, op, min(n, SPAN_TILES * GROUP));
     x.sums = take_exp_sums(a, op->cache->G);
     if (!split) x.scores = take_scores(a, n, op->cache->G);
@@ -75,6 +78,7 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     const int64_t least = op->method == SKIMKV_DENSE ? 512 : 1024;
     p.parts = nth == 1 || op->score || p.units >= 4 * nth ? 1 : (4 * nth + p.units - 1) / p.units;
     p.parts = max(1, min(p.parts, p.longest / least));
+    if (op->method == SKIMKV_SKIM && fills_group(op)) p.parts = 1;  // every part needs the codes of the new group
     Arena a{(char *)work};
     p.counter = a.take<TaskCounter>(1);
     p.finished = a.take<int>(p.units);
@@ -141,7 +145,10 @@ template <class T> static void prepare_query(const skimkv_op *op, const Plan &p,
     const int64_t unit = task / p.parts, b = unit / op->cache->H, h = unit % op->cache->H;
     if (appends_new_row(op) && task % p.parts == p.parts - 1) prefetch_new_row<T>(op, b, h);
     load_query(op, u, b, h);
+    // Skim chooses channels by the codes of the last full group, which may be the one that the new row fills.
+    if (op->method == SKIMKV_SKIM && p.parts == 1) append_if_last<T>(op, b, h, 0, u.n);
     if (op->method == SKIMKV_SPARQ) choose_channels(op, u);
+    if (op->method == SKIMKV_SKIM) choose_skim_channels(op, u);
     if (op->method == SKIMKV_LOWRANK) project_query(op, u);
 }
 
@@ -152,7 +159,7 @@ static void score_part(const skimkv_op *op, const Plan &p, const ThreadScratch &
     const int64_t from = part_start(u.n, p.parts, i), to = part_start(u.n, p.parts, i + 1);
     const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
     if (from >= to) return;
-    append_if_last<T>(op, u.b, u.h, from, to);
+    if (op->method != SKIMKV_SKIM || p.parts > 1) append_if_last<T>(op, u.b, u.h, from, to);
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
     if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
@@ -162,10 +169,12 @@ static void score_part(const skimkv_op *op, const Plan &p, const ThreadScratch &
 // Steps 2 and 3 of the thread's unit, whose scores are z.
 template <class R, int D_> static void finish_unit(const skimkv_op *op, ThreadScratch &x, const Scores &z) {
     Unit &u = x.unit;
+    if (op->method == SKIMKV_SKIM) return skim_unit<R, D_>(op, u, z, x.selection, x.skim);
     const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
-    prefetch_rows(op, u, nullptr, u.n - 1 - local, u.n);
+    const bool keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
+    prefetch_rows(op, u, nullptr, u.n - 1 - local, u.n, keys, true);
     select_positions(op, u, z, x.selection);
-    prefetch_rows(op, u, u.chosen, 0, u.chosen_count);
+    prefetch_rows(op, u, u.chosen, 0, u.chosen_count, keys, true);
     if (op->use_mean) sum_selected_mass(op, u, z, x.selection);
     attend_selected<R, D_>(op, u, z, x.selection);
 }

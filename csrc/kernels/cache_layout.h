@@ -18,6 +18,13 @@ static inline int64_t cached_tokens(const skimkv_op *op, int64_t b) {
     return op->cache->lengths[b] + appends_new_row(op);
 }
 
+// Whether the step appends a row that fills a group of a quantised index.
+static inline bool fills_group(const skimkv_op *op) {
+    bool fills = false;
+    for (int b = 0; b < op->cache->B; b++) fills |= appends_new_row(op) && cached_tokens(op, b) % GROUP == 0;
+    return fills;
+}
+
 // Tokens in the longest row of the batch.
 static inline int64_t longest_row(const skimkv_cache *c) {
     int64_t n = 0;
@@ -36,6 +43,11 @@ template <class T> static inline const T *key_row(const skimkv_chunk *c, int64_t
 }
 template <class T> static inline const T *value_row(const skimkv_chunk *c, int64_t b, int64_t h, int64_t p) {
     return (const T *)c->v + b * c->v_b + h * c->v_h + (p - c->start) * c->v_n;
+}
+
+// The means of group number `group` of a chunk.
+template <class T> static inline T *group_means(const skimkv_chunk *c, int64_t b, int64_t h, int64_t group) {
+    return (T *)c->means + b * c->e_b + h * c->e_h + group * c->e_g;
 }
 
 // Calls f(chunk, first, last) for every run of the positions from .. to-1 that lies in one chunk: first .. last-1.

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/hash.h"
 #include "kernels/row_attention.h"
 #include "kernels/scratch_arena.h"
 #include "kernels/unit.h"
@@ -116,18 +117,11 @@ template <class T> static void estimate_unit(const skimkv_clusters *c, char *wor
     }
 }
 
-// Random numbers that depend on what they are drawn for, not on the order of the draws: so they are the same for any
-// batch size and padding, and when a step is repeated.
-static inline uint32_t mix_bits(uint32_t h) {
-    h = (h ^ h >> 16) * 0x85EBCA6Bu;
-    h = (h ^ h >> 13) * 0xC2B2AE35u;
-    return h ^ h >> 16;
-}
 // Uniform from 0 to 1.
 static inline double uniform(uint32_t seed, uint32_t stream, uint32_t token, uint32_t head, uint32_t slot) {
-    const uint32_t part[4] = {stream, token, head, slot};
     uint32_t h = mix_bits(seed);
-    for (uint32_t x : part) h = mix_bits(h * 0x9E3779B1u + x);
+    const uint32_t part[4] = {stream, token, head, slot};
+    for (uint32_t x : part) h = add_word(h, x);
     return h / 4294967296.0;
 }
 

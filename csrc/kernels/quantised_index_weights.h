@@ -65,7 +65,8 @@ static inline vf load_scales(const float *p, int64_t stride, int64_t count) {
     return load(lanes);
 }
 
-// Makes the weights of tiles t0 .. t1-1 of one chunk for every query, W tiles at a time. FOUR: of codes of 4 bits.
+// Makes the weights of tiles t0 .. t1-1 of one chunk for every query, W tiles at a time. FOUR: of codes of 4 bits. For
+// Skim, to.init holds what the channels that are not read add to the logits.
 template <bool FOUR>
 static void make_byte_weights(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const ByteWeights &to,
                               int64_t t0, int64_t t1) {
@@ -80,7 +81,8 @@ static void make_byte_weights(const skimkv_op *op, const Unit &u, const skimkv_c
     for (int c = r; c < quads * 4; c++) value[c] = splat(0.f);
     for (int g = 0; g < op->cache->G; g++)
         for (int64_t t = 0; t < t1 - t0; t += W) {
-            vf top = splat(1e-30f), init = splat(0.f), rest = splat(0.f);
+            vf top = splat(1e-30f), rest = splat(0.f), init = splat(0.f);
+            if (op->method == SKIMKV_SKIM) init = load(to.init + g * to.tiles + t);
             for (int c = 0; c < r; c++) {
                 const float *from = scale + t * chunk->s_g + u.channel[c] * chunk->s_r;
                 const vf w = splat(u.channel_weight[g * r + c]);

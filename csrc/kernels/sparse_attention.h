@@ -49,9 +49,8 @@ static inline float softmax_weight(const Unit &u, const Scores &z, const Selecti
     return exp2_scalar(z.s[p] - u.m[0]) / u.l[0];
 }
 
-// Step 2: selects the current token, the `local` positions before it, and the largest scores of the rest: k positions
-// besides the current one.
-static void select_positions(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
+// Joins the sums of all tiles: u.m and u.l, and the factors that make softmax weights of the scores of several queries.
+static void join_tiles(const skimkv_op *op, const Unit &u, const Scores &z, const SelectionScratch &x) {
     const int G = op->cache->G;
     for (int g = 0; g < G; g++) {
         const float *shift = z.tile_shift + g * u.tiles, *sum = z.tile_sum + g * u.tiles;
@@ -63,37 +62,66 @@ static void select_positions(const skimkv_op *op, Unit &u, const Scores &z, cons
         if (G > 1)
             for (int64_t t = 0; t < u.tiles; t++) x.factor[g * u.tiles + t] = exp2_scalar(shift[t] - m) / l;
     }
+}
+
+// Sums the softmax weights of a group's queries into x.sum, or takes their LARGEST, and the maxima of the lanes.
+template <bool LARGEST>
+static void join_queries(const skimkv_op *op, const Unit &u, const Scores &z, const SelectionScratch &x) {
+    for (int64_t t = 0; t < u.tiles; t++) {
+        vf top[16 / W];
+        for (int i = 0; i < 16 / W; i++) top[i] = splat(LOWEST);
+        for (int y = 0; y < GROUP; y += 16)
+            for (int i = 0; i < 16 / W; i++) {
+                vf v = splat(0.f);
+                for (int g = 0; g < op->cache->G; g++) {
+                    const vf e = load(z.s + g * u.padded_n + t * GROUP + y + i * W);
+                    const vf factor = splat(x.factor[g * u.tiles + t]);
+                    v = LARGEST ? vmax(e * factor, v) : fma(e, factor, v);
+                }
+                store(x.sum + t * GROUP + y + i * W, v);
+                top[i] = vmax(top[i], v);
+            }
+        for (int i = 0; i < 16 / W; i++) store(x.lane_max + 16 * t + i * W, top[i]);
+    }
+}
+
+// Hides the positions from .. to-1 of a tile, keeps their scores in `hidden`, and takes the maxima of its lanes again.
+static void hide_positions(float *s, float *lane_max, int64_t from, int64_t to, float *hidden) {
+    const int64_t tile = from / GROUP * GROUP;
+    for (int64_t i = from; i < to; i++) hidden[i - from] = s[i], s[i] = LOWEST;
+    for (int i = 0; i < 16 && from < to; i += W) {
+        vf top = splat(LOWEST);
+        for (int y = 0; y < GROUP; y += 16) top = vmax(top, load(s + tile + y + i));
+        store(lane_max + tile / 16 + i, top);
+    }
+}
+
+// Writes the k largest scores' positions to `out`, of those from `first` to end-1, and returns how many there are. Both
+// ends are in any tile; the scores are the same afterwards, the maxima of the lanes are not.
+static int64_t select_candidates(float *s, float *lane_max, int64_t first, int64_t end, int64_t k, int32_t *out,
+                                 const SelectionScratch &x) {
+    float before[GROUP], after[GROUP];
+    const int64_t edge = end / GROUP * GROUP, stop = end > edge ? edge + GROUP : end;
+    if (k >= end - first) {
+        for (int64_t p = first; p < end; p++) out[p - first] = (int32_t)p;
+        return max(end - first, 0);
+    }
+    hide_positions(s, lane_max, end, stop, after), hide_positions(s, lane_max, 0, first, before);
+    const int64_t count = select_largest(s, lane_max, end, k, out, x.value, x.at);
+    for (int64_t i = end; i < stop; i++) s[i] = after[i - end];
+    for (int64_t i = 0; i < first; i++) s[i] = before[i];
+    return count;
+}
+
+// Step 2: selects the current token, the `local` positions before it, and the largest scores of the rest: k positions
+// besides the current one.
+static void select_positions(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
+    const int G = op->cache->G;
+    join_tiles(op, u, z, x);
     const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
     const int64_t free = u.n - 1 - local, k = max(min(op->k - local, free), 0);
-    float *s = z.s, *lane_max = z.lane_max, hidden[GROUP];
-    if (G > 1) {
-        s = x.sum, lane_max = x.lane_max;
-        for (int64_t t = 0; t < u.tiles; t++) {
-            vf top[16 / W];
-            for (int i = 0; i < 16 / W; i++) top[i] = splat(LOWEST);
-            for (int y = 0; y < GROUP; y += 16)
-                for (int i = 0; i < 16 / W; i++) {
-                    vf v = splat(0.f);
-                    for (int g = 0; g < G; g++) {
-                        const float *scores = z.s + g * u.padded_n + t * GROUP;
-                        v = fma(load(scores + y + i * W), splat(x.factor[g * u.tiles + t]), v);
-                    }
-                    store(s + t * GROUP + y + i * W, v);
-                    top[i] = vmax(top[i], v);
-                }
-            for (int i = 0; i < 16 / W; i++) store(lane_max + 16 * t + i * W, top[i]);
-        }
-    }
-    // The candidates end inside a tile: hide the rest of the tile, and take the maxima of its lanes again.
-    const int64_t edge = free / GROUP * GROUP, stop = free > edge ? edge + GROUP : free;
-    for (int64_t i = free; i < stop; i++) hidden[i - free] = s[i], s[i] = LOWEST;
-    for (int i = 0; i < 16 && stop > free; i += W) {
-        vf top = splat(LOWEST);
-        for (int y = 0; y < GROUP; y += 16) top = vmax(top, load(s + edge + y + i));
-        store(lane_max + edge / 16 + i, top);
-    }
-    u.chosen_count = select_largest(s, lane_max, free, k, u.chosen, x.value, x.at);
-    for (int64_t i = free; i < stop; i++) s[i] = hidden[i - free];
+    if (G > 1) join_queries<false>(op, u, z, x);
+    u.chosen_count = select_candidates(G > 1 ? x.sum : z.s, G > 1 ? x.lane_max : z.lane_max, 0, free, k, u.chosen, x);
     for (int64_t p = free; p < u.n; p++) u.chosen[u.chosen_count++] = (int32_t)p;
 }
 

@@ -55,7 +55,7 @@ static Scores take_scores(Arena &a, int64_t n, int G) {
 static Unit take_unit(Arena &a, const skimkv_op *op, int64_t n) {
     const skimkv_cache *c = op->cache;
     const int P = padded_head(c->D);
-    const int64_t R = max(c->R, c->D), k = min(op->k, n) + 1;
+    const int64_t R = max(c->R, c->D), k = (op->method == SKIMKV_SKIM ? n : min(op->k, n)) + 1;
     Unit u{};
     u.q = a.take<float>(query_floats(c)), u.channel_weight = a.take<float>(c->G * R);
     u.masked_query = a.take<float>(c->G * P);
@@ -64,13 +64,13 @@ static Unit take_unit(Arena &a, const skimkv_op *op, int64_t n) {
     return u;
 }
 
-// Prefetches the rows at positions list[from] .. list[to-1], or from .. to-1 without a list. Rows at random places cost
-// latency rather than bandwidth, so all are prefetched before the first is used.
-static void prefetch_rows(const skimkv_op *op, const Unit &u, const int32_t *list, int64_t from, int64_t to) {
+// Prefetches the rows of K, of V or of both at positions list[from] .. list[to-1], or from .. to-1 without a list. Rows
+// at random places cost latency rather than bandwidth, so all are prefetched before the first is used.
+static void prefetch_rows(const skimkv_op *op, const Unit &u, const int32_t *list, int64_t from, int64_t to, bool keys,
+                          bool values) {
     const skimkv_cache *c = op->cache;
     const int size = c->bits ? 1 : c->dtype == SKIMKV_F32 ? 4 : 2;
     const int64_t bytes = row_bytes(c);
-    const bool keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
     const skimkv_chunk *chunk = c->chunks;
     for (int64_t j = from; j < to; j++) {
         const int64_t p = list ? list[j] : j;
@@ -80,11 +80,11 @@ static void prefetch_rows(const skimkv_op *op, const Unit &u, const int32_t *lis
         const char *v = (const char *)chunk->v + (u.b * chunk->v_b + u.h * chunk->v_h + at * chunk->v_n) * size;
         for (int64_t i = 0; i < bytes; i += 64) {
             if (keys) prefetch(k + i);
-            prefetch(v + i);
+            if (values) prefetch(v + i);
         }
         if (c->bits) {  // a quantised row has any alignment, so its end may lie in one more cache line
             if (keys) prefetch(k + bytes - 1);
-            prefetch(v + bytes - 1);
+            if (values) prefetch(v + bytes - 1);
         }
     }
 }

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -58,9 +58,11 @@ class Method(abc.ABC, Generic[S]):
     A subclass must give `store`, `step`, `traffic` and `bound`: without them Python refuses to make it. It may give
     `fused` (a kernel's form of `step`) and `take` (what of a prompt stays in the store).
     kv: how the store keeps rows of K and V: None (in the model's type), "int8" or "int4" (see RowFormat).
+    kernel_backends: the backends that have the kernel which `fused` calls.
     """
 
     kv: str | None = field(default=None, kw_only=True)
+    kernel_backends: ClassVar[tuple[str, ...]] = ("cpu", "gpu")
 
     def __post_init__(self) -> None:
         check_kv(self.kv)
@@ -159,6 +161,9 @@ class Method(abc.ABC, Generic[S]):
         softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
             kernels = ops.kernels_for(store.device, store.shape.D) if self.has_kernel() else None
+            if kernels is not None and not self.has_kernel(kernels.name):
+                _warn_of_missing_kernel(type(self).__name__, kernels.name)
+                kernels = None
             if _needs_gradient(store, q, *(token or ()), sinks):
                 if kernels is not None:
                     _warn_of_gradients()
@@ -194,9 +199,12 @@ class Method(abc.ABC, Generic[S]):
         return self.step(store, q, token, **softmax)
 
     @classmethod
-    def has_kernel(cls) -> bool:
-        """Whether this method has a kernel's form of its step; without one it runs its reference on any device."""
-        return cls.fused is not Method.fused
+    def has_kernel(cls, backend: str | None = None) -> bool:
+        """Whether this method has a kernel's form of its step, in this backend or (None) in any.
+
+        Where it has none, it runs its reference.
+        """
+        return cls.fused is not Method.fused and (backend is None or backend in cls.kernel_backends)
 
     def positions_used(self, n: int) -> int:
         """How many of the model's positions a step uses after n tokens; n + 1 where keys stay at theirs in the text."""
@@ -226,6 +234,11 @@ def _needs_gradient(store: Store, *inputs: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad for x in inputs) or store.requires_grad
+
+
+@functools.cache
+def _warn_of_missing_kernel(method: str, backend: str) -> None:
+    warnings.warn(f"{method} has no kernel in backend {backend!r}: its slow reference computes", stacklevel=4)
 
 
 @functools.cache

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..ops import Token
+from ..ops import Kernels, SkimKernels, SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, softmax_with_sinks, take
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
@@ -39,6 +41,7 @@ class Skim(Method[Full]):
 
     k: int = 64
     r: int | None = None
+    kernel_backends: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +102,13 @@ class Skim(Method[Full]):
         # step 4: what was drawn at random is noisy; the mean value is not
         y = shrink(weights, values, p_key.gather(-1, chosen) * p_value, store.read_mean())
         return y.masked_fill(scores.isnan().any(-1, keepdim=True), torch.nan).to(q.dtype)
+
+    def fused(
+        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
+    ) -> Tensor:
+        """The same step by a backend's kernel."""
+        skim = cast(SkimKernels, kernels).skim  # of a backend in kernel_backends
+        return skim(store, q, token, r=self.channels(store.shape.D), k=self.k, **softmax)
 
     def traffic(
         self,

@@ -8,9 +8,9 @@ from .backends import BACKENDS, backend, graphable, kernels_for, select_backend
 from .key_scores import key_scores
 from .linear import linear8
 from .prefill import causal_attention
-from .protocol import Kernels, SoftmaxOptions, Token
+from .protocol import Kernels, SkimKernels, SoftmaxOptions, Token
 
 __all__ = [
-    "BACKENDS", "Kernels", "SoftmaxOptions", "Token", "backend", "causal_attention", "graphable", "kernels_for",
-    "key_scores", "linear8", "select_backend",
+    "BACKENDS", "Kernels", "SkimKernels", "SoftmaxOptions", "Token", "backend", "causal_attention", "graphable",
+    "kernels_for", "key_scores", "linear8", "select_backend",
 ]  # fmt: skip

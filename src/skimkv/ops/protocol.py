@@ -110,3 +110,12 @@ class Kernels(Protocol):
         self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         """SubGen's estimate z / tau (methods/subgen.py)."""
+
+
+class SkimKernels(Kernels, Protocol):
+    """A backend that can do Skim's step too."""
+
+    def skim(
+        self, store: Full, q: Tensor, token: Token | None, *, r: int, k: int, **softmax: Unpack[SoftmaxOptions]
+    ) -> Tensor:
+        """All steps of Skim (methods/skim.py); store.rows_read becomes what they read."""

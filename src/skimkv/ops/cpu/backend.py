@@ -109,6 +109,17 @@ class CpuKernels:
         """Scores in a projection of the keys and the k best positions: q (B,H,G,D) -> (B,H,G,D)."""
         return _step_full(store, q, token, library.LOWRANK, {"k": k}, **softmax)
 
+    def skim(
+        self, store: Full, q: Tensor, token: Token | None, *, r: int, k: int, **softmax: Unpack[SoftmaxOptions]
+    ) -> Tensor:
+        """Skim's scores, its two samples and its sums: q (B,H,G,D) -> (B,H,G,D)."""
+        if not store.group_means:
+            raise ValueError("Skim needs a store with the means of its groups, and this one has none")
+        if store.rows_read is None:
+            store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64)
+        store.rows_read.zero_()
+        return _step_full(store, q, token, library.SKIM, {"r": r, "k": k}, **softmax)
+
     def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over the slots in use and the current token, which then takes its slot."""
         store.reserve()

@@ -14,11 +14,11 @@ import torch
 from ... import __path__ as _package
 from ...stores.full import CHANNELS
 
-VERSION = 4
+VERSION = 5
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
-DENSE, SPARQ, LOWRANK, TOPK, ORACLE = range(5)
+DENSE, SPARQ, LOWRANK, TOPK, ORACLE, SKIM = range(6)
 OUTSIDE, APPEND, SLOT = range(3)  # what happens to the current token: nothing, it is appended, it takes a slot
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
 
@@ -35,6 +35,8 @@ class CChunk(Structure):
         ("start cap", c_int64),
         ("k v index scale", c_void_p),
         ("k_b k_h k_n v_b v_h v_n x_b x_h x_r s_b s_h s_g s_z s_r", c_int64),
+        ("means", c_void_p),
+        ("e_b e_h e_g", c_int64),
     )
 
 
@@ -64,7 +66,7 @@ class COp(Structure):
         ("keep", c_int32),
         ("slot score pos", c_void_p),
         ("c_b c_h", c_int64),
-        ("now recent sinks", c_void_p),
+        ("now recent rows_read sinks", c_void_p),
     )
 
 

@@ -121,6 +121,15 @@ class CacheView(View):
                 expect("scale", chunk.scale, (B, H, chunk.cap // GROUP, 2, R), torch.float32, rows=False)
                 to.scale = chunk.scale.data_ptr()
                 to.s_b, to.s_h, to.s_g, to.s_z, to.s_r = chunk.scale.stride()
+            if chunk.means is not None:
+                expect("means", chunk.means, (B, H, chunk.cap // GROUP, R), store.dtype)
+                to.means = chunk.means.data_ptr()
+                to.e_b, to.e_h, to.e_g, _ = chunk.means.stride()
+        if store.rows_read is not None:
+            expect("rows_read", store.rows_read, (B, 2), torch.int64)
+            if not store.rows_read.is_contiguous():
+                raise ValueError(f"rows_read has strides {store.rows_read.stride()}; must be contiguous")
+            self.op.rows_read = store.rows_read.data_ptr()
         if store.tail is not None:
             expect("tail", store.tail, (B, H, R, GROUP), store.dtype)
             c.tail = store.tail.data_ptr()
@@ -171,9 +180,9 @@ class ClustersView(View):
 def tensors(store: Store) -> list[Tensor | None]:
     """The tensors of a store that a view points into."""
     if isinstance(store, Full):
-        own = [store.tail, store.v_mean, store.projection]
+        own = [store.tail, store.v_mean, store.projection, store.rows_read]
         for chunk in store.chunks:
-            own += (chunk.k, chunk.v, chunk.index, chunk.scale)
+            own += (chunk.k, chunk.v, chunk.index, chunk.scale, chunk.means)
     elif isinstance(store, Slots):
         own = [store.k, store.v, store.score, store.pos]
     else:
