@@ -173,7 +173,7 @@ def describe(name: str, method: type[Method]) -> dict[str, Any]:
         "paper": _first_paragraph(inspect.getmodule(method)),
         "store": getattr(store, "__name__", str(store)),
         "reads": _first_paragraph(method),
-        "kernels": [name for name in ("cpu", "gpu") if method.has_kernel(name)],
+        "kernels": ["cpu", "gpu"] if method.has_kernel() else [],
     }
 
 
