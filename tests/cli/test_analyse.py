@@ -43,7 +43,7 @@ def test_its_tables(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[st
     sizes += ["--steps", "2", "--method", "SparQ(r=8, k=16)"]
     assert main(["analyse", "--text", str(text), *sizes, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    titles = "1 pieces of 128 tokens", "agreement on the top 32", "clusters of 128 values"
+    titles = "1 piece of 128 tokens", "agreement on the top 32", "clusters of 128 values"
     for words in (*titles, "random projection", "diffuse"):
         assert words in shown
     assert shown.count("Figure: ") == 5

@@ -33,7 +33,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("args", "words", "keys"), [
     ([*ATTENTION, "--length", "300", *SPARQ], "PyTorch's best at 300 tokens", {"crossover", "faster_from", "skipped"}),
-    ([*TOKEN, *SPARQ], "a whole token: tiny, 1 layers, int8 weights", {"peak_gb_per_s"}),
+    ([*TOKEN, *SPARQ], "a whole token: tiny, 1 layer, int8 weights", {"peak_gb_per_s"}),
     (MEMORY, "memory of a layer: 2 KV heads of 64, bfloat16", set()),
 ])  # fmt: skip
 def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path: Path, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from skimkv import METHODS, Dense, Method, spec
 from skimkv.cli.options import check_method
@@ -30,6 +31,19 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "info")
     assert status == 0
     assert all(name in out for name in METHODS)
+
+
+def test_names_and_versions_stay_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    _, out, _ = run(capsys, "info")
+    versions = answer(capsys, "info")["versions"]
+    lines = out.splitlines()
+    assert all(
+        any(f"{name}\N{NO-BREAK SPACE}{version}" in line for line in lines) for name, version in versions.items()
+    )
+    assert max(map(len, lines[:3])) <= 80 and any(line.endswith(", 1 thread") for line in lines)
 
 
 @dataclass(frozen=True, repr=False)

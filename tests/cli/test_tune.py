@@ -43,7 +43,9 @@ def test_the_command(tmp_path, text, capsys):
     assert {**again, "figure": None} == {**found, "figure": None}
     assert out.read_bytes() == whole
     assert main(argv) == 0 and out.read_bytes() == whole
-    assert "other pieces" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "On 3 other pieces: " in shown and "±" not in shown and "95%:" not in shown, "3 pieces give no interval"
+    assert chosen["low"] is None and chosen["high"] is None
 
 
 def test_a_target_of_divergence(tmp_path, text, capsys):

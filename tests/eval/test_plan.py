@@ -58,10 +58,13 @@ def test_matched_methods_read_the_share_they_should():
 def test_the_matched_sweep_runs_sparq_with_and_without_the_mean_value():
     """The bundled model has two query heads for each KV head: SparQ's step 3 is off there unless it is asked for."""
     setup, job = small_job("record(lines=60, asked=1)", specs=(), limit=1)
-    sparq = [method for method in matched_to(setup, job)[0] if isinstance(method, skimkv.SparQ)]
+    matched = matched_to(setup, job)[0]
+    sparq = [method for method in matched if isinstance(method, skimkv.SparQ)]
     default, with_mean = ([m for m in sparq if m.mean_value is value] for value in (None, True))
     assert len(default) > 0 and len(sparq) == 2 * len(default)
     assert [(m.r, m.k) for m in default] == [(m.r, m.k) for m in with_mean]
+    beside = [matched[matched.index(method) + 1] for method in default]
+    assert beside == with_mean, "each form stands beside the other"
 
 
 def test_a_fingerprint_is_of_the_weights():

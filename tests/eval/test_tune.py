@@ -49,11 +49,14 @@ def test_the_search_finds_the_cheapest(seed):
 
 
 def test_compare():
-    """Differences of 0.1 and 0.3 to a dense loss of 2 in the mean."""
-    found = tune.compare(Dense(), tune.Loss([1.1, 3.3], 50), tune.Loss([1.0, 3.0], 200))
-    assert found.increase == pytest.approx(0.1) and found.share == 0.25
-    assert found.stderr == pytest.approx(0.05)
-    assert found.low is not None and found.low < 0 < found.increase
+    """Differences of 0.1 and 0.3 to a dense loss of 2 in the mean: two pieces give no interval, six do."""
+    for times in (1, 3):
+        found = tune.compare(Dense(), tune.Loss([1.1, 3.3] * times, 50), tune.Loss([1.0, 3.0] * times, 200))
+        assert found.increase == pytest.approx(0.1) and found.share == 0.25
+        if times == 1:
+            assert found.stderr == pytest.approx(0.05) and (found.low, found.high) == (None, None)
+        else:
+            assert found.low is not None and found.high is not None and 0 < found.low < 0.1 < found.high
 
 
 @pytest.fixture

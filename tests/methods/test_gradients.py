@@ -19,6 +19,7 @@ FULL += ["Strided(k=400)", "SubGen(k=300, recent=64)", "SparQ(r=16, k=400, mean_
 @pytest.fixture(autouse=True)
 def _no_warning_yet():
     base._warn_of_gradients.cache_clear()
+    base._warn_of_codes.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -67,6 +68,22 @@ def test_a_models_step_with_gradients_warns_once_and_trains():
     for mine, theirs in zip(*grads, strict=True):
         assert theirs.abs().max() > 0
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_codes_that_pass_no_gradient_on_say_so_once(kv, backend):
+    x, method = Sequences.random(SHAPE, 6), parse(f"Dense(kv='{kv}')")
+    q, k, v = (t.clone().requires_grad_() for t in x)
+    store = method.store(SHAPE, torch.float32)
+    words = f"kv='{kv}' keeps keys and values as codes"
+    with pytest.warns(UserWarning, match=words) as said:
+        y = [method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.25) for i in range(6)]
+    assert sum(words in str(warning.message) for warning in said) == 1
+    torch.stack(y).square().sum().backward()
+    assert q.grad is not None and (k.grad, v.grad) == (None, None)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        method.decode(store, q[..., 0, :], k[:, :, 0], v[:, :, 0], scale=0.25)
 
 
 def test_without_gradients_the_kernel_computes():

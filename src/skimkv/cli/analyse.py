@@ -160,8 +160,9 @@ def _text(path: Path | None, tokens: int, pieces: int, seed: int) -> str:
 def _layers_table(answer: dict[str, Any]) -> Table:
     """A line for each layer."""
     heads = len(answer["layers"][0]["top_mass"])
+    pieces, of_heads = output.number(answer["pieces"], "piece"), output.number(heads, "head")
     table = output.table(
-        f"{answer['pieces']} pieces of {answer['tokens']} tokens; mean over {heads} heads, least … most",
+        f"{pieces} of {answer['tokens']} tokens; mean over {of_heads}, least … most",
         "layer", "mass of the top 32", "kurtosis of q", "mass of q beyond 3σ", "scores under 1% of the most",
     )  # fmt: skip
     for row in answer["layers"]:

@@ -239,7 +239,8 @@ def token(
         return
     columns = ["method", "length", "ms", "ms_attention", "ms_weights", "floor_ms", "bytes_read", "weight_bytes"]
     columns += ["speedup_dense", "speedup_allowed", "speedup_transformers"]
-    _print_table(result, columns, f"a whole token: {shape}, {result['rows'][0]['layers']} layers, {weights} weights")
+    layers_run = output.number(result["rows"][0]["layers"], "layer")
+    _print_table(result, columns, f"a whole token: {shape}, {layers_run}, {weights} weights")
     if not all(row["interleaved"] for row in result["rows"]):
         print(
             "The candidates were measured one after the other: their caches do not fit in memory together, or the "

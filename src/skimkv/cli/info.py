@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,7 +144,7 @@ def collect() -> dict[str, Any]:
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
     versions = {"skimkv": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in packages}
-    devices = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    devices = {"cpu": f"{platform.machine()}, {output.number(torch.get_num_threads(), 'thread')}"}
     for i in range(torch.cuda.device_count()):
         devices[f"cuda:{i}"] = torch.cuda.get_device_name(i)
     backends = {}
@@ -186,7 +187,8 @@ def _first_paragraph(documented: Any) -> str:
 def _print(facts: dict[str, Any]) -> None:
     """Print the facts for a person."""
     console = output.console()
-    console.print("  ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    versions = "  ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in facts["versions"].items())
+    print(*textwrap.wrap(versions, console.width), sep="\n")
     for name, what in facts["devices"].items():
         console.print(f"device {name}: {what}", markup=False)
     for name, choice in facts["backends"].items():

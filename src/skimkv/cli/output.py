@@ -43,6 +43,11 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+def number(n: int, what: str) -> str:
+    """Write how many of something there are: "1 layer", "2 layers"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def milliseconds(ms: float) -> str:
     """Write a time in a table: three digits, and no fewer than all before the point."""
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}"

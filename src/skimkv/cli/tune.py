@@ -266,19 +266,24 @@ def _print_table(
     columns = ["mean KL, nats", "99th percentile", "maximum", "same top token"]
     if not target.is_kl:
         title = f"{first}{fmean(dense.nats):.4f} nats a token, {dense.bytes:,} bytes a step"
-        columns = ["loss", "±"]
+        columns = ["loss", "95% interval"]
     table = output.table(title, "method", "of dense's bytes", *columns, f"within {target}")
     for t in sorted(trials, key=lambda t: t.bytes):
         mark = "chosen" if t.method == chosen.method else "yes" if t.value <= target.bound else ""
         table.add_row(repr(t.method), f"{t.share:.1%}", *_cells(t), mark)
     console = output.console(130 if target.is_kl else 110)
     console.print(table)
-    ends = ""
-    if chosen.low is not None and chosen.high is not None:
-        ends = f" (95%: {target.write(chosen.low)} … {target.write(chosen.high)})"
     what = "mean KL" if target.is_kl else "loss"
-    sentence = f"{chosen.method}: {chosen.share:.1%} of dense's bytes, {what} {target.write(chosen.value)}{ends}."
+    sentence = f"{chosen.method}: {chosen.share:.1%} of dense's bytes, {what} {_value(chosen, target)}."
     console.print(sentence, soft_wrap=True, markup=False)
+
+
+def _value(trial: Trial | DivergenceTrial, target: Target) -> str:
+    """What the target bounds, with its interval if there is one."""
+    ends = ""
+    if trial.low is not None and trial.high is not None:
+        ends = f" (95%: {target.write(trial.low)} … {target.write(trial.high)})"
+    return f"{target.write(trial.value)}{ends}"
 
 
 def _cells(trial: Trial | DivergenceTrial) -> list[str]:
@@ -286,7 +291,8 @@ def _cells(trial: Trial | DivergenceTrial) -> list[str]:
     from ..eval.tune import Trial
 
     if isinstance(trial, Trial):
-        return [f"{trial.increase:+.2%}", f"{trial.stderr or 0:.2%}"]
+        has_interval = trial.low is not None and trial.high is not None
+        return [f"{trial.increase:+.2%}", f"{trial.low:+.2%} … {trial.high:+.2%}" if has_interval else ""]
     return [f"{trial.kl_mean:.3g}", f"{trial.kl_p99:.3g}", f"{trial.kl_max:.3g}", f"{trial.agreement:.1%}"]
 
 
@@ -297,5 +303,4 @@ def _print_check(checked: Trial | DivergenceTrial | None, pieces: int, target: T
         console.print("The text has no other pieces to check it on.")
         return
     verdict = "within the target" if checked.value <= target.bound else "beyond the target: tune on more pieces"
-    spread = "" if target.is_kl else f" ± {_cells(checked)[1]}"
-    console.print(f"On {pieces} other pieces: {target.write(checked.value)}{spread}, {verdict}.")
+    console.print(f"On {pieces} other pieces: {_value(checked, target)}, {verdict}.")

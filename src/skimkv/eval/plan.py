@@ -253,9 +253,11 @@ def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
     ids = torch.tensor([prompts[len(prompts) // 2]], device=setup.model.device)
     dense = record_prompt(setup.model, ids).cache(Dense())
     matched, left_out = budgets.matched_methods(dense.stores)
-    methods = list(dict.fromkeys(method for method, _ in matched))
-    if dense.stores[0].shape.G > 1:
-        methods += [dataclasses.replace(method, mean_value=True) for method in methods if isinstance(method, SparQ)]
+    methods, grouped = list[Method](), dense.stores[0].shape.G > 1
+    for method in dict.fromkeys(method for method, _ in matched):
+        methods.append(method)
+        if grouped and isinstance(method, SparQ):
+            methods.append(dataclasses.replace(method, mean_value=True))
     return methods, [f"{note} on {job.task.spec}" for note in left_out]
 
 

@@ -155,7 +155,8 @@ class Method(abc.ABC, Generic[S]):
     ) -> Tensor:
         """Decode by the kernel of the backend in use if this method has one, otherwise by `step`.
 
-        Where a gradient is needed, `step` computes, because kernels have no backward pass; it warns once.
+        Where a gradient is needed, `step` computes, because kernels have no backward pass; it warns once. It also warns
+        where keys and values are kept as codes (kv), because these pass no gradient on.
         token None: the current token was appended before (stores that keep every token only).
         """
         softmax = self._softmax_options(store, scale, softcap, sinks)
@@ -165,6 +166,8 @@ class Method(abc.ABC, Generic[S]):
                 _warn_of_missing_kernel(type(self).__name__, kernels.name)
                 kernels = None
             if _needs_gradient(store, q, *(token or ()), sinks):
+                if self.kv is not None:
+                    _warn_of_codes(self.kv)
                 if kernels is not None:
                     _warn_of_gradients()
                 kernels = None
@@ -239,6 +242,15 @@ def _needs_gradient(store: Store, *inputs: Tensor | None) -> bool:
 @functools.cache
 def _warn_of_missing_kernel(method: str, backend: str) -> None:
     warnings.warn(f"{method} has no kernel in backend {backend!r}: its slow reference computes", stacklevel=4)
+
+
+@functools.cache
+def _warn_of_codes(kv: str) -> None:
+    warnings.warn(
+        f"kv={kv!r} keeps keys and values as codes, which pass no gradient on: only the queries get one; use kv=None "
+        "to train, or torch.no_grad()",
+        stacklevel=4,
+    )
 
 
 @functools.cache
