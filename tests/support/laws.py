@@ -27,6 +27,15 @@ SMALL = [
     "Fixed(k=9, l=4)",
     "H2O(k=24)",
     "H2O(k=0.2)",
+    "H2O(k=24, score='mean')",
+    "Quest(page=8, k=24)",
+    "Quest(page=5, k=9)",
+    "SnapKV(k=24)",
+    "SnapKV(k=0.2, window=4, pool=3)",
+    "StreamingLLM(k=20)",
+    "TOVA(k=24)",
+    "TOVA(k=0.2)",
+    "TopK(k=12, mean_value=True)",
     "SubGen(k=10, recent=8)",
     "SubGenStream(delta=2.0, t=3, s=8)",
 ]
@@ -49,6 +58,10 @@ QUANTISED = [
     "H2O(k=24, kv='int4')",
     "H2O(k=24, kv='int8')",
     "H2O(k=0.2, kv='int4')",
+    "Quest(page=8, k=24, kv='int4')",
+    "SnapKV(k=24, kv='int8')",
+    "StreamingLLM(k=20, kv='int8')",
+    "TOVA(k=24, kv='int4')",
     "SubGen(k=10, recent=8, kv='int4')",
 ]
 SMALL += QUANTISED
@@ -66,6 +79,12 @@ FULL = [
     "Strided(k=5000)",
     "Fixed(k=5000)",
     "H2O(k=5000)",
+    "H2O(k=5000, score='mean')",
+    "Quest(page=16, k=5000)",
+    "SnapKV(k=5000)",
+    "StreamingLLM(k=5000)",
+    "TOVA(k=5000)",
+    "TopK(k=5000, mean_value=True)",
     "SubGen(k=4000, recent=1000)",
     "SparQ(r=4, k=5000, mean_value=True, kv='int4')",
     "SparQ(r=4, k=5000, channels='none', kv='int8')",
@@ -77,6 +96,8 @@ FULL = [
     "Strided(k=5000, kv='int8')",
     "Fixed(k=5000, kv='int4')",
     "H2O(k=5000, kv='int4')",
+    "Quest(page=16, k=5000, kv='int8')",
+    "SnapKV(k=5000, kv='int4')",
     "SubGen(k=4000, recent=1000, kv='int8')",
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

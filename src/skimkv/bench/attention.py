@@ -246,7 +246,7 @@ def _rows(
 def _backend(machine: Machine, method: Method) -> str:
     """The backend that takes the method's steps; a method without a kernel runs its reference anywhere."""
     name = ops.select_backend(machine.device.type)[0]
-    return name if method.has_kernel(name) else "ref"
+    return name if method.uses_kernel(name) else "ref"
 
 
 def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:

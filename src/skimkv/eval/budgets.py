@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..stores.base import Store
 from .sweeps import SHARES
 from .traffic import step_traffic
 
+PAGE = 16  # tokens in a page, the Quest paper's; larger pages where the bounds of these would take the whole budget
 LEAST_TOKENS = 20  # fewer are no setting that anyone would use
 SLACK = 1.05  # a method whose least useful setting reads this much over the share still counts as matched
 
@@ -43,8 +45,9 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
 
     `dense`: the stores of a cache that Dense has prefilled, with one row. The required fields decide what is solved:
     with r, k stays at 128 (the SparQ paper's) and r is solved; k and recent share the tokens 3 to 1; without a
-    required field k is solved, by the most rows that a step is expected to read; with delta,
-    half of the bytes go to samples of values (s) and half to clusters, t = 2. None where the share is out of reach.
+    required field k is solved, by the most rows that a step is expected to read; with page, pages have
+    16 tokens, or the fewest with which their bounds take at most half of the bytes, and k is solved; with delta, half
+    of the bytes go to samples of values (s) and half to clusters, t = 2. None where the share is out of reach.
     """
     required = {f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING}
     names = {f.name for f in dataclasses.fields(method)}
@@ -56,7 +59,11 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
     if "delta" in required:
         return _clustered(method, share, dense)
 
+    page = max(PAGE, 2 ** math.ceil(math.log2(2 / share)))  # of dense's bytes, bounds are one part in `page`
+
     def make(x: int) -> Method:
+        if "page" in required:
+            return build(page=page, k=x - x % page)
         if "r" in required:
             return build(r=x, k=min(128, n))
         if "recent" in names:
@@ -67,6 +74,7 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
         return len(dense) * make(x).traffic(n, shape, dtype).bytes <= most
 
     low, high = (1, shape.D) if "r" in required else (min(LEAST_TOKENS, n), n)
+    low = page if "page" in required else low
     for most in (limit, limit * SLACK):
         if fits(low, most):
             return make(_largest(low, high, lambda x: fits(x, most)))  # noqa: B023

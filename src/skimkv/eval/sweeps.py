@@ -31,6 +31,14 @@ ABLATION = (
     *(f"SparQ(r={r}, k={k})" for k in (32, 64, 128, 256) for r in (8, 16, 32, 64)),
     *(f"SparQ(r={r}, k={k}, {change})" for r, k in ((8, 32), (16, 128)) for change in _CHANGES),
 )
+# Methods that others use beside H2O and LMInfinite, at SparQ's budgets, and what else the papers tried.
+RIVALS = (
+    "Dense()",
+    *(f"{name}(k={k})" for name in ("SnapKV", "TOVA", "H2O", "StreamingLLM") for k in (192, 256, 384, 512, 768)),
+    *(f"H2O(k={k}, score='mean')" for k in (192, 256, 384, 512, 768)),
+    *(f"Quest(page=16, k={k})" for k in (64, 128, 256, 512)),
+    *(f"TopK(k={k}, mean_value=True)" for k in (2, 8, 32, 128, 256)),
+)
 # The sweep "matched" has no grid: its parameters are solved for each task (budgets.py). Where queries share KV heads,
 # it runs SparQ without and with the mean value (plan.matched_to).
-SWEEPS: dict[str, tuple[str, ...]] = {"paper": PAPER, "matched": (), "ablation": ABLATION}
+SWEEPS: dict[str, tuple[str, ...]] = {"paper": PAPER, "matched": (), "ablation": ABLATION, "rivals": RIVALS}

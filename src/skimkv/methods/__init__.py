@@ -10,20 +10,28 @@ from .dense import Dense
 from .h2o import H2O
 from .lm_infinite import LMInfinite
 from .lowrank import LowRank
+from .quest import Quest
 from .skim import Skim
+from .snapkv import SnapKV
 from .sparq import SparQ
 from .sparse_transformer import Fixed, Strided
+from .streaming_llm import StreamingLLM
 from .subgen import SubGen, SubGenStream
 from .topk import TopK
+from .tova import TOVA
 
 METHODS: dict[str, type[Method]] = {
     method.__name__: method
-    for method in (Dense, SparQ, Skim, TopK, LowRank, LMInfinite, Strided, Fixed, H2O, SubGen, SubGenStream)
-}
+    for method in (
+        Dense, SparQ, Skim, Quest, TopK, LowRank, LMInfinite, StreamingLLM, Strided, Fixed, H2O, SnapKV, TOVA, SubGen,
+        SubGenStream,
+    )
+}  # fmt: skip
 
 __all__ = [
-    "H2O", "METHODS", "Dense", "Fixed", "LMInfinite", "LowRank", "Skim", "SparQ", "Strided", "SubGen", "SubGenStream",
-    "TopK", "bind_spec", "load_announced_methods", "parse", "register",
+    "H2O", "METHODS", "TOVA", "Dense", "Fixed", "LMInfinite", "LowRank", "Quest", "Skim", "SnapKV", "SparQ",
+    "StreamingLLM", "Strided", "SubGen", "SubGenStream", "TopK", "bind_spec",
+    "load_announced_methods", "parse", "register",
 ]  # fmt: skip
 
 

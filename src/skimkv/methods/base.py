@@ -161,8 +161,8 @@ class Method(abc.ABC, Generic[S]):
         """
         softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
-            kernels = ops.kernels_for(store.device, store.shape.D) if self.has_kernel() else None
-            if kernels is not None and not self.has_kernel(kernels.name):
+            kernels = ops.kernels_for(store.device, store.shape.D) if self.uses_kernel() else None
+            if kernels is not None and not self.uses_kernel(kernels.name):
                 _warn_of_missing_kernel(type(self).__name__, kernels.name)
                 kernels = None
             if _needs_gradient(store, q, *(token or ()), sinks):
@@ -208,6 +208,10 @@ class Method(abc.ABC, Generic[S]):
         Where it has none, it runs its reference.
         """
         return cls.fused is not Method.fused and (backend is None or backend in cls.kernel_backends)
+
+    def uses_kernel(self, backend: str | None = None) -> bool:
+        """Whether this setting of the method has a kernel, in this backend or in any; some settings have none."""
+        return self.has_kernel(backend)
 
     def positions_used(self, n: int) -> int:
         """How many of the model's positions a step uses after n tokens; n + 1 where keys stay at theirs in the text."""

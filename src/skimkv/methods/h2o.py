@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
 from .base import Method, Traffic, check_whole
-from .slots import attend_slots, needed
+from .slots import attend_slots, best, budget_in_tokens, check_budget, needed
+
+SCORES = ("sum", "mean")
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,27 +29,30 @@ class H2O(Method[Slots]):
     weight, averaged over the group, prompt included; after every step each KV head drops the lowest score outside the
     recent window. Positions stay the original ones. Moves 2kD + 2D elements and 2N of scores by the paper; here only
     the k kept scores exist: 2k are read and written, k positions are read, and one of each is written.
+    score: "sum" is algorithm 1. "mean" is the attempt of appendix B.2 to favour old tokens less: the accumulated weight
+    is divided by the number of queries that gave it, which are those from the token's own on. It has no kernel.
     """
 
     k: int | float
     local: int | float | None = None
+    score: str = "sum"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("k", self.k), ("local", self.local)):
-            if isinstance(value, float) and not 0 < value <= 1:
-                raise ValueError(f"{name} = {value} must be a fraction from 0 to 1, or a whole number of tokens")
+        check_budget("k", self.k)
+        if isinstance(self.local, float):
+            check_budget("local", self.local)
+        if self.score not in SCORES:
+            raise ValueError(f"score = {self.score!r} must be one of {', '.join(SCORES)}")
         if isinstance(self.k, float):
             if self.local is not None and (not isinstance(self.local, float) or self.local > self.k):
                 raise ValueError(f"local = {self.local!r} must be a fraction of at most k = {self.k}")
-        else:
-            check_whole("k", self.k, 1)
-            if self.local is not None:
-                check_whole("local", self.local, 0, self.k)
+        elif self.local is not None:
+            check_whole("local", self.local, 0, self.k)
 
     def budget(self, prompt: int) -> int:
         """Give k in tokens, for a prompt of so many tokens."""
-        return max(1, math.ceil(round(self.k * prompt, 6))) if isinstance(self.k, float) else self.k  # 0.07 of 100: 7
+        return budget_in_tokens(self.k, prompt)
 
     def recent(self, budget: int) -> int:
         """Give local in tokens, for a budget of so many tokens."""
@@ -83,7 +88,7 @@ class H2O(Method[Slots]):
             score = ops.key_scores(q[b, :, :, p:], store.row_format.decode(keys, k.dtype), **softmax).float()
             score[:, : kept_score.shape[1]] += kept_score
             is_recent = pos >= seen[b] - self.recent(store.budget[b])
-            rank = score.masked_fill(is_recent, torch.inf)
+            rank = self._rank(score, pos, seen[b]).masked_fill(is_recent, torch.inf)
             chosen = best(rank, pos, min(store.budget[b], rank.shape[1]))
             store.replace(b, chosen, (keys, values, score, pos), seen[b])
 
@@ -92,14 +97,23 @@ class H2O(Method[Slots]):
         full.
         """
         recent = [self.recent(budget) for budget in store.budget]
-        return attend_score_evict(store, q, needed(token), recent, **softmax)
+        return attend_score_evict(store, q, needed(token), recent, self._rank, **softmax)
 
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
+        assert self.score == "sum"
         recent = [self.recent(budget) for budget in store.budget]
         return kernels.scored_slots(store, q, needed(token), recent=recent, **softmax)
+
+    def uses_kernel(self, backend: str | None = None) -> bool:
+        """Whether this setting has a kernel, in this backend or in any: kernels rank by sums."""
+        return self.score == "sum" and super().uses_kernel(backend)
+
+    def _rank(self, score: Tensor, pos: Tensor, seen: int) -> Tensor:
+        """What a token is kept for, by its accumulated weight and its position, after `seen` tokens. All (H,m)."""
+        return score if self.score == "sum" else score / (seen - pos)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements and the scores. For a fractional budget, n is also taken as the length of the
@@ -118,31 +132,32 @@ class H2O(Method[Slots]):
 
 
 def attend_score_evict(
-    store: Slots, q: Tensor, token: Token, recent: Sequence[int], **softmax: Unpack[SoftmaxOptions]
+    store: Slots,
+    q: Tensor,
+    token: Token,
+    recent: Sequence[int],
+    rank: Callable[[Tensor, Tensor, int], Tensor] = lambda score, pos, seen: score,
+    **softmax: Unpack[SoftmaxOptions],
 ) -> Tensor:
     """One iteration of algorithm 1, where the recent[b] latest tokens of row b are never evicted.
 
+    rank: the token with the least rank(scores, positions, tokens seen) is evicted; of (H,C) and (H,C) it gives (H,C).
     q (B,H,G,D) -> (B,H,G,D) in q's dtype. Reads 2kD elements of K and V, and moves the scores.
     """
     y, weights = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
     weights = weights.mean(2)  # (B,H,C'+1), the current token last
     store.add_scores(weights[..., :-1])
-    slot, keep = victims(store, weights[..., -1], recent)
+    slot, keep = victims(store, weights[..., -1], recent, rank)
     store.put(slot, keep, *token, weights[..., -1])
     return y.to(q.dtype)
 
 
-def best(rank: Tensor, pos: Tensor, n: int) -> Tensor:
-    """The indices of the n largest ranks, ascending; of equal ones the newer tokens. rank, pos (H,m) -> (H,n)."""
-    newest_first = pos.argsort(dim=-1, descending=True, stable=True)
-    order = rank.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
-    return newest_first.gather(-1, order[:, :n]).sort(-1).values
+def victims(
+    store: Slots, weight: Tensor, recent: Sequence[int], rank: Callable[[Tensor, Tensor, int], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """The slot (B,H) that the current token takes: a free one, or that of the lowest rank that is not recent.
 
-
-def victims(store: Slots, weight: Tensor, recent: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """The slot (B,H) that the current token takes: a free one, or that of the lowest score that is not recent.
-
-    Of equal scores the older token goes. Scores that differ by less than 2^-20 relative to each other may be equal on
+    Of equal ranks the older token goes. Scores that differ by less than 2^-20 relative to each other may be equal on
     one backend and not on another, because their sums are rounded.
 
     weight (B,H): what the current token received. Without a recent window, the token that algorithm 1 drops from S
@@ -157,7 +172,7 @@ def victims(store: Slots, weight: Tensor, recent: Sequence[int]) -> tuple[Tensor
             continue
         pos = store.read_positions(b)
         protected = (pos > now - recent[b]) | (pos < 0)
-        score = store.score[b].masked_fill(protected, torch.inf)
+        score = rank(store.score[b], pos, now + 1).masked_fill(protected, torch.inf)
         lowest = score.amin(-1)
         oldest = pos.masked_fill(protected | (score > lowest[:, None]), torch.iinfo(pos.dtype).max)
         slot[b] = oldest.argmin(-1)

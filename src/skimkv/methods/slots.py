@@ -1,7 +1,8 @@
-"""What the methods share that keep a budget of tokens in slots: the step, what it moves, and what the slots occupy."""
+"""What the methods share that keep tokens in slots: budgets, the step, what it moves, and what the slots occupy."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Method, Traffic
+from .base import Method, Traffic, check_whole
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,10 +32,7 @@ class SlotMethod(Method[Slots]):
 
     def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the kept tokens and to the current one, which then takes its slot."""
-        token = needed(token)
-        y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
-        store.append_token(*token)
-        return y.to(q.dtype)
+        return attend_and_append(store, q, token, **softmax)
 
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
@@ -50,6 +48,14 @@ class SlotMethod(Method[Slots]):
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of min(k, n) rows of K and V for k slots."""
         return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * min(self.slots, n), dtype)
+
+
+def attend_and_append(store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
+    """Attend to the kept tokens and to the current one, which then takes its slot: q (B,H,G,D) -> (B,H,G,D)."""
+    token = needed(token)
+    y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
+    store.append_token(*token)
+    return y.to(q.dtype)
 
 
 def attend_slots(store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> tuple[Tensor, Tensor]:
@@ -71,3 +77,32 @@ def needed(token: Token | None) -> Token:
     if token is None:
         raise ValueError("a step over slots needs the current token's k and v")
     return token
+
+
+def check_budget(name: str, value: int | float) -> None:
+    """Raise ValueError unless value is a whole number of tokens, at least 1, or a share of the prompt from 0 to 1."""
+    if not isinstance(value, float):
+        check_whole(name, value, 1)
+    elif not 0 < value <= 1:
+        raise ValueError(f"{name} = {value} must be a fraction from 0 to 1, or a whole number of tokens")
+
+
+def budget_in_tokens(k: int | float, prompt: int) -> int:
+    """The budget k in tokens: a whole number counts tokens, a fraction is a share of a prompt of so many tokens."""
+    return max(1, math.ceil(round(k * prompt, 6))) if isinstance(k, float) else k  # 0.07 of 100: 7
+
+
+def best(rank: Tensor, pos: Tensor, n: int) -> Tensor:
+    """The indices of the n largest ranks, ascending; of equal ones the newer tokens. rank, pos (H,m) -> (H,n)."""
+    newest_first = pos.argsort(dim=-1, descending=True, stable=True)
+    order = rank.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+    return newest_first.gather(-1, order[:, :n]).sort(-1).values
+
+
+def with_block(store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Stored rows of K and V that row b keeps and those of a prompt block: k, v (H,n,D) -> (H,m+n,width) twice.
+
+    For stores without scores.
+    """
+    kept_k, kept_v = store.stored(b)
+    return torch.cat([kept_k, store.row_format.encode(k)], 1), torch.cat([kept_v, store.row_format.encode(v)], 1)

@@ -1,4 +1,7 @@
-"""Exact top-k: FlexGen's sparse attention (Sheng et al. 2023; SparQ appendix G) and SparQ's oracle (fig. 7a)."""
+"""Exact top-k: FlexGen's sparse attention (Sheng et al. 2023; SparQ appendix G) and SparQ's oracle (fig. 7a).
+
+With mean_value it is SparQ's equation 6, which gives the mass of the values that were not read to their mean.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ..ops.blocks import attend_rows, choose_positions, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
 from .base import Method, Traffic, check_whole
+from .sparq import covered_mass
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,20 +25,26 @@ class TopK(Method[Full]):
 
     oracle: an upper bound, not a method one could use: the selection is free, and the softmax is over the chosen
     positions. Reads 2kD + 2D elements.
+    mean_value: add the mean of all values times the scores' mass that the k values do not have (SparQ eq. 6). It has no
+    kernel.
     """
 
     k: int
     oracle: bool = False
+    mean_value: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("k", self.k, 1)
-        if not isinstance(self.oracle, bool):
-            raise ValueError(f"oracle = {self.oracle!r} must be True or False")
+        for name, value in (("oracle", self.oracle), ("mean_value", self.mean_value)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} = {value!r} must be True or False")
+        if self.oracle and self.mean_value:
+            raise ValueError("mean_value = True belongs to exact scores; the oracle divides by the chosen mass instead")
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
-        """An empty store of every token."""
-        return Full(shape, dtype, device, kv=self.kv)
+        """An empty store of every token, with the mean of the values if this setting uses it."""
+        return Full(shape, dtype, device, mean=self.mean_value, kv=self.kv)
 
     def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Rank by the softmax weights summed over the group, and attend to the k best and the current token."""
@@ -49,20 +59,31 @@ class TopK(Method[Full]):
             y, _ = attend_rows(x, keys, values, valid, **softmax)
             return y.masked_fill(weights[..., :1].isnan(), torch.nan).to(q.dtype)
         top = take(weights, index).masked_fill(~valid[:, :, None], 0)
-        return (top @ store.read_values(index, valid)).to(q.dtype)
+        y = top @ store.read_values(index, valid)
+        if self.mean_value:
+            y = y + (1 - covered_mass(weights, index, valid, softmax.get("sinks"))) * store.read_mean()[:, :, None]
+        return y.to(q.dtype)
 
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
+        assert not self.mean_value
         return kernels.top_k(store, q, token, k=self.k, oracle=self.oracle, **softmax)
 
+    def uses_kernel(self, backend: str | None = None) -> bool:
+        """Whether this setting has a kernel, in this backend or in any: kernels give no mass to the mean value."""
+        return not self.mean_value and super().uses_kernel(backend)
+
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Count ND + kD + 2D elements; for the oracle 2kD + 2D."""
+        """Count ND + kD + 2D elements, for the oracle 2kD + 2D; the mean value adds 2D in float32."""
         k = min(self.k, n)
         rows = 2 + (2 * k if self.oracle else n + k)
-        return Traffic.of(shape.B * shape.H, rows * shape.D, *self.row_format(shape.D).traffic(rows, dtype))
+        mean = 2 * shape.D if self.mean_value else 0
+        parts = [*self.row_format(shape.D).traffic(rows, dtype), (mean, 4)]
+        return Traffic.of(shape.B * shape.H, rows * shape.D + mean, *parts)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        """The bytes of K and V: 2ND elements per KV head."""
-        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype)
+        """The bytes of K and V, 2ND elements per KV head, and of the mean value."""
+        mean = 4 * shape.B * shape.H * shape.D if self.mean_value else 0
+        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype) + mean

@@ -115,8 +115,9 @@ def _warn_of_head_size(name: str, head_size: int, largest: int) -> None:
 def graphable(store: Store) -> bool:
     """Whether a CUDA graph can hold a step of this store: all that its kernels need is on the device.
 
-    Where keys are turned before a step, the host says how far: such a step is launched, and not replayed.
+    Where keys are turned before a step, the host says how far, and slots that grow move to other memory: such steps are
+    launched, and not replayed.
     """
     kernels = kernels_for(store.device, store.shape.D)
-    turns_keys = isinstance(store, Slots) and store.fixed_k is not None
-    return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu" and not turns_keys
+    needs_host = isinstance(store, Slots) and (store.fixed_k is not None or store.grows)
+    return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu" and not needs_host

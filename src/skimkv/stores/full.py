@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .base import Part, Shape, Store, compute_dtype
+from .base import Part, Shape, Store, compute_dtype, map_tensors
 from .memory import empty
+from .pages import PageBounds
 from .quantise import BITS, GROUP, dequantise_channels, encode_channels, put_codes, quantise_channels, round_up
 
 KeyOrValue = Literal["k", "v"]
@@ -52,6 +53,7 @@ class Full(Store):
     group_means: keep the mean of every channel over every closed group too, in the type of the cache, and code the open
     group by the scale of the group before it, so that a step reads the open group's codes and not its tail. It needs a
     quantised index.
+    page: keep the bounds of the keys of every page of so many tokens (see PageBounds).
     rows_read (B,2) int64: rows of K and of V that the last step of a method read in all KV heads, where the method
     reads as many as the data ask for; such a method sets them, and they are None before its first step.
     """
@@ -68,6 +70,7 @@ class Full(Store):
         projection: Tensor | None = None,
         kv: str | None = None,
         group_means: bool = False,
+        page: int | None = None,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         B, H, _, D = shape
@@ -80,8 +83,14 @@ class Full(Store):
         self.v_mean = torch.zeros(B, H, D, device=self.device) if mean else None
         assert self.bits or not group_means
         self.group_means = group_means
+        self.pages = None if page is None else PageBounds(page, shape, dtype, self.device)
         self.rows_read: Tensor | None = None
         self.shared_tokens = 0  # positions before this one may be other stores' memory too
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether this store keeps something that no kernel writes: then `append` puts tokens into it."""
+        return self.group_means or self.pages is not None
 
     def reserve(self, n: int = 1) -> None:
         """Make room for n more tokens in every row: one more chunk, of at least an eighth of the rest, if needed."""
@@ -121,6 +130,8 @@ class Full(Store):
         self.count_rows(2 * k.shape[0] * k.shape[1] * n)
         if self.channels != "none":
             self._append_index(rows, start, self.row_format.decode(stored[0], self.dtype))
+        if self.pages is not None:
+            self.count(self.pages.append(rows, start, self.row_format.decode(stored[0], self.dtype)), k.element_size())
         if self.v_mean is not None and n:
             v, mean = self.row_format.decode(stored[1], self.dtype), self.v_mean[rows]
             mean += (v.float().sum(2) - n * mean) / (start + n)
@@ -203,6 +214,8 @@ class Full(Store):
             k, v = (self._stored(name, rows, start, min(start + FILL_BLOCK, n)) for name in BOTH)
             if self.channels != "none":
                 self._append_index(rows, start, self.row_format.decode(k, self.dtype))
+            if self.pages is not None:
+                self.pages.append(rows, start, self.row_format.decode(k, self.dtype))
             if self.v_mean is not None:
                 self.v_mean += self.row_format.decode(v, self.dtype).float().sum(2) / n
         self._lengths = [n] * self.shape.B
@@ -314,6 +327,21 @@ class Full(Store):
                 self.count(H * self.R, 4)
         return steps
 
+    def read_page_bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Read the bounds of the pages before the current token's: low and high (B,H,P,D), and closed (B,1,P) bool.
+
+        closed is False where a row has fewer such pages; the bounds are zero there.
+        """
+        assert self.pages is not None
+        counts = [(n - 1) // self.pages.page for n in self._lengths]
+        closed = torch.arange(max(counts), device=self.device) < torch.tensor(counts, device=self.device)[:, None, None]
+        self.count(2 * sum(counts) * self.shape.H * self.shape.D, self.dtype.itemsize)
+        low, high = (
+            t[:, :, : max(counts)].to(compute_dtype(self.dtype)).masked_fill(~closed[..., None], 0)
+            for t in (self.pages.low, self.pages.high)
+        )
+        return low, high, closed
+
     def _count_bits(self, elements: int, bits: int) -> None:
         self.elements += elements
         self.bytes += -(-elements * bits // 8)
@@ -360,6 +388,7 @@ class Full(Store):
         twin.tail, twin.v_mean, twin.rows_read = (
             t if t is None else expanded(t).clone() for t in (self.tail, self.v_mean, self.rows_read)
         )
+        twin.pages = map_tensors(self.pages, lambda t: expanded(t).clone())
         return twin
 
     def _cut(self, c: Chunk, there: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -385,6 +414,9 @@ class Full(Store):
             if self.v_mean is not None and n:
                 dropped = self.row_format.decode(self._stored("v", row, now, was), self.dtype).float().sum(2)
                 self.v_mean[row] = (self.v_mean[row] * was - dropped) / now if now else 0
+            if self.pages is not None and n:
+                opened = now // self.pages.page * self.pages.page
+                self.pages.reopen(row, now, self.row_format.decode(self._stored("k", row, opened, now), self.dtype))
             start = now // GROUP * GROUP
             if self.tail is not None and start < was // GROUP * GROUP and now > start:
                 # the group is open again: its keys before quantisation are still in k
@@ -396,8 +428,10 @@ class Full(Store):
 
     @property
     def nbytes(self) -> int:
-        """Live bytes: rows of K and V, the index, its scales and its open group, v_mean and the projection."""
-        H, size, total = self.shape.H, self.dtype.itemsize, 0
+        """Live bytes: rows of K and V, the index, its scales and its open group, bounds of pages, v_mean and the
+        projection."""
+        H, size = self.shape.H, self.dtype.itemsize
+        total = 0 if self.pages is None else self.pages.nbytes(self._lengths)
         for n in self._lengths:
             total += self.row_format.nbytes(2 * n * H, self.dtype)
             if self.bits:

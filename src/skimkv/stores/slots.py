@@ -12,6 +12,8 @@ from .base import Shape, Store, compute_dtype
 from .memory import empty
 from .rotation import KeyRotation
 
+ROOM = 128  # least number of slots that a store which grows allocates ahead
+
 
 class Slots(Store):
     """A budget of C tokens per KV head; a new token overwrites the slot of a dropped one, and nothing else moves.
@@ -23,6 +25,8 @@ class Slots(Store):
     keys as they came.
     With `scored`: score (B,H,C) float32, accumulated weights, and pos (B,H,C) int32, original positions; then the
     method says which slot a token takes (`put`).
+    grows: the store has no budget. A method may drop tokens of a prompt (`replace`), and every token after it takes a
+    new slot; where the slots end, they are copied into more memory, by a quarter more.
     """
 
     def __init__(
@@ -36,9 +40,10 @@ class Slots(Store):
         order: Callable[[int], int] | None = None,
         kv: str | None = None,
         moves_fixed: bool = False,
+        grows: bool = False,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
-        self.capacity, self.fixed, self.order = capacity, fixed, order
+        self.capacity, self.fixed, self.order, self.grows = capacity, fixed, order, grows
         self.rotation: KeyRotation | None = None
         self._filled, self._budget = [0] * shape.B, [capacity] * shape.B
         width, stored = self.row_format.width, self.row_format.storage_dtype(dtype)
@@ -66,9 +71,13 @@ class Slots(Store):
     def reserve(self, n: int = 1) -> None:
         """Allocate the slots: once before the first token, and again when a prompt raises the budget.
 
-        Raises ValueError if memory does not suffice.
+        A store that grows makes room for n more tokens in every row. Raises ValueError if memory does not suffice.
         """
         B, H, _, _ = self.shape
+        needed = max(self._filled) + n
+        if self.grows and needed > self.capacity:
+            self.capacity = needed + max(ROOM, needed // 4)
+            self._budget = [self.capacity] * B
         old, capacity = self.k.shape[2], self.capacity
         if capacity <= old:
             return
@@ -86,8 +95,12 @@ class Slots(Store):
             if new is not None and was is not None:
                 new[:, :, :old] = was
 
+    def next_slots(self) -> list[int]:
+        """The slot that the next token of every row takes in a store without scores."""
+        return list(self._filled) if self.grows else [self.slot_of(n) for n in self._lengths]
+
     def slot_of(self, p: int) -> int:
-        """The slot that token p takes in a store without scores."""
+        """The slot that token p takes in a store whose slots are a ring or have an order."""
         if self.order is not None:
             return self.order(p)
         C, fixed = self.capacity, self.fixed
@@ -95,6 +108,9 @@ class Slots(Store):
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Put each token into its slot; tokens that a later one of the block would overwrite are skipped."""
+        if self.grows:
+            self._extend(rows, k, v)
+            return
         self.reserve()
         end, ring = start + k.shape[2], self.capacity - self.fixed
         stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
@@ -105,6 +121,16 @@ class Slots(Store):
         self._keep_fixed(rows, range(start, min(end, self.fixed)))
         for b in range(rows.start, rows.stop):
             self._filled[b] = min(end, self.capacity)
+
+    def _extend(self, rows: slice, k: Tensor, v: Tensor) -> None:
+        """Put each token into a new slot."""
+        n = k.shape[2]
+        self.reserve(n)
+        for i, b in enumerate(range(rows.start, rows.stop)):
+            at = slice(self._filled[b], self._filled[b] + n)
+            self.k[b, :, at], self.v[b, :, at] = (self.row_format.encode(x[i]) for x in (k, v))
+            self._filled[b] += n
+        self.count_rows(2 * k.shape[0] * k.shape[1] * n)
 
     def _keep_fixed(self, rows: slice, slots: range) -> None:
         """Keep the keys that were just put into these of the fixed slots as they are."""
@@ -148,6 +174,18 @@ class Slots(Store):
         lengths, filled = mark
         self._lengths, self._filled = list(lengths), list(filled)
 
+    @property
+    def traffic_depends_on_data(self) -> bool:
+        """Whether a step's traffic depends on how many tokens were dropped with the prompt; see `observed`."""
+        return self.grows
+
+    def observed(self, row: int | None = None) -> dict[str, int]:
+        """How many tokens a store that grows has dropped, of one row of the batch or of all; else nothing."""
+        if not self.grows:
+            return {}
+        dropped = [n - c for n, c in zip(self._lengths, self._filled, strict=True)]
+        return {"dropped": sum(dropped) if row is None else dropped[row]}
+
     def stored(self, b: int, slots: Sequence[int] | None = None) -> list[Tensor]:
         """What these slots of row b hold, all in use by default, not counted: stored rows of K and V (H,m,width), and
         score and pos (H,m) where there are scores."""
@@ -179,15 +217,17 @@ class Slots(Store):
         self.count(self._budget[b] * self.shape.H, 4)
         return self.pos[b]
 
-    def put(self, slot: Tensor, keep: Tensor | None, k: Tensor, v: Tensor, weight: Tensor) -> None:
-        """Put the current token, k and v (B,H,D), with its weight (B,H) as score, into slot (B,H).
+    def put(self, slot: Tensor, keep: Tensor | None, k: Tensor, v: Tensor, weight: Tensor | None = None) -> None:
+        """Put the current token, k and v (B,H,D), into slot (B,H), with its weight (B,H) as score where there are any.
 
         Where `keep` (B,H) bool is true, the slot keeps what it holds and the current token is dropped.
         """
-        assert self.score is not None and self.pos is not None
-        position = torch.tensor(self._lengths, dtype=torch.int32, device=slot.device)[:, None].expand_as(slot)
-        current = (self.row_format.encode(k), self.row_format.encode(v), weight.to(self.score.dtype), position)
-        for tensor, new in zip((self.k, self.v, self.score, self.pos), current, strict=True):
+        targets = [(self.k, self.row_format.encode(k)), (self.v, self.row_format.encode(v))]
+        if self.score is not None:
+            assert weight is not None and self.pos is not None
+            position = torch.tensor(self._lengths, dtype=torch.int32, device=slot.device)[:, None].expand_as(slot)
+            targets += [(self.score, weight.to(self.score.dtype)), (self.pos, position)]
+        for tensor, new in targets:
             column = (*slot.shape, *[1] * (new.ndim - 1))
             x = new[:, :, None]
             at = slot.reshape(column).expand_as(x)

@@ -46,11 +46,14 @@ class CpuKernels:
             self._append_to_clusters(store, k.contiguous(), v.contiguous())
             return
         assert isinstance(store, Full | Slots)
+        if isinstance(store, Full) and store.needs_torch:
+            store.append_token(k, v)
+            return
         store.reserve()
         view = view_of(store, store.lengths if isinstance(store, Full) else store.filled)
         tokens = view.tokens
         if isinstance(store, Slots):
-            view.slots[:] = [store.slot_of(n) for n in store.lengths]
+            view.slots[:] = [*store.next_slots()]
             tokens.at = ctypes.addressof(view.slots)
         tokens.k, tokens.v = k.data_ptr(), v.data_ptr()
         tokens.k_b, tokens.k_h, _ = k.stride()
@@ -124,7 +127,7 @@ class CpuKernels:
         """Attention over the slots in use and the current token, which then takes its slot."""
         store.reserve()
         view = view_of(store, store.filled)
-        view.slots[:] = [store.slot_of(n) for n in store.lengths]
+        view.slots[:] = [*store.next_slots()]
         return _step_slots(store, view, q, token, **softmax)
 
     def scored_slots(

@@ -88,7 +88,7 @@ class GpuKernels:
         """Put one token per row into the store: k, v (B,H,D)."""
         B, H, _, D = store.shape
         validate(store, k=(k, (B, H, D)), v=(v, (B, H, D)))
-        if isinstance(store, Full):
+        if isinstance(store, Full) and not store.needs_torch:
             self._append_to_pages(store, k, v)
         elif isinstance(store, Clusters):
             self._append_to_clusters(store, k, v)
@@ -170,7 +170,7 @@ class GpuKernels:
     def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the slots in use and to the current token, then put it into its slot. It reads 2CD per KV head.
 
-        For stores without scores: rings, and stores with an order.
+        For stores without scores: rings, stores with an order, and stores that grow.
         """
         if store.score is not None:
             raise ValueError("the store has scores; a ring has none")
@@ -211,7 +211,7 @@ class GpuKernels:
         slots_kernel[B * H, count](
             query, slots, _token_rows(k, v), _splits(store, count),
             **_sizes(store, q), **_variants(query), SP=pad(count, 2), SCORED=store.score is not None,
-            ORDERED=store.order is not None, BLOCK=block, TILE=settings.tile, STAGES=settings.stages,
+            ORDERED=store.order is not None, GROWS=store.grows, BLOCK=block, TILE=settings.tile, STAGES=settings.stages,
             num_warps=settings.warps,
         )  # fmt: skip
         device.advance(store)

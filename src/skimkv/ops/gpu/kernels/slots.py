@@ -61,14 +61,15 @@ def add_scores(slots, bh, head, G, filled, reference, total, TILE: tl.constexpr)
 def slots_kernel(
     query, slots, token, splits,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, SCORED: tl.constexpr, ORDERED: tl.constexpr, GROWS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the slots and put the token into one; 2CD elements are read per KV head.
 
     Scores take the mean of the weights over the group.
 
-    SCORED: the slot is a free one or the victim's. ORDERED: slots.order says it; else the slots are a ring.
+    SCORED: the slot is a free one or the victim's. ORDERED: slots.order says it. GROWS: it is a new one.
+    Else the slots are a ring.
     Grid (B*H, splits).
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -125,6 +126,9 @@ def slots_kernel(
                 recent = tl.load(slots.limits + slots.B + b)
                 lowest, slot = find_victim(slots, bh, n, recent, TILE)
                 dropped = (recent == 0) & (weight < lowest)  # alg. 1 drops one of S and i, here perhaps i itself
+        elif GROWS:
+            slot = filled
+            filled += 1
         else:
             if ORDERED:
                 slot = tl.load(slots.order + n)
