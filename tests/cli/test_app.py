@@ -102,7 +102,7 @@ AT_THE_DOOR = [
     ("generate --prompt x --dtype float23", "unknown dtype 'float23'"),
     ("generate --prompt x --method SparQ(r=32", "a closing parenthesis is missing"),
     ("generate --prompt x --method SparQ(r=32,k=128,channels=int8)", "put quotes around it: channels='int8'"),
-    ("generate --prompt x --method SnapKV(k=64)", "unknown method 'SnapKV'"),
+    ("generate --prompt x --method PyramidKV(k=64)", "unknown method 'PyramidKV'"),
     ("eval --task lines --method SparQ(r=8,kk=16)", "no argument 'kk'; did you mean k?"),
     ("bench attention --method SparK(r=8,k=16)", "did you mean SparQ?"),
     ("generate --prompt x --method SparQ(r=0,k=1)", "r = 0 must be an integer of at least 1"),

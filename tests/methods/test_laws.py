@@ -26,7 +26,7 @@ def test_law(law, spec, backend):
 def test_nothing_but_the_budget_is_allocated(spec):
     method, shape = parse(spec), Shape(2, 2, 2, 16)
     store = prompt(method, Sequences.random(shape, 35))
-    if isinstance(store, Slots):
+    if isinstance(store, Slots) and not store.grows:
         assert store.allocated <= method.bound(35, shape, torch.float32)
     else:
         assert store.allocated >= store.nbytes
@@ -156,7 +156,7 @@ def test_stream_is_near_dense():
     assert 4 < error[0] / error[1] < 16  # sqrt(4096 / 64) = 8
 
 
-@pytest.mark.parametrize("spec", [s for s in SMALL if not s.startswith(("H2O", "SubGen"))])
+@pytest.mark.parametrize("spec", [s for s in SMALL if not s.startswith(("H2O", "SnapKV", "SubGen", "TOVA"))])
 def test_padding_over_several_prompt_blocks(spec, backend):
     """Not the methods that drop tokens between blocks: there the cut of the prompt is part of the method."""
     method, shape, pad = parse(spec), Shape(2, 2, 2, 16), 60

@@ -17,8 +17,11 @@ from skimkv.methods import (
     Dense,
     LMInfinite,
     LowRank,
+    Quest,
     Skim,
+    SnapKV,
     SparQ,
+    StreamingLLM,
     SubGen,
     SubGenStream,
     TopK,
@@ -145,9 +148,9 @@ def test_what_is_no_spec(spec, says):
         ("SparQ(r=1, k=1, local=null)", "write local=None"),
         ("TopK(k=n)", "write a number"),
         ("SparQ(r=32, k=128", "a closing parenthesis is missing"),
-        ("SnapKV(k=512)", "unknown method 'SnapKV': skimkv does not have it; H2O"),
-        ("snap_kv(k=512)", "unknown method 'SnapKV'"),
-        ("StreamingLLM(k=512)", "LMInfinite\\(k=512, initial=4, positions='cache'\\) here"),
+        ("PyramidKV(k=512)", "unknown method 'PyramidKV': skimkv does not have it; SnapKV"),
+        ("pyramid_kv(k=512)", "unknown method 'PyramidKV'"),
+        ("SinkCache(k=512)", "it is StreamingLLM\\(k=512\\) here"),
     ],
 )
 def test_a_message_says_what_to_write(spec, says):
@@ -224,9 +227,13 @@ def test_every_name_is_known():
 
 
 WHOLE = [(SparQ, "r"), (SparQ, "k"), (TopK, "k"), (LowRank, "r"), (LowRank, "k"), (LMInfinite, "k"), (H2O, "k")]
+WHOLE += [(StreamingLLM, "k"), (SnapKV, "pool"), (Quest, "page"), (Quest, "k")]
 WHOLE += [(SubGen, "k"), (SubGen, "recent"), (Skim, "k"), (SubGenStream, "t"), (SubGenStream, "s")]
 GOOD = {SparQ: {"r": 2, "k": 4}, TopK: {"k": 4}, LowRank: {"r": 2, "k": 4}, LMInfinite: {"k": 4, "initial": 0}}
 GOOD |= {
+    StreamingLLM: {"k": 4, "sinks": 0},
+    SnapKV: {"k": 4},
+    Quest: {"page": 1, "k": 4},
     Skim: {},
     H2O: {"k": 4, "local": 0},
     SubGen: {"k": 2, "recent": 2},
@@ -253,6 +260,17 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("SparQ(r=1, k=4, temperature='hot')", "coverage"),
         ("SparQ(r=1, k=4, channels='int2')", "int4"),
         ("TopK(k=1, oracle=1)", "oracle"),
+        ("TopK(k=1, mean_value=1)", "mean_value"),
+        ("TopK(k=1, oracle=True, mean_value=True)", "mean_value = True belongs to exact scores"),
+        ("Quest(page=16, k=8)", "k = 8 must be an integer of at least 16"),
+        ("StreamingLLM(k=4)", "sinks.*3"),
+        ("SnapKV(k=8, window=9)", "window = 9 must be at most 8"),
+        ("SnapKV(k=8, window=0)", "window"),
+        ("SnapKV(k=8, pool=2)", "pool = 2 must be odd"),
+        ("SnapKV(k=0.0)", "k"),
+        ("SnapKV(k=True)", "k"),
+        ("TOVA(k=1.5)", "k"),
+        ("TOVA(k=0)", "k"),
         ("LMInfinite(k=16)", "initial.*15"),
         ("LMInfinite(k=3, initial=-1)", "initial"),
         ("LMInfinite(k=20, positions='page')", "positions = 'page' must be 'text' or 'cache'"),
@@ -261,6 +279,7 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("H2O(k=0.2, local=0.3)", "local"),
         ("H2O(k=0.2, local=1)", "local"),
         ("H2O(k=1.5)", "k"),
+        ("H2O(k=4, score='max')", "score = 'max' must be one of sum, mean"),
         ("H2O(k=0.0)", "k"),
         ("LowRank(r=1, k=1, seed=-1)", "seed"),
         ("LowRank(r=1, k=1, seed=True)", "seed"),

@@ -336,10 +336,8 @@ class Full(Store):
         counts = [(n - 1) // self.pages.page for n in self._lengths]
         closed = torch.arange(max(counts), device=self.device) < torch.tensor(counts, device=self.device)[:, None, None]
         self.count(2 * sum(counts) * self.shape.H * self.shape.D, self.dtype.itemsize)
-        low, high = (
-            t[:, :, : max(counts)].to(compute_dtype(self.dtype)).masked_fill(~closed[..., None], 0)
-            for t in (self.pages.low, self.pages.high)
-        )
+        bounds = self.pages.first(max(counts)).to(compute_dtype(self.dtype))
+        low, high = bounds.masked_fill(~closed[:, :, None, :, None], 0).unbind(2)
         return low, high, closed
 
     def _count_bits(self, elements: int, bits: int) -> None:

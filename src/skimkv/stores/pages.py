@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,13 @@ from .base import Part, Shape
 class PageBounds(Part):
     """Bounds of the keys of pages: page p has the tokens p * page .. (p + 1) * page - 1 of a row.
 
-    low, high (B,H,P,D) in the type of the cache. The last page of a row may be open; its bounds are those so far.
+    bounds: pieces (B,H,2,pages of the piece,D) in the type of the cache, the smallest keys and then the largest. Pieces
+    are never moved; growth allocates an eighth more. The last page of a row may be open; its bounds are those so far.
     """
 
     def __init__(self, page: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.page = page
-        self.low = self.high = torch.empty(shape.B, shape.H, 0, shape.D, dtype=dtype, device=device)
+        self.bounds = [torch.empty(shape.B, shape.H, 2, 0, shape.D, dtype=dtype, device=device)]
 
     def append(self, rows: slice, start: int, k: Tensor) -> int:
         """Take keys k (b,H,n,D), at positions start .. start+n-1 of these rows.
@@ -34,30 +35,44 @@ class PageBounds(Part):
         self._make_room(last)
         around = (0, 0, before, last * self.page - end)
         low, high = (F.pad(k, around, value=fill).unflatten(2, (-1, self.page)) for fill in (torch.inf, -torch.inf))
-        low, high = low.amin(3), high.amax(3)
-        if before:
-            low[:, :, 0] = torch.minimum(low[:, :, 0], self.low[rows, :, first])
-            high[:, :, 0] = torch.maximum(high[:, :, 0], self.high[rows, :, first])
-        self.low[rows, :, first:last], self.high[rows, :, first:last] = low, high
-        read = 2 * low[:, :, 0].numel() if before else 0
-        return 2 * low.numel() + read
+        new = torch.stack([low.amin(3), high.amax(3)], 2)  # (b,H,2,pages,D)
+        read = 0
+        for piece, there, here in self._spans(first, last):
+            if here.start == 0 and before:
+                was = piece[rows, :, :, there.start]
+                new[:, :, 0, 0] = torch.minimum(new[:, :, 0, 0], was[:, :, 0])
+                new[:, :, 1, 0] = torch.maximum(new[:, :, 1, 0], was[:, :, 1])
+                read = was.numel()
+            piece[rows, :, :, there] = new[:, :, :, here]
+        return new.numel() + read
 
     def _make_room(self, pages: int) -> None:
-        """Allocate bounds for so many pages, an eighth more than there were at least."""
-        have = self.low.shape[2]
+        have = sum(piece.shape[3] for piece in self.bounds)
         if pages > have:
-            more = (0, 0, 0, max(pages - have, have // 8, 1))
-            self.low, self.high = F.pad(self.low, more), F.pad(self.high, more)
+            B, H, _, _, D = self.bounds[0].shape
+            self.bounds.append(self.bounds[0].new_zeros(B, H, 2, max(pages - have, have // 8), D))
+
+    def _spans(self, first: int, last: int) -> Iterator[tuple[Tensor, slice, slice]]:
+        """The pieces that hold pages first .. last-1: (piece, pages in it, pages counted from first)."""
+        start = 0
+        for piece in self.bounds:
+            stop = start + piece.shape[3]
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                yield piece, slice(a - start, b - start), slice(a - first, b - first)
+            start = stop
+
+    def first(self, pages: int) -> Tensor:
+        """The bounds of the first pages: (B,H,2,pages,D)."""
+        return torch.cat([self.bounds[0], *(piece[:, :, :, there] for piece, there, _ in self._spans(0, pages))], 3)
 
     def reopen(self, row: slice, n: int, k: Tensor) -> None:
         """Forget all but the first n tokens of a row, of which the open page has the keys k (1,H,n % page,D)."""
         if k.shape[2]:
-            page = n // self.page
-            self.low[row, :, page], self.high[row, :, page] = k.amin(2), k.amax(2)
+            for piece, there, _ in self._spans(n // self.page, n // self.page + 1):
+                piece[row, :, :, there] = torch.stack([k.amin(2), k.amax(2)], 2)[:, :, :, None]
 
     def nbytes(self, lengths: Sequence[int]) -> int:
         """The bytes of the bounds of rows with so many tokens."""
-        _, H, _, D = self.low.shape
-        pages: int = sum(-(-n // self.page) for n in lengths)
-        size: int = self.low.element_size()
-        return pages * H * 2 * D * size
+        _, H, _, _, D = self.bounds[0].shape
+        return sum(-(-n // self.page) for n in lengths) * H * 2 * D * self.bounds[0].dtype.itemsize
