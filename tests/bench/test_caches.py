@@ -28,8 +28,18 @@ def test_a_filled_store_equals_a_real_prompt(spec):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("spec", "kept"), [("H2O(k=64)", 64), ("H2O(k=0.1)", 140), ("H2O(k=5000)", 1400)])
-def test_scored_slots_are_filled_to_their_budget(spec, kept):
+@pytest.mark.parametrize(
+    ("spec", "kept"),
+    [
+        ("H2O(k=64)", 64),
+        ("H2O(k=0.1)", 140),
+        ("H2O(k=5000)", 1400),
+        ("SnapKV(k=64)", 64),
+        ("SnapKV(k=0.1)", 140),
+        ("TOVA(k=64)", 64),
+    ],
+)
+def test_chosen_slots_are_filled_to_their_budget(spec, kept):
     method, n = parse(spec), 1400
     store = filled_store(method, random_store(SHAPE, torch.float32, n))
     assert store.lengths == [n]

@@ -67,6 +67,18 @@ def test_the_matched_sweep_runs_sparq_with_and_without_the_mean_value():
     assert beside == with_mean, "each form stands beside the other"
 
 
+def test_the_matched_sweep_leaves_out_what_the_model_cannot_do(monkeypatch):
+    """A model without rotary embeddings: no method can count positions in the cache."""
+
+    def refuse(model):
+        raise ValueError("no rotary embeddings")
+
+    monkeypatch.setattr("skimkv.eval.plan.key_rotations", refuse)
+    matched, notes = matched_to(*small_job("record(lines=60, asked=1)", specs=(), limit=1))
+    assert not any(isinstance(method, skimkv.StreamingLLM) for method in matched)
+    assert sum("StreamingLLM" in note and "no rotary embeddings" in note for note in notes) == 3
+
+
 def test_a_fingerprint_is_of_the_weights():
     model = torch.nn.Linear(30, 40)
     first = fingerprint(model)

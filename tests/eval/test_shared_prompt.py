@@ -15,7 +15,8 @@ from support.tiny_models import family, prompt, tokenizer
 
 SPECS = [
     "Dense()", "SparQ(r=4, k=8)", "SparQ(r=4, k=8, channels='int8')", "TopK(k=8)", "LowRank(r=4, k=8)",
-    "LMInfinite(k=8, initial=2)", "H2O(k=8)", "SubGen(k=6, recent=4)", "SubGenStream(delta=1.0, t=2, s=8)",
+    "LMInfinite(k=8, initial=2)", "H2O(k=8)", "SnapKV(k=8)", "TOVA(k=8)",
+    "SubGen(k=6, recent=4)", "SubGenStream(delta=1.0, t=2, s=8)", "Quest(page=4, k=8)",
 ]  # fmt: skip
 
 

@@ -38,6 +38,9 @@ METHODS = [
     "Strided(k=128)",
     "Fixed(k=128)",
     "H2O(k=128)",
+    "Quest(page=16, k=128)",
+    "SnapKV(k=128)",
+    "TOVA(k=128)",
     "SubGen(k=64, recent=128)",
 ]
 

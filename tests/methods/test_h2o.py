@@ -20,10 +20,11 @@ pytestmark = pytest.mark.usefixtures("backend")
 class Quadratic:
     """One KV head: every score of every query, kept as dictionaries by position. q (G,n,D), k and v (n,D) float64."""
 
-    def __init__(self, k, v, budget, local, scale, softcap=None, sinks=None):
+    def __init__(self, k, v, budget, local, scale, softcap=None, sinks=None, mean=False):
         self.k, self.v, self.budget, self.local, self.scale, self.softcap = k, v, budget, local, scale, softcap
         self.sinks = np.full(1, -np.inf) if sinks is None else sinks
         self.score: dict[int, float] = {}
+        self.mean = mean
 
     def weights(self, q, positions):
         """softmax over the positions, (G,m)."""
@@ -35,7 +36,7 @@ class Quadratic:
         """Down to the budget: the lowest score outside the `local` most recent of 0 .. now."""
         while len(self.score) > self.budget:
             old = [p for p in self.score if p <= now - self.local]
-            del self.score[min(old, key=lambda p: self.score[p])]
+            del self.score[min(old, key=lambda p: self.score[p] / (now + 1 - p if self.mean else 1))]
 
     def block(self, q, start, stop):
         """Add up the causal attention matrix over what is held and the block, mean over the group; then evict."""
@@ -76,6 +77,8 @@ def held(store, b, h):
         (H2O(k=3), [3, 3, 3], [0, 0, 0]),
         (H2O(k=0.25), [10, 6, 1], [5, 3, 1]),  # of prompts of 40, 24, 4: half heavy and half recent
         (H2O(k=0.5, local=0.125), [20, 12, 2], [5, 3, 1]),
+        (H2O(k=12, score="mean"), [12, 12, 12], [3, 3, 3]),
+        (H2O(k=10, local=0, score="mean"), [10, 10, 10], [0, 0, 0]),
         (H2O(k=45), [45, 45, 45], [11, 11, 11]),  # longer than the prompt: fills up, then evicts
     ],
     ids=repr,
@@ -97,7 +100,7 @@ def test_agrees_with_quadratic_recomputation(method, budgets, locals_, G, softca
         for h in range(H):
             Q, K, V = (x[b, h, ..., pad[b] :, :].double().numpy() for x in (q, k, v))
             own = None if sinks is None else options["sinks"][h].double().numpy()
-            plain = Quadratic(K, V, budgets[b], locals_[b], scale, softcap, own)
+            plain = Quadratic(K, V, budgets[b], locals_[b], scale, softcap, own, method.score == "mean")
             n = prompt - pad[b]
             expected = [plain.block(Q, 0, n)]
             expected += [plain.step(Q[:, i], i)[:, None] for i in range(n, n + steps)]

@@ -33,6 +33,12 @@ def test_oracle_by_hand():
     torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, 0.4, 0, 0.25, 0.1]) / 0.75)
 
 
+def test_equation_6_by_hand():
+    # the quarter that was left out goes to the mean of all values, .2 in every channel
+    y = output(TopK(k=2, mean_value=True), *given([[0.2, 0.4, 0.05, 0.25, 0.1]]))
+    torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, 0.4, 0, 0.25, 0.1]) + 0.25 * 0.2)
+
+
 def test_the_current_token_costs_nothing():
     # its weight is the smallest, and the largest: k positions besides it either way
     for p in ([0.3, 0.3001, 0.3, 0.0999], [0.1, 0.2, 0.1, 0.6]):
@@ -56,6 +62,7 @@ def test_agrees_with_plain_loops_on_ragged_rows(k, softcap):
     q, K, V = torch.randn(B, H, G, D), torch.randn(B, H, N, D), torch.randn(B, H, N, D)
     pad = [3, 0, 37]
     flexgen, oracle = (output(TopK(k, o), q, K, V, pad, scale, softcap) for o in (False, True))
+    equation_6 = output(TopK(k, mean_value=True), q, K, V, pad, scale, softcap)
     for b in range(B):
         for h in range(H):
             keys, values = (x[b, h, pad[b] :].double().numpy() for x in (K, V))
@@ -65,5 +72,8 @@ def test_agrees_with_plain_loops_on_ragged_rows(k, softcap):
             chosen = [*sorted(range(cached), key=lambda n: -s[:, n].sum())[:k], cached]
             y = s[:, chosen] @ values[chosen]
             torch.testing.assert_close(flexgen[b, h].double(), torch.from_numpy(y), atol=1e-5, rtol=0)
-            y /= s[:, chosen].sum(1, keepdims=True)
+            mass = s[:, chosen].sum(1, keepdims=True)
+            mean = torch.from_numpy(y + (1 - mass) * values.mean(0))
+            torch.testing.assert_close(equation_6[b, h].double(), mean, atol=1e-5, rtol=0)
+            y /= mass
             torch.testing.assert_close(oracle[b, h].double(), torch.from_numpy(y), atol=1e-5, rtol=0)

@@ -253,7 +253,7 @@ def test_a_stream_whose_sum_is_missed_stays_finite(dtype, limit):
 
 
 METHODS = ["Dense()", "SparQ(r=8, k=20, channels='int8', mean_value=True)", "H2O(k=24)", "LMInfinite(k=20, initial=3)"]
-METHODS += ["SubGenStream(delta=4.0, t=2, s=8)"]
+METHODS += ["SnapKV(k=24)", "SubGenStream(delta=4.0, t=2, s=8)"]
 METHODS += ["LMInfinite(k=20, initial=3, positions='cache')"]
 SAME_KERNELS = ["SubGen(k=10, recent=8)", "LowRank(r=8, k=20)", "TopK(k=12)", "Strided(k=20)", "Fixed(k=20)"]
 

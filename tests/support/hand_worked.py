@@ -56,6 +56,18 @@ def algorithm1(q, K, V, r, k, local, temperature, mean, scale, softcap=None, K1=
     return y
 
 
+def given_weights(rows):
+    """q, k, v of one head whose query i gives the weights rows[i], in proportion, to the positions it attends to.
+
+    rows[i] has i + 1 positive numbers. k = v = I, q = ln(rows): (1,1,1,n,n) and (1,1,n,n) twice, for scale 1.
+    """
+    n = len(rows)
+    q = torch.zeros(n, n)
+    for i, row in enumerate(rows):
+        q[i, : i + 1] = torch.tensor([float(x) for x in row]).log()
+    return q[None, None, None], torch.eye(n)[None, None], torch.eye(n)[None, None]
+
+
 D = 32  # room for 32 positions
 
 

@@ -45,8 +45,8 @@ def empty_store(method: Method, shape: Shape, dtype: torch.dtype, device: torch.
 def filled_store(method: Method, base: Full, more: int = 1) -> Store:
     """Return the method's store after the tokens of `base`, with room for `more`; K and V are shared where they can be.
 
-    Other stores take the tokens in blocks, as a prompt that is read in pieces. Where a method scores tokens as it reads
-    them the queries are random: which tokens it keeps does not matter to a clock.
+    Other stores take the tokens in blocks, as a prompt that is read in pieces. Where queries choose which tokens stay,
+    they are random: which tokens it keeps does not matter to a clock.
     """
     store = empty_store(method, base.shape, base.dtype, base.device)
     n = max(base.lengths)
@@ -55,11 +55,12 @@ def filled_store(method: Method, base: Full, more: int = 1) -> Store:
         return store
     if isinstance(store, Full):
         store.reserve(n + more)
-    scored = isinstance(store, Slots) and store.score is not None
-    size, (k, v) = SCORED_BLOCK if scored else BLOCK, keys_values(base)
+    # the fixed slots of SubGen may hold any keys: it need not choose its centres
+    chosen = isinstance(store, Slots) and type(method).take is not Method.take and not store.fixed
+    size, (k, v) = SCORED_BLOCK if chosen else BLOCK, keys_values(base)
     for start in range(0, n, size):
         keys, values = (x[:, :, start : start + size] for x in (k, v))
-        if scored:
+        if chosen:
             B, H, G, D = base.shape
             q = torch.randn(B, H, G, keys.shape[2], D, device=k.device).to(k.dtype)
             method.take(store, q, keys, values, scale=D**-0.5)

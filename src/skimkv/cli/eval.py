@@ -45,6 +45,7 @@ class Sweep(str, Enum):
     paper = "paper"
     matched = "matched"
     ablation = "ablation"
+    rivals = "rivals"
 
 
 class Mode(str, Enum):

@@ -258,7 +258,8 @@ def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
         methods.append(method)
         if grouped and isinstance(method, SparQ):
             methods.append(dataclasses.replace(method, mean_value=True))
-    return methods, [f"{note} on {job.task.spec}" for note in left_out]
+    supported, misfits = supported_methods(setup, methods)
+    return supported, [*(f"{note} on {job.task.spec}" for note in left_out), *misfits]
 
 
 @torch.inference_mode()
