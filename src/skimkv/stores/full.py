@@ -87,11 +87,6 @@ class Full(Store):
         self.rows_read: Tensor | None = None
         self.shared_tokens = 0  # positions before this one may be other stores' memory too
 
-    @property
-    def needs_torch(self) -> bool:
-        """Whether this store keeps something that no kernel writes: then `append` puts tokens into it."""
-        return self.group_means or self.pages is not None
-
     def reserve(self, n: int = 1) -> None:
         """Make room for n more tokens in every row: one more chunk, of at least an eighth of the rest, if needed."""
         self._reserve_total(max(self._lengths) + n)

@@ -46,7 +46,7 @@ class CpuKernels:
             self._append_to_clusters(store, k.contiguous(), v.contiguous())
             return
         assert isinstance(store, Full | Slots)
-        if isinstance(store, Full) and store.needs_torch:
+        if isinstance(store, Full) and store.pages is not None:  # no kernel writes the bounds of pages
             store.append_token(k, v)
             return
         store.reserve()

@@ -88,7 +88,7 @@ class GpuKernels:
         """Put one token per row into the store: k, v (B,H,D)."""
         B, H, _, D = store.shape
         validate(store, k=(k, (B, H, D)), v=(v, (B, H, D)))
-        if isinstance(store, Full) and not store.needs_torch:
+        if isinstance(store, Full) and store.pages is None and not store.group_means:
             self._append_to_pages(store, k, v)
         elif isinstance(store, Clusters):
             self._append_to_clusters(store, k, v)
