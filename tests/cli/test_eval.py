@@ -224,3 +224,14 @@ def test_divergences(tmp_path, capsys):
     assert "lower is" in table and f"{sparse['kl_p99']:.3g}" in table
     assert main([*argv[:2], "kl(context=5000)", *argv[3:]]) == 2
     assert "exceed the model's 4096 positions" in capsys.readouterr().err
+
+
+def test_what_stands_where_no_time_is_given(tmp_path, capsys):
+    """A run that counts has no times because it counts, and a run that adds nothing because it adds nothing."""
+    argv = eval_argv(tmp_path / "counted.jsonl", "--count", limit=1)
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "With --count no time is taken" in shown and "were there before" not in shown
+    argv = eval_argv(tmp_path / "timed.jsonl", limit=1)
+    assert main(argv) == 0 and "no time is" not in capsys.readouterr().out
+    assert main(argv) == 0 and "the records were there before" in capsys.readouterr().out

@@ -193,6 +193,24 @@ def test_a_compiled_model_gives_the_same_text() -> None:
     assert not hasattr(model, "_skimkv") or not model._skimkv.stack, "nothing stays attached"
 
 
+def test_a_mistake_after_the_first_token_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import skimkv.eval.generate
+
+    def begin(*arguments: object, **options: object) -> None:
+        """Write a piece of text, as a run whose second token must be compiled."""
+        write = arguments[-1]
+        assert callable(write)
+        write("he")
+        raise ValueError("no working C++ compiler")
+
+    monkeypatch.setattr(skimkv.eval.generate, "run", begin)
+    argv = "generate", "--prompt", "x", "--max-new-tokens", "4"
+    assert run(capsys, *argv) == (2, "he\n", "skimkv: no working C++ compiler\n")
+    assert run(capsys, *argv, "--json") == (2, "", "skimkv: no working C++ compiler\n")
+
+
 @pytest.mark.slow  # inductor compiles with a C++ compiler
 def test_compile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

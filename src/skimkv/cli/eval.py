@@ -165,7 +165,7 @@ def evaluate(
         output.print_json({"rows": [row.json() for row in rows], "out": str(out), "machine": machine})
         return 0
     output.console(170 if any(row.tail is not None for row in rows) else 130).print(_table(rows, machine))
-    for line in (*_notes(rows), f"{len(records)} records in {out}"):
+    for line in (*_notes(rows, count), f"{len(records)} records in {out}"):
         output.console().print(line, soft_wrap=True, markup=False)
     return 0
 
@@ -190,14 +190,16 @@ def _machine_name(place: torch.device) -> str:
         return str(place)
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(rows: Sequence[Row], count: bool) -> list[str]:
     """Why cells of the table are empty."""
     from ..eval.statistics import LEAST
 
     notes = []
     if any(row.n < LEAST for row in rows):
         notes.append(f"Fewer than {LEAST} examples give no interval: raise --limit.")
-    if any(row.ms_per_token is None for row in rows):
+    if count:
+        notes.append("With --count no time is taken: the backend that counts is slow.")
+    elif any(row.ms_per_token is None for row in rows):
         notes.append("Where no time is given, this run had no steps to time: the records were there before.")
     return notes
 

@@ -110,10 +110,23 @@ def generate(
         """Generate with this method; without --json the text streams to stdout and its cost goes to stderr."""
         if compare and not as_json:
             print(f"--- {method}")
-        write = _discard if as_json else _write
-        result = generation.run(
-            network, tokenizer, ids, method, max_new_tokens, temperature, seed, write, compile=compile
-        )
+        line = ""  # which the cursor stands on
+
+        def write(text: str) -> None:
+            """Print a piece of the text, unless the text belongs to the JSON object."""
+            nonlocal line
+            if not as_json:
+                print(text, end="", flush=True)
+                line = (line + text).rpartition("\n")[2]
+
+        try:
+            result = generation.run(
+                network, tokenizer, ids, method, max_new_tokens, temperature, seed, write, compile=compile
+            )
+        except Exception:
+            if line:
+                print(flush=True)  # the message on stderr has a line of its own
+            raise
         if as_json:
             return result
         print("" if result.text.endswith("\n") else "\n", end="")
@@ -133,13 +146,6 @@ def generate(
     if as_json:
         output.print_json(answer)
     return fail("interrupted", INTERRUPTED) if interrupted else 0
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _discard(text: str) -> None: ...
 
 
 def _difference(text: str, dense: str, differs_at: int | None) -> str:

@@ -179,6 +179,8 @@ def describe_layers(layers: Sequence[ModelLayer]) -> str:
     what = other_layers(layers)
     if windows := sorted({layer.window for layer in layers if layer.window is not None and not layer.supported}):
         what[0] = f"see only the last {' or '.join(map(str, windows))} tokens"
+    if not decoded:
+        return f"the method decodes none of {total} layers; they {' or '.join(what)} and keep the library's cache"
     return (
         f"the method decodes {decoded} of {total} layers; the others {' or '.join(what)} and keep the library's cache"
     )
