@@ -24,7 +24,8 @@ ROW = {
 METHODS = [
     "SparQ(r=8, k=32)", "SparQ(r=16, k=32)", "SparQ(r=8, k=32, channels='int8', mean_value=True)", "TopK(k=8)",
     "LowRank(r=8, k=16)", "H2O(k=64)", "LMInfinite(k=64)", "SubGen(k=48, recent=16)",
-    "SubGenStream(delta=4.0, t=2, s=16)",
+    "SubGenStream(delta=4.0, t=2, s=16)", "SparQ(r=8, k=32, channels='int4', mean_value=True)", "Skim(k=8)",
+    "TopK(k=8, mean_value=True)", "Quest(page=16, k=32)", "Quest(page=8, k=32)", "SnapKV(k=64)", "TOVA(k=64)",
 ]  # fmt: skip
 
 

@@ -227,6 +227,20 @@ def test_a_step_is_captured_and_replayed(spec, monkeypatch):
     model.to("cpu")
 
 
+@pytest.mark.parametrize("spec", ["Quest(page=4, k=8)", "TOVA(k=12)", "H2O(k=12, score='mean')"])
+def test_a_reference_is_never_captured(spec, monkeypatch):
+    """Its steps ask the host, which a graph cannot: they run one by one."""
+    model, inputs = family("llama"), padded([20, 9])
+    monkeypatch.setattr(compile, "capture", lambda step: pytest.fail("a step was captured"))
+    monkeypatch.setattr(ops, "graphable", lambda store: True)
+    monkeypatch.setattr(compile, "device", FakeDevice())
+    monkeypatch.setattr(cuda_graph, "device", FakeDevice())
+    with skimkv.attach(model, spec, compile="eager"):
+        got = model.generate(**inputs, past_key_values=skimkv.Cache(model, spec), **GREEDY).tolist()
+    expected = model.generate(**inputs, past_key_values=skimkv.Cache(model, spec), **GREEDY).tolist()
+    assert got == expected
+
+
 def test_a_compiler_that_fails_is_one_line():
     """As where PyTorch finds no C++ compiler; the model is usable afterwards."""
 

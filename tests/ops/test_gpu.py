@@ -295,10 +295,10 @@ def compare_a_prompt_and_steps(spec, sinks=None):
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=2e-5)
 
 
-def test_a_graph_holds_no_step_that_turns_keys(monkeypatch):
-    """How far they are turned is a number of the host's: such a step is launched each time."""
+def test_a_graph_holds_no_step_that_turns_keys_or_grows(monkeypatch):
+    """How far keys are turned is the host's number, and slots that grow move: such a step is launched each time."""
     monkeypatch.setattr("skimkv.ops.backends.kernels_for", lambda device, head_size: SimpleNamespace(name="gpu"))
-    specs = "LMInfinite(k=20)", "LMInfinite(k=20, positions='cache')"
-    store, turning = (parse(spec).store(Shape(1, 1, 1, 16), torch.float32) for spec in specs)
-    store.device = turning.device = torch.device("cuda")
-    assert ops.graphable(store) and not ops.graphable(turning)
+    specs = "LMInfinite(k=20)", "LMInfinite(k=20, positions='cache')", "SnapKV(k=20)"
+    store, turning, growing = (parse(spec).store(Shape(1, 1, 1, 16), torch.float32) for spec in specs)
+    store.device = turning.device = growing.device = torch.device("cuda")
+    assert ops.graphable(store) and not ops.graphable(turning) and not ops.graphable(growing)

@@ -109,7 +109,8 @@ def store_kind(method: Method, shape: Shape, dtype: torch.dtype) -> str:
     """Return a name that methods share when they read the same store, which is then made only once."""
     store = method.store(shape._replace(B=1), dtype)
     if isinstance(store, Full) and store.projection is None:
-        return f"{store.channels} {store.v_mean is not None} {method.kv}"
+        page = None if store.pages is None else store.pages.page
+        return f"{store.channels} {store.v_mean is not None} {store.group_means} {page} {method.kv}"
     return repr(method)
 
 

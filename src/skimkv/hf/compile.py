@@ -171,7 +171,8 @@ class CompiledForward:
         replay = self.replay
         if replay is None or not replay.stands(cache, inputs):
             stores: list[Store] = [layer.store for layer in cache.layers]
-            if not all(map(ops.graphable, stores)) or len({store.device for store in stores}) > 1:
+            on_device = cache.method.uses_kernel("gpu") and all(map(ops.graphable, stores))  # a reference asks the host
+            if not on_device or len({store.device for store in stores}) > 1:
                 return self._plain(cache, inputs)
             for store in stores:
                 device.prepare(store)
