@@ -68,7 +68,8 @@ struct Result {
     Bytes cache;
 };
 
-// Appends tokens three times, and then runs dense attention, SparQ and top-k, each without and with a soft cap.
+// Appends tokens three times, and then runs dense attention, SparQ, top-k and with codes of 4 bits Skim, each without
+// and with a soft cap.
 static Result steps(const Case &c) {
     const int H = 2, R = c.D, cap = 1024, r = c.D / 4, top = 24, local = 4, size = size_of(c.dtype);
     state = 7;
@@ -86,6 +87,8 @@ static Result steps(const Case &c) {
     Bytes rows((size_t)(2 * H * cap * row)), index((size_t)(H * R * cap * nibbles / 2));
     Bytes tail((size_t)(H * R * 256 * size));
     Floats scale((size_t)(H * cap / 256 * 2 * R)), mean((size_t)(H * c.D));
+    Bytes means((size_t)(H * cap / 256 * R * size));
+    int64_t rows_read[2] = {};
     int64_t length = 0;
     skimkv_chunk chunk{};
     chunk.cap = cap, chunk.k = rows.data(), chunk.v = rows.data() + H * cap * row;
@@ -96,6 +99,9 @@ static Result steps(const Case &c) {
         chunk.x_h = R * chunk.x_r, chunk.x_b = H * chunk.x_h;
         chunk.scale = scale.data(), chunk.s_r = 1, chunk.s_z = R, chunk.s_g = 2 * R;
         chunk.s_h = cap / 256 * chunk.s_g, chunk.s_b = H * chunk.s_h;
+    }
+    if (c.channels == SKIMKV_INT4) {
+        chunk.means = means.data(), chunk.e_g = R, chunk.e_h = cap / 256 * R, chunk.e_b = H * chunk.e_h;
     }
     skimkv_cache cache{};
     cache.B = 1, cache.H = H, cache.G = c.G, cache.D = c.D, cache.R = R;
@@ -118,8 +124,10 @@ static Result steps(const Case &c) {
     op.cache = &cache, op.dtype = c.dtype, op.scale = 1 / std::sqrt((float)c.D), op.r = r, op.k = top, op.local = local;
     op.q_g = op.y_g = c.D, op.q_h = op.y_h = c.G * c.D, op.q_b = op.y_b = H * c.G * c.D, op.n_h = (int64_t)c.n * c.D;
     const unsigned char *last_k = k.data() + (c.n - 1) * c.D * size, *last_v = v.data() + (c.n - 1) * c.D * size;
-    for (int method : {SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_TOPK})
+    op.rows_read = rows_read;
+    for (int method : {SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_TOPK, SKIMKV_SKIM})
         for (float softcap : {0.f, 3.f}) {
+            if (method == SKIMKV_SKIM && c.channels != SKIMKV_INT4) continue;
             const bool fresh = method == SKIMKV_DENSE && softcap == 0;  // the first step appends the last token
             op.method = method, op.softcap = softcap, op.use_mean = method == SKIMKV_SPARQ;
             op.keep = fresh ? SKIMKV_APPEND : SKIMKV_OUTSIDE;
@@ -130,6 +138,7 @@ static Result steps(const Case &c) {
     result.cache = rows;
     // With quantised rows, a key may be rounded differently before it enters the index.
     if (!c.bits) result.cache.insert(result.cache.end(), index.begin(), index.end());
+    for (int64_t n : rows_read) result.y.push_back((float)n);
     for (float x : mean) result.y.push_back(x / (float)c.n);
     return result;
 }
