@@ -174,7 +174,7 @@ def describe(name: str, method: type[Method]) -> dict[str, Any]:
         "paper": _first_paragraph(inspect.getmodule(method)),
         "store": getattr(store, "__name__", str(store)),
         "reads": _first_paragraph(method),
-        "kernels": ["cpu", "gpu"] if method.has_kernel() else [],
+        "kernels": [kind for kind in ("cpu", "gpu") if method.has_kernel(kind)],
     }
 
 
