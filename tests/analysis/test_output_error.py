@@ -10,6 +10,7 @@ from skimkv.analysis.output_error import (
     captured_heads,
     decode,
     effective_tokens,
+    index_score_error,
     measure,
     percentile,
     reference,
@@ -100,3 +101,26 @@ def test_synthetic_heads_run_from_sharp_to_diffuse() -> None:
 def test_too_many_steps() -> None:
     with pytest.raises(ValueError, match="steps = 40 must be at least 1 and below the 40 tokens"):
         next(measure([Dense()], [heads()], 40))
+
+
+@pytest.mark.parametrize("r", [4, 16, 64])
+def test_the_score_error_of_an_index_of_gaussian_keys_is_its_closed_form(r: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = torch.randn(64, generator=generator).exp()
+    k = torch.randn(2, 1100, 64, generator=generator) * size + 3 * size
+    q = torch.randn(2, 2, 4, 64, generator=generator)
+    predicted, measured = index_score_error(parse(f"Skim(r={r})"), Heads("synthetic", q, k, k, 0.125), 4)
+    assert predicted.shape == measured.shape == (2, 2, 4)
+    torch.testing.assert_close(predicted, measured, rtol=0.25, atol=0)
+
+
+def test_skim_reports_its_score_error_beside_the_measured_one() -> None:
+    short, made = heads(), synthetic_heads(2, tokens=600)
+    skim, dense = measure([parse("Skim(k=16)"), Dense()], [made], 2)
+    low, median, high = skim.json()["predicted_score_error"]
+    assert 0.5 < low <= median <= high < 2
+    assert "predicted_score_error" not in dense.json()
+    (error,) = measure([parse("Skim(k=4)")], [short], 2)
+    assert "predicted_score_error" not in error.json(), "40 tokens close no group"
+    with pytest.raises(ValueError, match="40 tokens must be at least 256"):
+        index_score_error(parse("Skim(k=4)"), short, 2)

@@ -19,12 +19,18 @@ from .. import ops
 from ..eval.shared_prompt import record_prompt
 from ..methods import Dense
 from ..methods.base import Method
+from ..methods.skim import Skim, estimated_logits
+from ..methods.sparq import top_channels
 from ..stores.base import Shape
+from ..stores.quantise import GROUP, quantise_channels
 from . import statistics
 
 CACHE_DTYPE = torch.bfloat16  # of the measured stores: bytes count as of a cache in 16 bits
 SYNTHETIC_HEADS = 12  # KV heads, from the sharpest to the most diffuse
 SYNTHETIC_TOKENS = 32768
+# Codes of 4 bits divide a channel's range over a group into 15 steps. 256 Gaussian numbers have a range of 5.65
+# standard deviations on average: a channel which is not read has a variance of (15 / 5.65)^2 steps around its mean.
+READ_VARIANCE, UNREAD_VARIANCE = 1 / 12, (15 / 5.65) ** 2
 LEAST_EFFECTIVE = 4  # effective tokens of the sharpest synthetic head; every next head has twice as many
 
 
@@ -62,7 +68,7 @@ class OutputError:
 
     error (heads, steps): one row for each query head. sharp (heads,) bool: whether the head attends to fewer effective
     tokens than the square root of the cached tokens. bytes and dense_bytes are of all heads and steps, as the stores'
-    accessors count them.
+    accessors count them. predicted (heads, steps): for Skim, the closed form of its scores' error over the measured one.
     """
 
     source: str
@@ -71,6 +77,7 @@ class OutputError:
     sharp: Tensor
     bytes: int
     dense_bytes: int
+    predicted: Tensor | None = None
 
     @property
     def share(self) -> float:
@@ -78,7 +85,13 @@ class OutputError:
         return self.bytes / self.dense_bytes
 
     def json(self) -> dict[str, Any]:
-        """Return the figures for --json; `sharp` and `diffuse` are None where there is no such head."""
+        """Return the figures for --json; `sharp` and `diffuse` are None where there is no such head.
+
+        predicted_score_error: the 5th, 50th and 95th percentile of predicted over measured, for Skim only.
+        """
+        of_scores: dict[str, Any] = {}
+        if self.predicted is not None:
+            of_scores["predicted_score_error"] = [percentile(self.predicted, p) for p in (0.05, 0.5, 0.95)]
         return {
             "heads": self.source,
             "method": self.method,
@@ -87,6 +100,7 @@ class OutputError:
             **_summary(self.error),
             "sharp": _summary(self.error[self.sharp]) if self.sharp.any() else None,
             "diffuse": _summary(self.error[~self.sharp]) if not self.sharp.all() else None,
+            **of_scores,
         }
 
 
@@ -121,13 +135,16 @@ def measure(
             raise ValueError(f"steps = {steps} must be at least 1 and below the {heads.k.shape[1]} tokens of the heads")
     references = [reference(heads, steps, dtype) for heads in layers]
     for method in methods:
-        errors, sharp, bytes_read = [], [], 0
+        errors, sharp, bytes_read, predicted = [], [], 0, list[Tensor]()
         for heads, dense in zip(layers, references, strict=True):
             y, count = decode(method, heads, steps, dtype)
             error = (y - dense.y).norm(dim=-1) / dense.norm[:, None]  # (steps,H,G)
             errors.append(error.flatten(1).T)
             sharp.append(dense.effective.flatten() < heads.k.shape[1] ** 0.5)
             bytes_read += count
+            if isinstance(method, Skim) and heads.k.shape[1] >= GROUP:
+                of_scores = index_score_error(method, heads, steps)
+                predicted.append((of_scores.predicted / of_scores.measured).flatten(0, 1))
         yield OutputError(
             layers[0].source,
             repr(method),
@@ -135,6 +152,7 @@ def measure(
             torch.cat(sharp),
             bytes_read,
             sum(dense.bytes for dense in references),
+            torch.cat(predicted) if predicted else None,
         )
 
 
@@ -165,6 +183,45 @@ def decode(method: Method, heads: Heads, steps: int, dtype: torch.dtype) -> tupl
             y = method.decode(store, heads.q[None, ..., i, :], keys[:, :, i], values[:, :, i], **options)
             outputs.append(y[0].float())
     return torch.stack(outputs), store.bytes - before
+
+
+class ScoreError(NamedTuple):
+    """The root mean square error of the logits that Skim's index gives to tokens of closed groups: (H,G,steps) each.
+
+    predicted: its closed form, from the queries and the steps of the codes alone.
+    """
+
+    predicted: Tensor
+    measured: Tensor
+
+
+@torch.inference_mode()
+def index_score_error(method: Skim, heads: Heads, steps: int) -> ScoreError:
+    """Measure the error of Skim's estimated logits for the last `steps` queries, beside its closed form.
+
+    sigma^2 = scale^2 sum over channels of q^2 step^2 w, the mean over groups, where w is 1/12 for a channel that is
+    read (an even rounding error) and 7.0 for one whose mean is taken (the variance of Gaussian keys of that range).
+    Raises ValueError if the heads have no closed group of 256 tokens.
+    """
+    H, G, _, D = heads.q.shape
+    n = heads.k.shape[1] // GROUP * GROUP
+    if not n:
+        raise ValueError(f"{heads.k.shape[1]} tokens must be at least {GROUP}, the tokens of one group of the index")
+    k, v = (x[None, :, :n].float() for x in (heads.k, heads.v))
+    store = method.store(Shape(1, H, G, D), torch.float32, k.device)
+    store.append(k, v)
+    r = method.channels(D)
+    step = quantise_channels(k.transpose(-1, -2), 4)[1][0, :, :, 0]  # (H,groups,D)
+    last, predicted, measured = store.read_last_steps(), [], []
+    for i in range(-steps, 0):
+        q = heads.q[None, :, :, i].float()  # (1,H,G,D)
+        i1 = top_channels(q * last[:, :, None], r)
+        error = estimated_logits(q, store, r, heads.scale) - q @ k.transpose(-1, -2) * heads.scale
+        measured.append(error[0].square().mean(-1).sqrt())
+        weight = torch.full_like(last, UNREAD_VARIANCE).scatter(-1, i1, READ_VARIANCE)[0]  # (H,D)
+        variance = (step.square().mean(1) * weight)[:, None] * q[0].square()
+        predicted.append(variance.sum(-1).sqrt() * heads.scale)
+    return ScoreError(torch.stack(predicted, -1), torch.stack(measured, -1))
 
 
 def reference(heads: Heads, steps: int, dtype: torch.dtype) -> Reference:

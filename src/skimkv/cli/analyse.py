@@ -144,6 +144,13 @@ def analyse(
     console.print(_layers_table(answer), _agreement_table(answer), _other_table(answer), sep="\n")
     if errors:
         console.print(_error_table(answer))
+    for row in answer.get("output_error", ()):
+        if ends := row.get("predicted_score_error"):
+            console.print(
+                f"{row['method']}, {row['heads']} heads: the closed form of the index's score error is "
+                f"{ends[1]:.2f} times what was measured (5th to 95th percentile {ends[0]:.2f} to {ends[2]:.2f}).",
+                markup=False,
+            )
     for path in paths:
         console.print(f"Figure: {path}", soft_wrap=True, markup=False)
 
