@@ -51,7 +51,7 @@ class Positions:
             self._warned = True
             warnings.warn(
                 f"{used} tokens go past the {self.limit} positions that {self.name} was made for: expect worse answers "
-                "from there on, with every method but LMInfinite(k=..., positions='cache') with k below them",
+                "from there on, with every method but StreamingLLM(k=...) with k below them",
                 stacklevel=2,
             )
 

@@ -71,7 +71,7 @@ def _frequencies(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _refusal(name: str, reason: str) -> ValueError:
-    return ValueError(f"positions = 'cache' is not possible with {name}: {reason}; use positions = 'text'")
+    return ValueError(f"positions in the cache are not possible with {name}: {reason}; use LMInfinite(k=...)")
 
 
 def _probed_positions(model: PreTrainedModel) -> list[int]:

@@ -149,7 +149,7 @@ class Slots(Store):
         if self.fixed_k is None or not any(dropped):
             return
         if self.rotation is None:
-            raise ValueError("positions = 'cache' needs the model's rotation: decode by skimkv.Cache or skimkv.attach")
+            raise ValueError("positions in the cache need the model's rotation: use skimkv.Cache or skimkv.attach")
         rows: Any = [b for b, n in enumerate(dropped) if n]
         at = slice(None) if len(rows) == len(dropped) else rows
         keys = self.row_format.decode(self.fixed_k[at], compute_dtype(self.dtype))
