@@ -68,7 +68,7 @@ class OutputError:
 
     error (heads, steps): one row for each query head. sharp (heads,) bool: whether the head attends to fewer effective
     tokens than the square root of the cached tokens. bytes and dense_bytes are of all heads and steps, as the stores'
-    accessors count them. predicted (heads, steps): for Skim, the closed form of its scores' error over the measured one.
+    accessors count them. predicted (heads, steps): for Skim, the closed form of its scores' error over the measured.
     """
 
     source: str
