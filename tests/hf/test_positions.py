@@ -161,7 +161,9 @@ def test_models_that_cannot_turn_their_keys_are_refused():
     ):
         for call in (skimkv.attach, skimkv.Cache):
             before = dict(model.__dict__)
-.*LMInfinite")
+            refuses(
+                lambda call=call, model=model: call(model, CACHE), f"{type(model).__name__}: .*{why}.*use LMInfinite"
+            )
             assert model.__dict__ == before, "a refused model is left as it was"
 
 
