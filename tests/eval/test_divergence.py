@@ -125,7 +125,7 @@ def test_rows_that_depend_on_the_data_are_counted_as_they_are_read():
         measure_divergence(model, documents, ["Skim(k=4, r=4)"], 48, counted=counted) for counted in (False, True)
     )
     assert counted.bytes_per_token == closed.bytes_per_token and counted.share == pytest.approx(closed.share)
-    assert torch.equal(counted.kl, closed.kl)
+    torch.testing.assert_close(counted.kl, closed.kl, rtol=1e-4, atol=1e-6)  # a reference counts, a kernel does not
 
 
 def test_wrong_documents_are_one_line():

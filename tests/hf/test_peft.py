@@ -16,6 +16,13 @@ FULL = ["Dense()", "SparQ(r=4, k=128)", "H2O(k=128)"]  # every position fits the
 DROPS = "LMInfinite(k=4, initial=1)"
 
 
+def own_llama():
+    """A model of the test's own, on which nothing of another test's caches is left."""
+    model = copy.deepcopy(family("llama"))
+    skimkv.detach(model)
+    return model
+
+
 def lora():
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
@@ -28,14 +35,14 @@ def tokens(model, **options):
 @pytest.fixture
 def model():
     """A LoRA model with two adapters, of which the first is active."""
-    model = peft.get_peft_model(copy.deepcopy(family("llama")), lora(), adapter_name="first")
+    model = peft.get_peft_model(own_llama(), lora(), adapter_name="first")
     model.add_adapter("second", lora())
     return model.eval()
 
 
 def with_virtual_tokens(config):
     """A model whose adapter puts five learned tokens, or their keys and values, before the text."""
-    model = peft.get_peft_model(copy.deepcopy(family("llama")), config)
+    model = peft.get_peft_model(own_llama(), config)
     torch.manual_seed(2)
     with torch.no_grad():
         for weight in model.prompt_encoder.parameters():
@@ -110,7 +117,7 @@ def test_a_compiled_step_follows_the_adapter(model):
 
 
 def test_adapters_of_transformers_itself():
-    model = copy.deepcopy(family("llama"))
+    model = own_llama()
     model.add_adapter(lora(), "first")
     own = tokens(model)
     assert own != tokens(family("llama"))
@@ -122,13 +129,13 @@ def test_adapters_of_transformers_itself():
 def test_other_kinds_of_adapters():
     options = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "k_proj"], "r": 4, "init_weights": False}
     for config in (peft.LoHaConfig(**options), peft.OFTConfig(**{**options, "r": 0, "oft_block_size": 8})):
-        model = peft.get_peft_model(copy.deepcopy(family("llama")), config).eval()
+        model = peft.get_peft_model(own_llama(), config).eval()
         own = tokens(model)
         assert own != tokens(family("llama"))
         for spec in FULL:
             with skimkv.attach(model, spec):
                 assert tokens(model) == own, (config.peft_type, spec)
-    mixed = peft.get_peft_model(copy.deepcopy(family("llama")), lora(), mixed=True).eval()
+    mixed = peft.get_peft_model(own_llama(), lora(), mixed=True).eval()
     own = tokens(mixed)
     assert tokens(mixed, past_key_values=skimkv.Cache(mixed, "H2O(k=128)")) == own
 
