@@ -19,9 +19,11 @@ from skimkv.hf.families import (
     GREEDY,
     PARTLY,
     PROMPT,
+    Family,
     counts,
     prompt,
     recorded,
+    remarks,
     run,
     run_all,
     to_json,
@@ -267,3 +269,8 @@ def test_every_family_of_the_installed_transformers():
         differ = [(before.get(family.name), family) for family in found.families if before.get(family.name) != family]
         assert differ == [], "python benchmarks/models.py writes the lists anew"
         assert len(before) == len(found.families)
+
+
+def test_remarks_are_whole_sentences():
+    family = Family("x", "XForCausalLM", PARTLY, 1, 2, "the other layers slide", ["a prompt in chunks"])
+    assert remarks(family) == "the other layers slide; the library itself cannot do this: a prompt in chunks"

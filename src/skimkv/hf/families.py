@@ -270,7 +270,7 @@ def to_markdown(record: Record) -> str:
 
 def remarks(family: Family) -> str:
     """What there is to say about a family: the reason, and ways to generate text that the library has not for it."""
-    lacks = f"the library itself has no {', no '.join(family.lacks)}" if family.lacks else ""
+    lacks = f"the library itself cannot do this: {', '.join(family.lacks)}" if family.lacks else ""
     return "; ".join(part for part in (family.why, lacks) if part)
 
 
