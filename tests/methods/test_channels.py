@@ -149,17 +149,26 @@ def test_crop_restores_the_mean_value():
 
 
 @pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
-def test_step_1_reads_the_codes_and_the_rest_is_exact(channels):
+def test_step_1_reads_the_codes_and_the_rest_is_exact(channels, backend):
     B, H, G, D, N = 2, 2, 2, 6, 540
     q, k, v = torch.randn(B, H, G, D), torch.randn(B, H, N, D), torch.randn(B, H, N, D)
     pad = [0, 270]
     y, store = step(SparQ(r=2, k=12, mean_value=True, channels=channels), q, k, v, pad)
+    error_of_codes = torch.zeros(B, H, G, D, dtype=torch.float64)
+    expected = error_of_codes.clone()
     for b in range(B):
         for h in range(H):
             K, V = (x[b, h, pad[b] :].double().numpy() for x in (k, v))
             K1 = restored(store, b, h) if channels in LEVELS else K
-            expected = algorithm1(q[b, h].double().numpy(), K, V, 2, 12, 3, "coverage", True, D**-0.5, K1=K1)
-            torch.testing.assert_close(y[b, h].double(), torch.from_numpy(expected), atol=2e-5, rtol=0)
+            unquantised, expected[b, h] = (
+                torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, 2, 12, 3, "coverage", True, D**-0.5, K1=x))
+                for x in (K, K1)
+            )
+            error_of_codes[b, h] = unquantised - expected[b, h]
+    if channels == "int4" and backend == "cpu":  # the kernel rounds the weights of these codes to 8 bits
+        assert (y - expected).square().mean() < 0.15**2 * error_of_codes.square().mean()
+    else:
+        torch.testing.assert_close(y.double(), expected, atol=2e-5, rtol=0)
 
 
 def test_codes_choose_differently_from_keys():

@@ -14,6 +14,7 @@ from support.tiny_models import family
 
 FULL = ["Dense()", "SparQ(r=16, k=400)", "TopK(k=400)", "LMInfinite(k=400)", "H2O(k=400)", "LowRank(r=16, k=400)"]
 FULL += ["Strided(k=400)", "SubGen(k=300, recent=64)", "SparQ(r=16, k=400, mean_value=True)"]
+FULL += ["Skim(k=400)", "Quest(page=4, k=400)", "TOVA(k=400)", "SnapKV(k=400)", "StreamingLLM(k=400)"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,20 @@ def test_gradients_are_those_of_dense_attention(spec, backend):
     for mine, theirs in zip(own, exact, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(sinks.grad, exact_sinks.grad)
+
+
+@pytest.mark.parametrize(
+    "spec", ["H2O(k=6)", "H2O(k=6, local=0)", "TOVA(k=6)", "SnapKV(k=6)", "Quest(page=2, k=6)", "Skim(k=2)"]
+)
+def test_one_backward_pass_goes_through_many_steps_that_drop_tokens(spec, backend):
+    x, method = Sequences.random(SHAPE, 24), parse(spec)
+    q, k, v = (t.clone().requires_grad_() for t in x)
+    store = method.store(SHAPE, torch.float32)
+    method.prefill(store, q[..., :12, :], k[:, :, :12], v[:, :, :12], scale=0.25)
+    steps = [method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.25) for i in range(12, 24)]
+    torch.stack(steps).square().sum().backward()
+    for grad in (q.grad[..., 12:, :], k.grad, v.grad):
+        assert grad.isfinite().all() and grad.abs().max() > 0
 
 
 def test_a_models_step_with_gradients_warns_once_and_trains():

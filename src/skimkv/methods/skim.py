@@ -74,6 +74,7 @@ class Skim(Method[Full]):
         """Score all rows by the index, draw rows of K, draw rows of V among them, and shrink what the draw estimates.
 
         Whether a row is drawn depends on its position, the number of cached tokens and the head: see `draw`.
+        Gradients take the probabilities, and the part that is shrunk, as given: a draw has no gradient.
         """
         if token is not None:
             store.append_token(*token)
@@ -83,7 +84,7 @@ class Skim(Method[Full]):
         logits = estimated_logits(x, store, self.channels(store.shape.D), scale)
         scores = approximate_scores(logits, store, softcap, sinks)  # (B,H,G,N)
         # step 2: rows of K, each weighted by one over the probability with which it was drawn
-        p_key = key_probability(scores.amax(2), lengths, self.k)
+        p_key = key_probability(scores.amax(2), lengths, self.k).detach()
         position = torch.arange(scores.shape[-1], device=x.device).expand_as(p_key)
         rows, valid = compact(draw(p_key, position, lengths, KEYS))
         p_key = p_key.gather(-1, rows)
@@ -92,10 +93,10 @@ class Skim(Method[Full]):
         weights = softmax_with_sinks(exact, sinks)  # (B,H,G,m)
         of_sink = 0 if sinks is None else 1 - weights.sum(-1, keepdim=True)
         # step 3: rows of V among them, weighted once more
-        p_value = value_probability(weights, rows, lengths, self.k)
+        p_value = value_probability(weights, rows, lengths, self.k).detach()
         chosen, kept = compact(draw(p_value, rows, lengths, VALUES) & valid)
         p_value, weights = p_value.gather(-1, chosen), take(weights, chosen)
-        weights = (weights / p_value[:, :, None]).masked_fill(~kept[:, :, None], 0)
+        weights = (weights / p_value.masked_fill(~kept, 1)[:, :, None]).masked_fill(~kept[:, :, None], 0)
         weights = weights / (weights.sum(-1, keepdim=True) + of_sink)
         values = store.read_values(rows.gather(-1, chosen), kept)
         store.rows_read = torch.stack([(part.sum((1, 2)) - store.shape.H) for part in (valid, kept)], -1)
@@ -218,5 +219,5 @@ def shrink(weights: Tensor, values: Tensor, probability: Tensor, mean: Tensor) -
     centred = values - mean[:, :, None]
     deviation = uncertain @ centred
     variance = (uncertain.square() * ((1 - probability) * centred.square().sum(-1))[:, :, None]).sum(-1, keepdim=True)
-    lost = (variance / deviation.square().sum(-1, keepdim=True)).nan_to_num(0, 1, 1).clamp(max=1)
+    lost = (variance / deviation.square().sum(-1, keepdim=True)).detach().nan_to_num(0, 1, 1).clamp(max=1)
     return weights @ values - lost * deviation

@@ -231,7 +231,10 @@ class Slots(Store):
             column = (*slot.shape, *[1] * (new.ndim - 1))
             x = new[:, :, None]
             at = slot.reshape(column).expand_as(x)
-            tensor.scatter_(2, at, x if keep is None else torch.where(keep.reshape(column), tensor.gather(2, at), x))
+            if keep is not None:  # autograd keeps what it gathers from, which must not change afterwards
+                before = tensor.clone() if tensor.requires_grad else tensor
+                x = torch.where(keep.reshape(column), before.gather(2, at), x)
+            tensor.scatter_(2, at, x)
             if new.ndim == 2:
                 self.count(x.numel(), x.element_size())
         self.count_rows(2 * slot.numel())
