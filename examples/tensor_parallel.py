@@ -37,4 +37,6 @@ def main(name: str, text: str, *methods: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4 or "WORLD_SIZE" not in os.environ:
+        sys.exit(__doc__)
     main(*sys.argv[1:])
