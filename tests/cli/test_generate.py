@@ -187,9 +187,10 @@ def test_a_compiled_model_gives_the_same_text() -> None:
 
     model, tokenizer = load("builtin")
     ids = encode(tokenizer, "lamp-stone: 31425\nriver-goat: 27182\nlamp-stone: ", chat=False)
+    before = counters["stats"]["unique_graphs"]
     plain, compiled = (run(model, tokenizer, ids, parse("SparQ(r=16, k=16)"), 6, compile=c) for c in (False, "eager"))
     assert plain.text == compiled.text and plain.text.startswith("31425")
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == before + 1
     assert not hasattr(model, "_skimkv") or not model._skimkv.stack, "nothing stays attached"
 
 
