@@ -116,7 +116,10 @@ def _run_wide(name: str, narrow: list[ModelLayer]) -> Family:
                 setattr(part, setting, POSITIONS)
     model = random_model(config)
     kind = type(model).__name__
-    layers = model_layers(model, PROMPT + NEW)
+    try:
+        layers = model_layers(model, PROMPT + NEW)
+    except ValueError as error:
+        return Family(name, kind, REFUSED, 0, _count(model), _reason(kind, error), [])
     decoded = sum(layer.supported for layer in layers)
     status, why, lacks = _compare(model)
     if status == EQUAL:
