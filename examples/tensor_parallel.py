@@ -32,7 +32,9 @@ def main(name: str, text: str, *methods: str) -> None:
         lines = [f"{method}: process {dist.get_rank()} holds {own} of {heads} key-value heads, {cache.nbytes} bytes"]
         if dist.get_rank() == 0:
             lines.append(f"{method}: {tokenizer.decode(out[0])}")
-        print(*lines, sep="\n", flush=True)
+        # One write of whole lines: all processes print to the same place.
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
     dist.destroy_process_group()
 
 
