@@ -43,7 +43,7 @@ TESTS = [
     "bench/test_attention.py", "bench/test_token.py",
 ]  # fmt: skip
 HEAD_DIM = 128
-SPARQ, INT8 = "SparQ(r=32, k=128)", "SparQ(r=32, k=128, channels='int8')"
+SPARQ, INT8, INT4 = (f"SparQ(r=32, k=128{channels})" for channels in ("", ", channels='int8'", ", channels='int4'"))
 
 
 class Case(NamedTuple):

@@ -35,7 +35,6 @@ from .launch import (
     count_splits,
     dot_type,
     fit_block,
-    multiprocessors,
     pad,
     types,
     validate,
@@ -324,7 +323,7 @@ def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
 
 def _heads_fill_device(store: Full) -> bool:
     """Return whether one program for each row and KV head is enough, so that step 1 needs no launch of its own."""
-    return SETTINGS.fused.heads * multiprocessors(store.device) <= store.shape.B * store.shape.H
+    return SETTINGS.fused.heads * launch.multiprocessors(store.device) <= store.shape.B * store.shape.H
 
 
 def _scores(store: Full, width: int, splits: int, r: int, tile: int) -> Scores:
