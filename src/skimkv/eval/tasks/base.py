@@ -11,6 +11,8 @@ class Example(NamedTuple):
     The output is cut at `stop` (after some text), at `chars` characters and at `new` tokens, whichever is first;
     new = 0 is as many tokens as the first answer has. given: the first answer is not generated but fed, and the
     task's score() gets its bits instead of an output. at: where the example stands in a figure.
+    enough: "all": no more is generated once the output holds all answers, in any case of letters; "any": once it holds
+    one of them. For tasks whose score then cannot change any more.
     tokens: where it is not (0, 0), the context is a document. Its first tokens[0] tokens are the prompt, the next
     tokens[1] are fed, and score() gets the KL divergences from dense attention after each of these.
     """
@@ -25,6 +27,7 @@ class Example(NamedTuple):
     given: bool = False
     at: tuple[float, ...] = ()
     tokens: tuple[int, int] = (0, 0)
+    enough: str = ""
 
 
 MOST_CHARACTERS = 10**7  # of one text, beyond the positions of any model
