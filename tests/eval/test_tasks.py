@@ -160,7 +160,12 @@ def test_specs():
 
 def test_every_task_is_listed():
     here = Path(tasks.__file__).parent
-    assert {path.stem for path in here.glob("*.py") if "\ndef examples(" in path.read_text()} == set(tasks.TASKS)
+    modules = {
+        ".".join(path.relative_to(here).with_suffix("").parts)
+        for path in here.rglob("*.py")
+        if "\ndef examples(" in path.read_text()
+    }
+    assert modules == {tasks.parse(name).module.__name__.removeprefix(f"{tasks.__name__}.") for name in tasks.TASKS}
 
 
 def example(*right: str, **more: object) -> Example:

@@ -62,7 +62,9 @@ def evaluate(
         typer.Option(
             metavar="TASK",
             help="A task, with its arguments in brackets: lines, or 'lines(lines=200)'. May be given several times. "
-            "Tasks are record, passkey, lines, needle, repetition, bpc, kl, squad, triviaqa and summarise.",
+            "Tasks are record, passkey, lines, conversation, needle, repetition, bpc, kl, squad, triviaqa, summarise, "
+            "and RULER's 13: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe, "
+            "qa_1 and qa_2. ruler runs these 13 and gives their average.",
         ),
     ] = None,
     method: Methods = None,
@@ -84,8 +86,9 @@ def evaluate(
     data: Annotated[
         Path | None,
         input_path(
-            "File or folder with the data of tasks that read texts: needle, repetition, bpc, squad, triviaqa and "
-            "summarise; for kl any text file, or a folder of *.txt.",
+            "File or folder with the data of tasks that read texts: needle, repetition, bpc, squad, triviaqa, "
+            "summarise, and those of RULER that hide needles in essays or ask about documents; for kl any text file "
+            "or a folder of *.txt.",
             "--data",
             "the Hugging Face hub",
         ),
@@ -109,8 +112,8 @@ def evaluate(
 ) -> int:  # fmt: skip
     """Compare methods by the quality of their answers, the bytes that a token reads, and the time that it takes.
 
-    The tasks record, passkey and kl are our own; the others are those of the methods' papers. kl measures how far a
-    method moves the distribution of the next token, over any text.
+    The tasks record, passkey, conversation and kl are our own, and ruler is RULER's 13; the others are those of the
+    methods' papers. kl measures how far a method moves the distribution of the next token, over any text.
     A run that was interrupted goes on where it was when the same command is given again.
 
     Example:
@@ -120,10 +123,16 @@ def evaluate(
     from ..eval import tasks
 
     if not task:
-        raise ValueError(f"--task is missing; known tasks are {', '.join(tasks.TASKS)}")
+        raise ValueError(f"--task is missing; known tasks are {', '.join((*tasks.TASKS, *tasks.SUITES))}")
     if not method and sweep is None:
         raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'SparQ(r=32, k=128)'")
-    parsed_tasks = [tasks.parse(text) for text in dict.fromkeys(task)]
+    suites: list[tasks.Suite] = []
+    parsed_tasks: list[tasks.Task] = []
+    for text in task:
+        suite = tasks.parse_suite(text)
+        suites += [] if suite is None or suite in suites else [suite]
+        parsed_tasks += [tasks.parse(text)] if suite is None else suite.tasks
+    parsed_tasks = list({parsed_task.spec: parsed_task for parsed_task in parsed_tasks}.values())
     for parsed_task in parsed_tasks:
         if data is not None or parsed_task.is_made_up:
             next(parsed_task.examples(data, seed), None)  # finds mistakes before anything heavy is imported
@@ -160,11 +169,16 @@ def evaluate(
                 records = None
     if records is None:
         return fail_interrupted(len(results.records), out)
+    from ..eval.averages import suite_averages
+
     rows, machine = summary(records, times), _machine_name(place)
+    averages = suite_averages(rows, suites)
     if as_json:
-        output.print_json({"rows": [row.json() for row in rows], "out": str(out), "machine": machine})
+        answer = {"rows": [row.json() for row in rows], "out": str(out), "machine": machine}
+        output.print_json({**answer, "averages": [row.json() for row in averages]} if suites else answer)
         return 0
-    output.console(170 if any(row.tail is not None for row in rows) else 130).print(_table(rows, machine))
+    width = 170 if any(row.tail is not None for row in rows) else 130
+    output.console(width).print(_table(rows, averages, machine))
     for line in (*_notes(rows, count), f"{len(records)} records in {out}"):
         output.console().print(line, soft_wrap=True, markup=False)
     return 0
@@ -204,8 +218,8 @@ def _notes(rows: Sequence[Row], count: bool) -> list[str]:
     return notes
 
 
-def _table(rows: Sequence[Row], machine: str) -> Table:
-    """The rows for people: a section for each task and mode."""
+def _table(rows: Sequence[Row], averages: Sequence[Row], machine: str) -> Table:
+    """The rows for people: a section for each task and mode, then one for each suite and mode."""
     from ..eval.tasks import parse
 
     title = f"means and paired differences to dense, with 95% intervals; a token's bytes and median time on {machine}"
@@ -215,14 +229,17 @@ def _table(rows: Sequence[Row], machine: str) -> Table:
         columns += ["99th percentile", "maximum", "same top token"]
     table = output.table(title, "method", *columns)
     section = None
-    for row in rows:
+    for number_of_row, row in enumerate((*rows, *averages)):
+        is_average = number_of_row >= len(rows)
         if (row.task, row.mode) != section:
             section = row.task, row.mode
             mode = MODE_TITLES.get(row.mode, "given token by token")
-            task = parse(row.task)
-            better = f", {task.unit}, lower is better" if task.lower else ""
+            note = ", average of the tasks"
+            if not is_average:
+                task = parse(row.task)
+                note = f", {task.unit}, lower is better" if task.lower else ""
             table.add_section()
-            table.add_row(f"[bold]{row.task}[/], {mode}{better}")
+            table.add_row(f"[bold]{row.task}[/], {mode}{note}")
         compared = row.method != "Dense()" and row.diff_to_dense is not None
         number = _number if row.tail is None else _significant
         table.add_row(

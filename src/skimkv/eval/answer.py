@@ -25,7 +25,8 @@ class Question(NamedTuple):
 
     feed: token ids, of which the last `scored` count for the answer's bits. Then at most `new_tokens` are generated,
     to the first `stop` after some text, or to `chars` characters; "" and 0 are no bound. With new_tokens = 0 nothing
-    is generated.
+    is generated. enough: "all" ends the text once it holds all `answers`, in any case of letters; "any" once it holds
+    one of them.
     """
 
     feed: list[int]
@@ -33,6 +34,8 @@ class Question(NamedTuple):
     new_tokens: int = 0
     stop: str = ""
     chars: int = 0
+    enough: str = ""
+    answers: tuple[str, ...] = ()
 
     def cut(self, text: str) -> tuple[str, bool]:
         """Cut a text where the answer ends; return it and whether it had reached its end."""
@@ -40,7 +43,14 @@ class Question(NamedTuple):
         end = text.find(self.stop, start) if self.stop else -1
         if end < 0 and self.chars and len(text) >= self.chars:
             end = self.chars
-        return (text, False) if end < 0 else (text[:end], True)
+        return (text, self._is_enough(text)) if end < 0 else (text[:end], True)
+
+    def _is_enough(self, text: str) -> bool:
+        """Whether the text holds as many of the answers as can count."""
+        if not self.enough:
+            return False
+        held = [answer.lower() in text.lower() for answer in self.answers]
+        return all(held) if self.enough == "all" else any(held)
 
 
 class Answer(NamedTuple):

@@ -48,6 +48,10 @@ class Setup(NamedTuple):
 
 
 class PlannedExample(NamedTuple):
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a text has as a prompt, with what the tokenizer puts before it."""
+        return len(encode(self.tokenizer, text, chat=False))
+
     """An example in tokens: the prompt is read at once, the question's tokens are fed after it.
 
     source: a digest of what an answer comes from: the weights, the tokens, and what counts as right.
@@ -158,7 +162,7 @@ def plan_job(
     """
     if task.is_of_documents:
         return _plan_documents(setup, task, methods, data, limit)
-    examples = list(islice(task.examples(data, setup.seed), limit))
+    examples = list(islice(task.examples(data, setup.seed, setup.count_tokens), limit))
     texts = [task.module.prompt(example) for example in examples]
     if not any(question for _, question in texts) and all(example.given for example in examples):
         mode = "forced"
@@ -231,7 +235,8 @@ def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]
             unscored, new_tokens = max(_common_start(tokens(context + question), ids), shared), 0
         else:
             unscored, new_tokens = len(ids), example.new or len(tokens(example.answers[0]))
-        asked = Question(ids[shared:], len(ids) - unscored, new_tokens, example.stop, example.chars)
+        end = example.stop, example.chars, example.enough, example.answers if example.enough else ()
+        asked = Question(ids[shared:], len(ids) - unscored, new_tokens, *end)
         source = hashlib.sha256(json.dumps((setup.weights, ids[:shared], asked.feed, example.answers)).encode())
         group.append(PlannedExample(example, ids[:shared], asked, source.hexdigest()[:16]))
     return group

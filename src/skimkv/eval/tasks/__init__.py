@@ -1,55 +1,76 @@
 """Tasks, one file each: what the model reads, what it is asked, and which answers are right.
 
 A task is a module of three functions:
-    examples(*, data, seed, ...) -> iterator of Example; how many are taken from it changes none of them
+    examples(*, data, seed, ...) -> iterator of Example; how many are taken from it changes none of them. Where sizes
+        are in tokens it has an argument `count_tokens`, a function that tells how many tokens a text has.
     prompt(example) -> (context, question); their concatenation is the prompt
     score(output, example) -> float; larger is better, or smaller where the module says LOWER; UNIT says of what
 and, where scores go beyond 1, of a fourth:
     greatest_score(...) -> the greatest score that is possible, with the arguments of `examples`
 A module whose examples are documents (Example.tokens) says DOCUMENTS; then `output` are the divergences from dense
 attention.
-The spec of a task is its name with the arguments of `examples`: `lines`, `lines(lines=200)`.
+The spec of a task is its name with the arguments of `examples`: `lines`, `lines(lines=200)`. A suite is several tasks
+under one name, which takes the arguments of each: `ruler(length=8192)`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ... import spec
+from . import ruler
 from .base import Example
 
-__all__ = ["TASKS", "Example", "Task", "parse"]
+__all__ = ["SUITES", "TASKS", "Example", "Suite", "Task", "parse", "parse_suite"]
 
-MADE_UP = ("record", "passkey", "lines")  # tasks whose examples need no data
-TASKS = ("record", "passkey", "lines", "needle", "repetition", "bpc", "kl", "squad", "triviaqa", "summarise")
+# Tasks whose examples need no data.
+MADE_UP = ("record", "passkey", "lines", "conversation", *ruler.WITHOUT_DATA)
+TASKS = (
+    "record", "passkey", "lines", "conversation", "needle", "repetition", "bpc", "kl", "squad", "triviaqa", "summarise",
+    *ruler.RECIPES,
+)  # fmt: skip
+SUITES = {ruler.SUITE: tuple(ruler.RECIPES)}
 
 
 class Task(NamedTuple):
-    """A task with the arguments of its examples; `spec` names both."""
+    """A task with the arguments of its examples; `spec` names both.
+
+    recipe: further arguments, which the name of the task stands for.
+    """
 
     spec: str
     module: ModuleType
     arguments: dict[str, Any]
+    recipe: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which nobody changes)
 
-    def examples(self, data: Path | None, seed: int) -> Iterator[Example]:
-        """The task's examples, from a folder or file of data, else from the Hub where the task needs any."""
-        examples: Iterator[Example] = self.module.examples(data=data, seed=seed, **self.arguments)
+    def examples(
+        self, data: Path | None, seed: int, count_tokens: Callable[[str], int] | None = None
+    ) -> Iterator[Example]:
+        """The task's examples, from a folder or file of data, else from the Hub where the task needs any.
+
+        count_tokens: how many tokens a text has, for tasks whose sizes are in tokens. Without it four characters count
+        as a token, which is enough to find mistakes in arguments and data.
+        """
+        options = {**self.recipe, **self.arguments}
+        if "count_tokens" in inspect.signature(self.module.examples).parameters:
+            options["count_tokens"] = count_tokens or (lambda text: len(text) // 4)
+        examples: Iterator[Example] = self.module.examples(data=data, seed=seed, **options)
         return examples
 
     @property
     def is_made_up(self) -> bool:
         """Whether its examples need no data."""
-        return self.module.__name__.rpartition(".")[2] in MADE_UP
+        return self.spec.partition("(")[0] in MADE_UP
 
     @property
     def sizes(self) -> str:
         """The arguments that the task takes, with their defaults."""
-        return ", ".join(f"{p.name}={p.default!r}" for p in _parameters(self.module))
+        return ", ".join(f"{p.name}={p.default!r}" for p in _parameters(self.spec.partition("(")[0], self.module))
 
     @property
     def unit(self) -> str:
@@ -73,21 +94,62 @@ class Task(NamedTuple):
         return getattr(self.module, "LOWER", False)
 
 
-def _parameters(module: ModuleType) -> list[inspect.Parameter]:
-    """The arguments of a task's examples that its spec can give."""
+class Suite(NamedTuple):
+    """Several tasks under one name, whose scores are averaged; `spec` names it with the arguments of each task."""
+
+    spec: str
+    tasks: list[Task]
+
+
+def _parameters(name: str, module: ModuleType) -> list[inspect.Parameter]:
+    """The arguments of a task's examples that its spec can give; a recipe fixes all but the length."""
     parameters = inspect.signature(module.examples).parameters.values()
-    return [p for p in parameters if p.name not in ("data", "seed")]
+    fixed = {"data", "seed", "count_tokens"}
+    if name in ruler.RECIPES:
+        return [p for p in parameters if p.name == "length"]
+    return [p for p in parameters if p.name not in fixed]
 
 
 def parse(text: str) -> Task:
     """Make a task from its spec. Raises ValueError, in one line, that names what is wrong with it."""
     call = spec.parse_call(text, "task", "lines(lines=100)")
+    if call.name in SUITES:
+        raise ValueError(f"{call.name} is a suite of {len(SUITES[call.name])} tasks; here one task is needed")
     if call.name not in TASKS:
-        raise ValueError(f"unknown task {call.name!r}{spec.suggest(call.name, TASKS)}")
-    module = importlib.import_module(f".{call.name}", __name__)
+        raise ValueError(f"unknown task {call.name!r}{spec.suggest(call.name, (*TASKS, *SUITES))}")
+    name, recipe = ruler.RECIPES.get(call.name, (call.name, {}))
+    module = importlib.import_module(f".{name}", __name__)
     known = [
-        spec.Parameter(p.name, keyword_only=True, takes_text="str" in str(p.annotation)) for p in _parameters(module)
+        spec.Parameter(p.name, keyword_only=True, takes_text="str" in str(p.annotation))
+        for p in _parameters(call.name, module)
     ]
     arguments = spec.bind(call, known)
     shown = ", ".join(f"{p.name}={arguments[p.name]!r}" for p in known if p.name in arguments)
-    return Task(f"{call.name}({shown})" if shown else call.name, module, arguments)
+    return Task(f"{call.name}({shown})" if shown else call.name, module, arguments, recipe)
+
+
+def parse_suite(text: str) -> Suite | None:
+    """Make a suite from its spec, as in `ruler(length=8192, leave_out=('qa_2',))`; None if it does not name one.
+
+    leave_out: the names of tasks that are not run. Raises ValueError, in one line, that names what is wrong with it.
+    """
+    call = spec.parse_call(text, "task", "lines(lines=100)")
+    if call.name not in SUITES:
+        return None
+    names = SUITES[call.name]
+    known = [
+        spec.Parameter("length", keyword_only=True),
+        spec.Parameter("leave_out", keyword_only=True, takes_text=True),
+    ]
+    arguments = spec.bind(call, known)
+    left_out = arguments.pop("leave_out", ())
+    left_out = (left_out,) if isinstance(left_out, str) else left_out
+    if not isinstance(left_out, (tuple, list)) or any(name not in names for name in left_out):
+        raise ValueError(f"{call.name}: leave_out = {left_out!r} must be names of its tasks: {', '.join(names)}")
+    kept = [name for name in names if name not in left_out]
+    if not kept:
+        raise ValueError(f"{call.name}: leave_out = {left_out!r} leaves no task")
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    tasks = [parse(f"{name}({given})" if given else name) for name in kept]
+    shown = ", ".join(filter(None, (given, f"leave_out={tuple(left_out)!r}" if left_out else "")))
+    return Suite(f"{call.name}({shown})" if shown else call.name, tasks)

@@ -22,13 +22,13 @@ _KEYS: dict[str, dict[str, Any]] = {
     "niah_multivalue": {"hay": "essays", "values": 4},
     "niah_multiquery": {"hay": "essays", "keys": 4, "queries": 4},
 }
-# The name of a task: its module, and the arguments of the module's `examples` that make it.
+# The name of a task: its module in tasks/, and the arguments of the module's `examples` that make it.
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: ("niah", arguments) for name, arguments in _KEYS.items()},
-    "vt": ("vt", {}),
-    "cwe": ("cwe", {}),
-    "fwe": ("fwe", {}),
-    "qa_1": ("qa", {"corpus": "squad"}),
-    "qa_2": ("qa", {"corpus": "hotpotqa"}),
+    **{name: ("ruler.niah", arguments) for name, arguments in _KEYS.items()},
+    "vt": ("ruler.vt", {}),
+    "cwe": ("ruler.cwe", {}),
+    "fwe": ("ruler.fwe", {}),
+    "qa_1": ("ruler.qa", {"corpus": "squad"}),
+    "qa_2": ("ruler.qa", {"corpus": "hotpotqa"}),
 }
 WITHOUT_DATA = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")

@@ -72,15 +72,13 @@ def examples(
             return make(random.Random(key), size, times, vocabulary, text)
 
         guess, most = length // (5 * times[1]), len(vocabulary)
-        found = fit(sample, length - NEW_TOKENS, count_tokens, ASKED + 1, guess, most)
-        if found is None:
-            raise ValueError(f"length = {length} has no room for the words of cwe and {NEW_TOKENS} tokens of answer")
-        if found[1] == most:
+        found, size = fit(sample, length, NEW_TOKENS, count_tokens, ASKED + 1, guess, most)
+        if size == most:
             raise ValueError(
                 f"cwe: length = {length} needs more than the {most} words that are here; give --data a folder with "
                 "words.txt, one word a line"
             )
-        yield found[0].example(str(i), length, NEW_TOKENS)
+        yield found.example(str(i), length, NEW_TOKENS)
 
 
 def _vocabulary(data: Path | None) -> list[str]:

@@ -56,10 +56,8 @@ def examples(
         def sample(size: int, key: str = f"{seed} {i}") -> Sample:
             return make(random.Random(key), size, max(5, room // 50))
 
-        found = fit(sample, room, count_tokens, LEAST, room // 3)
-        if found is None:
-            raise ValueError(f"length = {length} has no room for the words of fwe and {NEW_TOKENS} tokens of answer")
-        yield found[0].example(str(i), length, NEW_TOKENS)
+        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, LEAST, room // 3)
+        yield found.example(str(i), length, NEW_TOKENS)
 
 
 def prompt(example: Example) -> tuple[str, str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from .. import source
 from ..base import Example, check_whole
-from . import words
+from ..record import WORDS as NOUNS
 from .sample import CountTokens, Sample, fit, match_all
+from .words import ADJECTIVES
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -32,6 +33,7 @@ QUESTION = (
 DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # where needles lie in essays, in percent
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 NEW_TOKENS = 128
+LEAST_WORDS = 20  # of essays
 KINDS = ("words", "numbers", "uuids")
 
 
@@ -86,7 +88,7 @@ def _new(rng: random.Random, kind: str, taken: set[str]) -> str:
     """A word, number or UUID that is not taken yet; it is taken then."""
     while True:
         if kind == "words":
-            name = f"{rng.choice(words.ADJECTIVES)}-{rng.choice(words.NOUNS)}"
+            name = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
         elif kind == "numbers":
             name = str(rng.randint(10**6, 10**7 - 1))
         else:
@@ -112,16 +114,14 @@ def examples(
     """Make samples without end, each as long as `length` allows. Essays are the folder `essays`, or any texts."""
     check_whole("length", length, 256)
     essays = read_essays(data) if hay == "essays" else []
-    least, guess = (100, length) if essays else (keys * values, length // 20)
+    least, guess = (LEAST_WORDS, length) if essays else (keys * values, length // 20)
     for i in count():
 
         def sample(size: int, key: str = f"{seed} {i}") -> Sample:
             return make(random.Random(key), size, hay, keys, values, queries, key_kind, value_kind, essays)
 
-        found = fit(sample, length - NEW_TOKENS, count_tokens, least, guess)
-        if found is None:
-            raise ValueError(f"length = {length} has no room for the needles and {NEW_TOKENS} tokens of answer")
-        yield found[0].example(str(i), length, NEW_TOKENS)
+        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, least, guess)
+        yield found.example(str(i), length, NEW_TOKENS)
 
 
 def read_essays(data: Path | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import source
 from ..base import Example, check_whole
-from .sample import CountTokens, Sample, fit, match_part
+from .sample import CountTokens, Sample, TooShort, fit, match_part
 
 TASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 HEAD = f"{TASK}\n\nThe following are given documents.\n\n"
@@ -70,22 +70,23 @@ def examples(
     documents, questions = _load(path, corpus) if path else _hub(corpus)
     order = list(range(len(questions)))
     random.Random(seed).shuffle(order)
-    found_any = False
+    found_any, reason = False, ""
     for i in order:
         question = questions[i]
 
         def sample(size: int, key: str = f"{seed} {i}", question: Question = question) -> Sample:
             return make(random.Random(key), size, question, documents)
 
-        found = fit(sample, length - NEW_TOKENS, count_tokens, len(question.own), len(question.own) + length // 200)
-        if found is not None:
+        least = len(question.own)
+        try:
+            found, _ = fit(sample, length, NEW_TOKENS, count_tokens, least, least + length // 200)
+        except TooShort as error:
+            reason = reason or str(error)
+        else:
             found_any = True
-            yield found[0].example(str(i), length, NEW_TOKENS, needs_all=False)
+            yield found.example(str(i), length, NEW_TOKENS, needs_all=False)
     if not found_any:
-        raise ValueError(
-            f"length = {length} has no room for the documents of any question of {path or corpus} and {NEW_TOKENS} "
-            "tokens of answer"
-        )
+        raise ValueError(f"{path or corpus}: no question fits; of the first one tried: {reason}")
 
 
 def _load(path: Path, corpus: str) -> Corpus:

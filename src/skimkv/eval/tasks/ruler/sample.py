@@ -11,6 +11,10 @@ CountTokens = Callable[[str], int]
 MOST_PIECES = 10**7  # of hay, beyond the positions of any model
 
 
+class TooShort(ValueError):
+    """A length that has no room for a sample with the least hay."""
+
+
 class Sample(NamedTuple):
     """One sample: the context, the question on it with the beginning of the answer, and the right answers.
 
@@ -35,13 +39,20 @@ class Sample(NamedTuple):
 
 
 def fit(
-    make: Callable[[int], Sample], room: int, count_tokens: CountTokens, least: int, guess: int, most: int = MOST_PIECES
-) -> tuple[Sample, int] | None:
-    """Make the sample with the most hay that has at most `room` tokens, and say how many pieces of hay it has.
+    make: Callable[[int], Sample],
+    length: int,
+    new: int,
+    count_tokens: CountTokens,
+    least: int,
+    guess: int,
+    most: int = MOST_PIECES,
+) -> tuple[Sample, int]:
+    """Make the sample with the most hay that has at most length - new tokens; return it and how many pieces of hay.
 
     make: makes a sample with so many pieces of hay, always the same one for the same number. They are at least `least`
-    and at most `most`; guess: how many there might be. None if the sample with the least hay has too many tokens.
+    and at most `most`; guess: how many there might be. Raises TooShort if the sample with the least hay is too long.
     """
+    room = length - new
 
     def measure(size: int) -> tuple[Sample, int]:
         sample = make(size)
@@ -49,7 +60,9 @@ def fit(
 
     low, (best, low_tokens) = least, measure(least)
     if low_tokens > room:
-        return None
+        raise TooShort(
+            f"length = {length} is too short: the shortest prompt has {low_tokens} tokens, and {new} are for the answer"
+        )
     high, high_tokens = most + 1, 0
     while low < most:  # until there is a number that is too large
         guess = min(max(guess, low + 1), most)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..base import Example, check_whole
 from .niah import NOISE
-from .sample import CountTokens, Sample, fit, match_all
+from .sample import CountTokens, Sample, TooShort, fit, match_all
 
 HEAD = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = (
@@ -62,16 +62,16 @@ def examples(
         def shot(size: int, key: str = f"{seed} {i} shot") -> Sample:
             return Sample(make_shot(random.Random(key), size), "", ())
 
-        shortest = shot(least), least
-        text = (fit(shot, min(SHOT_TOKENS, length // 8), count_tokens, least, 15) or shortest)[0].context
+        try:
+            text = fit(shot, min(SHOT_TOKENS, length // 8), 0, count_tokens, least, 15)[0].context
+        except TooShort:
+            text = shot(least).context
 
         def sample(size: int, key: str = f"{seed} {i}", text: str = text) -> Sample:
             return make(random.Random(key), size, shot=text)
 
-        found = fit(sample, length - NEW_TOKENS, count_tokens, least, length // 20)
-        if found is None:
-            raise ValueError(f"length = {length} has no room for the chains of vt and {NEW_TOKENS} tokens of answer")
-        yield found[0].example(str(i), length, NEW_TOKENS)
+        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, least, length // 20)
+        yield found.example(str(i), length, NEW_TOKENS)
 
 
 def prompt(example: Example) -> tuple[str, str]:
