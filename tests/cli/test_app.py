@@ -30,7 +30,7 @@ def test_help_shows_every_command_with_a_whole_sentence(capsys: pytest.CaptureFi
     status, out, _ = run(capsys, flag)
     assert status == 0
     names = {name.split()[0] for name in COMMANDS}
-    assert names == set("demo generate info eval tune plot analyse bench roofline".split())
+    assert names == set("demo generate info serve eval tune plot analyse bench roofline".split())
     assert all(f"\n  {name} " in out for name in names)
     assert "…" not in out and "..." not in out.replace("[ARGS]...", "")
 

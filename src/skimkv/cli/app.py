@@ -17,6 +17,7 @@ from .help import App
 from .info import info
 from .plot import plot
 from .roofline import roofline
+from .serve import serve
 from .tune import tune
 
 START = "Get started"
@@ -36,6 +37,7 @@ app = App(
 app.command("demo", rich_help_panel=START)(demo)
 app.command("generate", rich_help_panel=START)(generate)
 app.command("info", rich_help_panel=START)(info)
+app.command("serve", rich_help_panel=START)(serve)
 app.command("eval", rich_help_panel=QUALITY)(evaluate)
 app.command("tune", rich_help_panel=QUALITY)(tune)
 app.add_typer(bench.app, name="bench", rich_help_panel=SPEED)

@@ -1,0 +1,135 @@
+"""`skimkv serve`: an OpenAI endpoint on one machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from .options import (
+    MODEL_OPTIONS,
+    Device,
+    Dtype,
+    Method,
+    check_environment,
+    check_model,
+    quiet,
+    resolve_device,
+)
+
+SERVER_OPTIONS = "Server options"
+REUSE_OPTIONS = "Options for the next turn of a conversation"
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+LOCAL = ("localhost", "::1")
+
+
+def _model(value: str) -> str:
+    try:
+        check_model(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("--model ")) from None
+    return value
+
+
+def _size(value: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]?", value):
+        raise ValueError(f"--conversation-memory {value!r} must be a number of bytes such as 500M or 2G")
+    return value
+
+
+def _bytes(size: str) -> int:
+    number, unit = re.fullmatch(r"([\d.]+)([KMGT]?)", size).groups()  # type: ignore[union-attr]
+    return int(float(number) * UNITS[unit])
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", callback=_model,
+            help="The model: builtin, a folder, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+        ),
+    ],
+    method: Method = "Dense()",
+    dtype: Dtype = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT", rich_help_panel=MODEL_OPTIONS,
+            help="int8: quantise the weights to 8 bits while they are read. Those of a GGUF file are so already.",
+        ),
+    ] = None,
+    device: Device = "cpu",
+    host: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=SERVER_OPTIONS,
+            help="The address to listen at. 0.0.0.0 lets other machines in; there is no password.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, rich_help_panel=SERVER_OPTIONS, help="The port; 0 takes a free one."),
+    ] = 8000,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2, rich_help_panel=SERVER_OPTIONS, show_default="the model's positions",
+            help="The largest number of tokens of a prompt and its answer together.",
+        ),
+    ] = None,
+    conversations: Annotated[
+        int,
+        typer.Option(
+            min=0, rich_help_panel=REUSE_OPTIONS,
+            help="How many conversations are kept, so that their next turn need not read their prompt again.",
+        ),
+    ] = 4,
+    conversation_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES", callback=_size, rich_help_panel=REUSE_OPTIONS,
+            help="The largest memory that the kept conversations take together, such as 500M or 2G.",
+        ),
+    ] = "1G",
+) -> None:  # fmt: skip
+    """Serve a model to OpenAI clients on this machine, one request at a time.
+
+    Example:
+
+        skimkv serve Qwen/Qwen3-0.6B --method "SparQ(r=32, k=128)"
+
+    Requests, chat templates, tools and streams are handled by the server of the Transformers library; a method's cache
+    decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in vLLM.
+    """
+    if weights not in (None, "int8"):
+        raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
+    from .. import serve as server
+
+    server.check_installed()
+    check_environment()
+    quiet(model)
+    from ..hf.load import load
+    from ..methods import parse
+
+    parsed = parse(method)
+    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device))
+    from ..hf.attach import Cache
+    from ..serve.conversations import Conversations
+    from ..serve.generation import Generator
+
+    Cache(network, parsed, max_tokens)  # raises for a model that is not supported
+    kept = Conversations(conversations, _bytes(conversation_memory))
+    generator = Generator(network, parsed, kept, max_tokens, log=lambda line: print(line, file=sys.stderr, flush=True))
+    app = server.build_application(generator, tokenizer, model)
+    opened = server.listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"skimkv serves {model} with {parsed} at http://{shown}:{opened.getsockname()[1]}/v1", flush=True)
+    print("It answers one request at a time; others wait for their turn. Ctrl-C ends it.", flush=True)
+    if host not in LOCAL and not host.startswith("127."):
+        print(
+            "skimkv: warning: whoever can reach this address can use the model: there is no password", file=sys.stderr
+        )
+    server.run(app, opened)

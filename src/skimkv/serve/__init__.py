@@ -1,0 +1,69 @@
+"""An OpenAI endpoint on one machine: the server of the transformers library, with a method's cache for each request."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import socket
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .disconnect import Application
+    from .generation import Generator
+
+PACKAGES = ("fastapi", "uvicorn", "openai")
+# Versions of transformers whose server this package knows: from the first one up to, but not including, the second.
+KNOWN_VERSIONS = (5, 20), (5, 24)
+
+
+def check_installed() -> None:
+    """Raise ValueError, in one line that says what to install, if the server cannot run here."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"serving needs {', '.join(missing)}: pip install 'skimkv[serve]'")
+    version = importlib.metadata.version("transformers")
+    low, high = KNOWN_VERSIONS
+    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
+        raise ValueError(_unknown_version(version))
+
+
+def build_application(generator: Generator, tokenizer: Any, name: str) -> Application:
+    """Make the ASGI application that serves a model under this name.
+
+    It has the library's routes for completions, chat, responses and models, and GET /skimkv, which tells what was
+    generated and what is kept.
+
+    Raises ValueError, in one line, if a package is missing or the library's server is not one that is known.
+    """
+    check_installed()
+    try:
+        from .library import application
+
+        return application(generator, tokenizer, name)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"{_unknown_version(importlib.metadata.version('transformers'))} ({error})") from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the socket of a server; port 0 takes a free one. Raises ValueError, in one line, if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from None
+
+
+def run(app: Application, opened: socket.socket) -> None:
+    """Serve until Ctrl-C or a signal that ends the process."""
+    import uvicorn
+
+    # answers that are on their way have five seconds to end
+    config: Any = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run(sockets=[opened])
+
+
+def _unknown_version(version: str) -> str:
+    low, high = ((".".join(map(str, part))) for part in KNOWN_VERSIONS)
+    return (
+        f"serving is tested with transformers {low} up to {high}, and this is {version}, whose server may differ: "
+        f"pip install 'transformers>={low},<{high}'"
+    )

@@ -1,0 +1,119 @@
+"""skimkv serve: its command line, and the command itself in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import skimkv
+from skimkv import serve
+from skimkv.cli.serve import _bytes
+from support.command_line import SKIMKV, assert_mistake, run
+from support.gguf_files import tiny, write
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["/nowhere/at/all"], "/nowhere/at/all"),
+        (["builtin", "--method", "SparK(r=8)"], "unknown method 'SparK'; did you mean SparQ?"),
+        (["builtin", "--weights", "int3"], "--weights 'int3' is unknown"),
+        (["builtin", "--port", "65536"], "--port"),
+        (["builtin", "--max-tokens", "1"], "--max-tokens"),
+        (["builtin", "--conversations", "-1"], "--conversations"),
+        (
+            ["builtin", "--conversation-memory", "much"],
+            "--conversation-memory 'much' must be a number of bytes such as",
+        ),
+        ([], "MODEL"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    assert_mistake(run(capsys, "serve", *argv), words)
+
+
+def test_packages_that_are_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "PACKAGES", ("json", "no_such_package"))
+    assert_mistake(run(capsys, "serve", "builtin"), "serving needs no_such_package: pip install 'skimkv[serve]'")
+
+
+def test_sizes() -> None:
+    assert [_bytes(size) for size in ("0", "100", "1.5K", "2G")] == [0, 100, 1536, 2**31]
+
+
+class Server:
+    """The command in a process of its own, until the `with` is left; then status and stderr are known."""
+
+    def __init__(self, *argv: str) -> None:
+        self.process = subprocess.Popen(
+            [*SKIMKV, "serve", *argv, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Server:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.first_line = self.process.stdout.readline()
+        found = re.search(r"at (http://127\.0\.0\.1:\d+/v1)$", self.first_line.strip())
+        assert found, self.first_line + self.process.stderr.read()
+        self.url = found[1]
+        return self
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        body = json.dumps(fields).encode()
+        request = urllib.request.Request(f"{self.url}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            result: dict[str, Any] = json.loads(answer.read())
+        return result
+
+    def __exit__(self, *error: object) -> None:
+        self.process.send_signal(signal.SIGINT)
+        _, self.errors = self.process.communicate(timeout=120)
+        self.status = self.process.returncode
+
+
+def expected(model: str, prompt: str, new: int, **options: Any) -> str:
+    network, tokenizer = skimkv.load(model, **options)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with skimkv.attach(network, "SparQ(r=8, k=16)"), torch.no_grad():
+        tokens: Any = network.generate(ids, max_new_tokens=new, do_sample=False)  # type: ignore[operator]
+    text: str = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    prompt = "".join(f"stone-{i}: {10000 + 37 * i}\n" for i in range(30)) + "stone-7: "
+    with Server("builtin", "--method", "SparQ(r=8, k=16)", "--weights", "int8", "--conversations", "1") as server:
+        texts = [server.complete(model="builtin", prompt=prompt, max_tokens=8)["choices"][0] for _ in range(2)]
+        stop = texts[0]["text"][2]
+        stopped = server.complete(model="builtin", prompt=prompt, max_tokens=20, stop=stop)["choices"][0]
+    assert server.first_line.startswith("skimkv serves builtin with SparQ(r=8, k=16) at ")
+    text = expected("builtin", prompt, 8, weights="int8")
+    assert [choice["text"] for choice in texts] == [text, text]
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(stop) + 1], "stop")
+    lines = server.errors.splitlines()
+    tokens = int(lines[0].split()[0])
+    assert [line.split(";")[0] for line in lines[:3]] == [
+        f"{tokens} prompt tokens, 0 of them reused",
+        *[f"{tokens} prompt tokens, {tokens - 2} of them reused"] * 2,
+    ]
+    assert (server.status, lines[3:]) == (130, ["skimkv: interrupted"])
+
+
+@pytest.mark.slow
+def test_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    name = str(tmp_path / "tiny.gguf")
+    write(tmp_path / "tiny.gguf", tiny())
+    with Server(name, "--method", "SparQ(r=8, k=16)") as server:
+        text = server.complete(model=name, prompt="the Cat", max_tokens=6)["choices"][0]["text"]
+    assert text == expected(name, "the Cat", 6)

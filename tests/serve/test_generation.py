@@ -1,0 +1,193 @@
+"""Answers with a method: the tokens of generate() itself, with and without the cache of an earlier turn."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import skimkv
+from skimkv.hf.attach import Cache
+from skimkv.serve.conversations import Conversations
+from skimkv.serve.generation import Generator
+from support import tiny_models
+
+NEW = 12
+
+
+@functools.cache
+def built(name: str) -> Any:
+    kind, options = tiny_models.FAMILIES[name]
+    return tiny_models.build(kind, **options)
+
+
+def model(name: str = "llama") -> Any:
+    """A model of this file's own: making a Cache leaves our attention functions on it."""
+    return built(name)
+
+
+def generator(method: str, count: int = 4, name: str = "llama", **options: Any) -> Generator:
+    return Generator(model(name), skimkv.parse(method), Conversations(count, 10**9), **options)
+
+
+def config(**options: Any) -> Any:
+    return GenerationConfig(**{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def answer(made: Generator, ids: torch.Tensor, **options: Any) -> list[int]:
+    """The new tokens after a prompt, ids (1,n)."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    tokens = made.generate(threading.Event(), **inputs, generation_config=config(**options))
+    return tokens[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def directly(method: str, ids: torch.Tensor, name: str = "llama", before: torch.Tensor | None = None) -> list[int]:
+    """The new tokens of generate() with a new cache, which may have read an earlier prompt."""
+    cache = Cache(model(name), skimkv.parse(method))
+    if before is not None:
+        with torch.no_grad():
+            model(name)(before, past_key_values=cache, use_cache=True)
+    tokens = model(name).generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    return tokens[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def next_turn(ids: torch.Tensor, new: list[int], seed: int = 1) -> torch.Tensor:
+    """A prompt, its answer and twenty tokens more."""
+    return torch.cat([ids, torch.tensor([new]), tiny_models.prompt(n=20, seed=seed)], 1)
+
+
+OTHERS = "Dense()", "TopK(k=8)", "Quest(k=16, page=8)", "Skim(k=16, r=8)", "SparQ(r=4, k=16, channels='int8')"
+
+
+@pytest.mark.parametrize(
+    "method", ["SparQ(r=4, k=16)", *(pytest.param(method, marks=pytest.mark.slow) for method in OTHERS)]
+)
+def test_a_kept_cache_changes_no_token(method: str) -> None:
+    made, ids = generator(method), tiny_models.prompt(n=60)
+    for turn in range(3):
+        new = answer(made, ids)
+        assert new == directly(method, ids), turn
+        ids = next_turn(ids, new, turn)
+    assert made.totals.requests == 3
+    # the second turn reuses the prompt of the first, and the third that of the second
+    assert made.totals.reused_tokens == 60 + 60 + NEW + 20
+    assert made.totals.new_tokens == 3 * NEW
+
+
+@pytest.mark.filterwarnings("ignore:Gemma2ForCausalLM")
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("H2O(k=24)", "llama"), pytest.param("SparQ(r=4, k=16)", "gemma2", marks=pytest.mark.slow)],
+)
+def test_a_cache_that_cannot_be_cropped_goes_on_from_the_prompt(method: str, name: str) -> None:
+    made, ids = generator(method, name=name), tiny_models.prompt(n=60)
+    new = answer(made, ids)
+    assert new == directly(method, ids, name)
+    later = next_turn(ids, new)
+    assert answer(made, later) == directly(method, later, name, before=ids)
+    assert made.totals.reused_tokens == 60
+
+
+@pytest.mark.slow
+def test_two_conversations_take_turns():
+    made = generator("SparQ(r=4, k=16)")
+    conversations = [tiny_models.prompt(n=50, seed=seed) for seed in (5, 6)]
+    for turn in range(2):
+        for i, ids in enumerate(conversations):
+            new = answer(made, ids)
+            assert new == directly("SparQ(r=4, k=16)", ids)
+            conversations[i] = next_turn(ids, new, turn)
+    assert made.totals.reused_tokens == 100
+    assert len(made.conversations) == 2
+
+
+def test_without_conversations_nothing_is_reused():
+    made, ids = generator("SparQ(r=4, k=16)", count=0), tiny_models.prompt(n=60)
+    assert answer(made, ids) == answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
+    assert made.totals.reused_tokens == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"guidance_scale": 1.5}])
+def test_other_ways_to_generate_start_anew(options: dict[str, Any]) -> None:
+    made, ids = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60)
+    first = answer(made, ids, **options)
+    assert len(made.conversations) == 0
+    answer(made, ids)
+    assert answer(made, ids, **options) == first
+    assert made.totals.reused_tokens == 0
+
+
+def test_the_seed_belongs_to_the_request():
+    made, ids = generator("Dense()"), tiny_models.prompt(n=60)
+
+    def sampled(seed: int) -> list[int]:
+        settings = config(do_sample=True)
+        settings.seed = seed
+        torch.rand(3)  # another request in between
+        return made.generate(threading.Event(), input_ids=ids, generation_config=settings)[0].tolist()  # type: ignore[no-any-return]
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+class Streamer:
+    """Cancels after a number of calls; the first one brings the prompt."""
+
+    def __init__(self, cancelled: threading.Event, calls: int) -> None:
+        self.cancelled, self.calls, self.ended = cancelled, calls, False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls -= 1
+        if self.calls == 0:
+            self.cancelled.set()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_cancelled_request_ends_early_and_its_prompt_is_kept(calls: int) -> None:
+    made, ids, cancelled = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60), threading.Event()
+    streamer = Streamer(cancelled, calls)
+    tokens = made.generate(cancelled, input_ids=ids, generation_config=config(), streamer=streamer)
+    assert calls - 1 <= tokens.shape[1] - 60 <= calls  # as the library asks before or after it hands the token on
+    assert streamer.ended
+    assert answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
+    assert made.totals.reused_tokens == 58
+
+
+def test_a_request_that_was_cancelled_before_its_turn_does_nothing():
+    made, ids, cancelled = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60), threading.Event()
+    cancelled.set()
+    streamer = Streamer(cancelled, 1)
+    assert made.generate(cancelled, input_ids=ids, generation_config=config(), streamer=streamer) is ids
+    assert streamer.ended and made.totals.requests == 0
+
+
+def test_a_failed_request_keeps_nothing():
+    made, ids = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60)
+    with pytest.raises(ValueError, match="output_attentions"):
+        answer(made, ids, output_attentions=True, return_dict_in_generate=True)
+    assert len(made.conversations) == 0
+    assert answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
+
+
+def test_lengths_are_made_to_fit():
+    made, settings = generator("Dense()"), config()
+    made.fit(100, settings)
+    assert settings.max_new_tokens == NEW
+    made.fit(155, settings)
+    assert settings.max_new_tokens == 5
+    for n, words in ((160, "the prompt has 160 tokens; prompt and answer together have at most 160"), (0, "is empty")):
+        with pytest.raises(ValueError, match=words):
+            made.fit(n, config())
+    assert generator("Dense()", max_tokens=90).max_tokens == 90
+    assert generator("Dense()", max_tokens=900).max_tokens == 160
+    assert generator("LMInfinite(k=32, positions='cache')").max_tokens is None
+    unlimited = config(max_new_tokens=None)
+    generator("LMInfinite(k=32, positions='cache')").fit(10**6, unlimited)
+    assert unlimited.max_new_tokens == 1024

@@ -1,0 +1,242 @@
+"""The endpoint over HTTP, on a free port: the official client, streams, mistakes, many clients, clients that leave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import skimkv
+from skimkv import serve
+from skimkv.hf.attach import Cache
+from skimkv.serve.conversations import Conversations
+from skimkv.serve.generation import Generator
+from support import tiny_models
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+NAME, METHOD = "tiny", "SparQ(r=4, k=16)"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}"
+    "{% endif %}{{ m.content }} {% endfor %}"
+)
+
+
+class Running(NamedTuple):
+    """A server that runs in a thread of this process."""
+
+    generator: Generator
+    tokenizer: Any
+    host: str
+    port: int
+
+    @property
+    def client(self) -> Any:
+        return openai.OpenAI(base_url=f"http://{self.host}:{self.port}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def request(self, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        """The status and the JSON of an answer; without a body a GET."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
+        headers = {"Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    def text(self, prompt: str, new: int) -> str:
+        """What generate() of the model adds to a prompt, with a cache of its own."""
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        cache = Cache(self.generator.model, self.generator.method)
+        tokens = self.generator.model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+        text: str = self.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+        return text
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    kind, options = tiny_models.FAMILIES["llama"]
+    model, tokenizer = tiny_models.build(kind, **options), tiny_models.tokenizer()
+    tokenizer.chat_template = TEMPLATE  # type: ignore[attr-defined]
+    generator = Generator(model, skimkv.parse(METHOD), Conversations(4, 10**9))
+    app, opened = serve.build_application(generator, tokenizer, NAME), serve.listen("127.0.0.1", 0)
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [opened]})
+    thread.start()
+    yield Running(generator, tokenizer, *opened.getsockname())
+    running.should_exit = True
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def words(n: int, seed: int = 0) -> str:
+    return " ".join(f"w{i}" for i in tiny_models.prompt(n=n, seed=seed)[0].tolist())
+
+
+def test_the_official_client(server: Running) -> None:
+    client, before = server.client, vars(server.generator.totals).copy()
+    prompt = words(50)
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=8)
+    assert answer.choices[0].text == server.text(prompt, 8)
+    assert (answer.choices[0].finish_reason, answer.usage.prompt_tokens) == ("length", 50)
+
+    messages = [{"role": "user", "content": words(60, seed=1)}]
+    pieces = list(client.chat.completions.create(model=NAME, messages=messages, max_tokens=8, stream=True))
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text.split() == server.text(messages[0]["content"], 8).split()
+    assert len(pieces) > 8 and pieces[-1].choices[0].finish_reason == "length"
+
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": words(9, seed=2)}]
+    second = client.chat.completions.create(model=NAME, messages=messages, max_tokens=8)
+    assert second.choices[0].message.content == server.text(" ".join(m["content"] for m in messages), 8)
+    after = vars(server.generator.totals)
+    assert after["reused_tokens"] - before["reused_tokens"] == 60
+    assert after["requests"] - before["requests"] == 3
+    assert [model.id for model in client.models.list()] == [NAME]
+    status, totals = server.request("/skimkv")
+    assert status == 200 and totals["method"] == METHOD and totals["requests"] == after["requests"]
+    assert totals["conversations"] == 2 and totals["conversation_bytes"] > 0
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "too long": ({"prompt": words(160)}, "the prompt has 160 tokens; prompt and answer together have at most 160"),
+    "too long, streamed": ({"prompt": words(160), "stream": True}, "the prompt has 160 tokens"),
+    "empty": ({"prompt": ""}, "the prompt is empty"),
+    "no prompt": ({}, "the request has no prompt"),
+    "another model": ({"model": "gpt-4", "prompt": "w3"}, "requested 'gpt-4'"),
+    "a wrong number": ({"prompt": "w3", "temperature": "hot"}, "temperature = "),
+    "an unknown field": ({"prompt": "w3", "colour": 1}, "Unexpected fields"),
+    "another cache": ({"prompt": "w3", "generation_config": '{"cache_implementation": "static"}'}, "unsupported"),
+    "no messages": ({"chat": True}, "the request has no messages"),
+    "no such role": ({"chat": True, "messages": [{"role": "system", "content": "w3"}]}, "no such role"),
+}
+
+
+def test_mistakes(server: Running) -> None:
+    for name, (fields, text) in MISTAKES.items():
+        path = "/v1/chat/completions" if fields.get("chat") else "/v1/completions"
+        body = {"model": NAME, **{key: value for key, value in fields.items() if key != "chat"}}
+        status, answer = server.request(path, json.dumps(body).encode())
+        assert status in (400, 422), (name, answer)
+        assert text in answer["detail"], name
+        assert "\n" not in answer["detail"], name
+    for raw in (b"{nonsense", b"[1]", b"", b"\xff\xfe"):
+        assert server.request("/v1/completions", raw)[0] in (400, 422), raw
+    assert server.request("/v1/nonsense")[0] == 404
+
+
+@pytest.mark.slow
+def test_sampling(server: Running) -> None:
+    options = {"model": NAME, "prompt": words(40, seed=3), "max_tokens": 12, "temperature": 1.5}
+    texts = [server.client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert server.text(words(40, seed=3), 12) not in texts
+
+
+@pytest.mark.slow
+def test_twenty_clients_wait_for_their_turns(server: Running) -> None:
+    before = server.generator.totals.requests
+    prompts = [words(40, seed=10 + i % 7) + " " + words(10, seed=i) for i in range(20)]
+
+    client = server.client
+
+    def ask(i: int) -> str:
+        if i % 2:
+            return str(client.completions.create(model=NAME, prompt=prompts[i], max_tokens=10).choices[0].text)
+        stream = client.completions.create(model=NAME, prompt=prompts[i], max_tokens=10, stream=True)
+        return "".join(piece.choices[0].text for piece in stream)
+
+    with ThreadPoolExecutor(20) as threads:
+        texts = list(threads.map(ask, range(20)))
+    assert [text.split() for text in texts] == [server.text(prompt, 10).split() for prompt in prompts]
+    assert server.generator.totals.requests - before == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves(server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """The client leaves while its answer is generated: generation waits until the server has noticed that."""
+    started, totals = threading.Event(), server.generator.totals
+    generate, before = server.generator.generate, vars(totals).copy()
+
+    def wait_for_the_end(gone: threading.Event, **options: Any) -> torch.Tensor:
+        class Waits:
+            """Stands for the streamer: the first token comes only when the client has gone."""
+
+            def put(self, value: torch.Tensor) -> None:
+                started.set()
+                assert gone.wait(60)
+
+            def end(self) -> None:
+                pass
+
+        return generate(gone, **{**options, "streamer": Waits()})
+
+    monkeypatch.setattr(server.generator, "generate", wait_for_the_end)
+    body = json.dumps({"model": NAME, "prompt": words(40), "max_tokens": 100, "stream": stream}).encode()
+    with socket.create_connection((server.host, server.port)) as connection:
+        lines = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
+        connection.sendall(head.encode() + body)
+        assert started.wait(60)
+    monkeypatch.undo()
+    server.client.completions.create(model=NAME, prompt=words(40), max_tokens=5)  # after the other one's turn
+    assert totals.requests - before["requests"] == 2
+    assert totals.new_tokens - before["new_tokens"] == 1 + 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl(server: Running) -> None:
+    url = f"http://{server.host}:{server.port}/v1/completions"
+    body = {"model": NAME, "prompt": words(40), "max_tokens": 6}
+    argv = ["curl", "-sS", "-N", url, "-H", "Content-Type: application/json", "-d"]
+    whole = subprocess.run([*argv, json.dumps(body)], capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(whole.stdout)["choices"][0]["text"] == server.text(words(40), 6)
+    lines = subprocess.run(
+        [*argv, json.dumps({**body, "stream": True})], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks).split() == server.text(words(40), 6).split()
+
+
+@pytest.mark.slow
+def test_responses(server: Running) -> None:
+    answer = server.client.responses.create(model=NAME, input=words(40), max_output_tokens=6, stream=False)
+    assert answer.output_text.split() == server.text(words(40), 6).split()
+
+
+def test_versions_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"5.23.0": True, "5.20.0": True, "5.19.4": False, "5.24.0.dev0": False, "6.0": False}
+    for version, known in versions.items():
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        if known:
+            assert serve.check_installed() is None  # type: ignore[func-returns-value]
+        else:
+            with pytest.raises(ValueError, match=rf"tested with transformers 5.20 up to 5.24, and this is {version}"):
+                serve.check_installed()
+
+
+def test_a_server_of_the_library_that_moved(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skimkv.serve import library
+
+    monkeypatch.delattr(library, "application")
+    with pytest.raises(ValueError, match=r"tested with transformers 5.20 up to 5.24, and this is .*cannot import"):
+        serve.build_application(server.generator, server.tokenizer, NAME)
+
+
+def test_a_port_that_is_taken() -> None:
+    with (
+        serve.listen("127.0.0.1", 0) as opened,
+        pytest.raises(ValueError, match=r"cannot listen at 127\.0\.0\.1, port"),
+    ):
+        serve.listen("127.0.0.1", opened.getsockname()[1])
