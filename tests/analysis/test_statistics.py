@@ -31,6 +31,16 @@ def test_scores_end_at_the_query(qk):
     assert float(capped.max()) <= 2
 
 
+def test_tokens_of_mass():
+    one_hot = torch.eye(5)
+    assert statistics.tokens_of_mass(one_hot, 0.9).tolist() == [1] * 5
+    even = torch.full((2, 64), 1 / 64)
+    assert statistics.tokens_of_mass(even, 0.5).tolist() == [32, 32]
+    assert statistics.tokens_of_mass(even, 0.51).tolist() == [33, 33]
+    assert statistics.tokens_of_mass(even * 0.5, 0.9).tolist() == [64, 64], "a sink holds the rest: all tokens"
+    assert statistics.tokens_of_mass(torch.tensor([0.2, 0.7, 0.1]), 0.8).tolist() == 2
+
+
 def test_top_mass():
     one_hot = torch.eye(5)
     assert statistics.top_mass(one_hot, 1).tolist() == [1.0] * 5

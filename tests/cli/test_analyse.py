@@ -26,7 +26,9 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     assert (found["tokens"], found["pieces"]) == (128, 2)
     assert [row["layer"] for row in found["layers"]] == [0, 1, 2, 3]
     for row in found["layers"]:
-        assert all(len(row[name]) == 4 for name in ("top_mass", "kurtosis", "tail_mass", "sparsity"))
+        names = "top_mass", "tokens_of_90_percent", "kurtosis", "tail_mass", "sparsity"
+        assert all(len(row[name]) == 4 for name in names)
+        assert all(1 <= x <= 128 for x in row["tokens_of_90_percent"])
         assert all(0 < x <= 1.001 for x in row["top_mass"]) and all(0 <= x < 1 for x in row["sparsity"])
     whole = [x["mean"] for x in found["agreement"] if x["r"] == 64]
     assert len(whole) == 4 and min(whole) > 0.99, "all 64 channels"

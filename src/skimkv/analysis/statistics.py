@@ -33,6 +33,15 @@ def top_mass(scores: Tensor, k: int) -> Tensor:
     return scores.topk(min(k, scores.shape[-1]), -1).values.sum(-1)
 
 
+def tokens_of_mass(scores: Tensor, share: float) -> Tensor:
+    """Count the largest scores of each row that are needed to sum to `share`: (...,n) rows that sum to 1 -> (...).
+
+    A sharp head needs one or a few tokens, a diffuse one many.
+    """
+    mass = scores.sort(-1, descending=True).values.cumsum(-1)
+    return ((mass < share).sum(-1) + 1).clamp_max(scores.shape[-1])
+
+
 def kurtosis(x: Tensor) -> Tensor:
     """Compute Fisher's kurtosis of the population, mean(z^4) - 3: (...,n) -> (...). SparQ fig. 4d and E1.
 

@@ -24,6 +24,7 @@ from . import TOP, statistics
 
 CENTRES = 16  # centres that greedy k-centre draws in a cloud (SubGen fig. 1)
 DELTAS = (0.25, 0.5, 0.75, 1.0)  # cluster radii, in units of the median distance
+MASS = 0.9  # of the attention of a query: how many tokens hold it
 # How r dimensions are chosen: the names that `statistics.approximate_logits` takes, and what figures call them.
 CHANNEL_CHOICES = {
     "top": "r largest of |q|",
@@ -67,6 +68,7 @@ class Findings:
     grid: Grid
     ids: Tensor  # (E,n)
     top_mass: Tensor  # (L,heads,E m)
+    tokens_of_mass: Tensor  # (L,heads,E m): how many tokens hold MASS of the attention
     q: Tensor  # (L,heads,E m D)
     agreement: Tensor  # (channels,r,k,L,heads): means over queries
     alpha: Tensor  # (1 + temperatures,L,heads,E): the true mass first
@@ -110,6 +112,7 @@ class Findings:
     def _layers_json(self) -> list[dict[str, Any]]:
         heads = {
             "top_mass": self.top_mass.mean(-1),
+            "tokens_of_90_percent": self.tokens_of_mass.float().mean(-1),
             "kurtosis": statistics.kurtosis(self.q),
             "tail_mass": statistics.tail_mass(self.q),
             "sparsity": self.sparsity,
@@ -188,6 +191,7 @@ def survey(
         grid=grid,
         ids=torch.tensor(pieces),
         top_mass=x["top_mass"].permute(1, 2, 0, 3).flatten(2),
+        tokens_of_mass=x["tokens_of_mass"].permute(1, 2, 0, 3).flatten(2),
         q=x["q"].permute(1, 2, 0, 3, 4).flatten(2),
         agreement=x["agreement"].mean(0).permute(1, 2, 3, 0, 4),
         alpha=x["alpha"].permute(2, 1, 3, 0),
@@ -225,6 +229,7 @@ def _measure_layer(layer: RecordedLayer, at: Tensor, grid: Grid) -> dict[str, Te
     alpha += [statistics.estimated_alpha(x, k, at, r, count, name, **softmax) for name in TEMPERATURES]
     statistics_by_name = {
         "top_mass": statistics.top_mass(scores, TOP).flatten(0, 1),  # (heads,m)
+        "tokens_of_mass": statistics.tokens_of_mass(scores, MASS).flatten(0, 1),  # (heads,m)
         "q": x.flatten(0, 1),  # (heads,m,D)
         "alpha": torch.stack([mass.mean(-1).flatten() for mass in alpha]),  # (1 + temperatures,heads)
         "agreement": _agreement(x, k, exact, grid),  # (channels,r,k,heads)
