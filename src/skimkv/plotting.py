@@ -25,6 +25,8 @@ MATCHED_SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the bytes that dense attention read
 
 DIVERGENCE_RANGE = 1e-7  # of the largest divergence that is drawn: what is below it is the rounding of logits
 FAN = 0.004, 0.03  # of the axis: how far lines that meet are drawn apart, each from the next, and all together
+MOST_BANDS = 4  # of intervals in a panel; those of more lines are bars
+BAR_DISTANCE = 1.3  # points from one line's bars to the next line's
 
 # (line, share of dense's bytes, mean, low, high); the ends of the mean's interval are None where there is none
 ScorePoint = tuple[str, float, float, float | None, float | None]
@@ -113,16 +115,16 @@ def side_by_side(scores: Sequence[float], i: int, n: int, greatest: float) -> li
     return [min(score * (1 - width) + up, greatest) for score in scores]  # NaN stays NaN
 
 
-def shifted(ax: Axes, i: int, n: int) -> Transform:
-    """Data coordinates for line i of n, moved up or down by a few points: equal lines do not hide each other.
+def shifted(ax: Axes, i: int, n: int, right: float = 0.0, down: float = 0.6) -> Transform:
+    """Data coordinates for line i of n, each moved by so many points from the one before it, around the true place.
 
-    This is for scores whose scale has no end; `side_by_side` is for the others.
+    So equal lines do not hide each other. `side_by_side` is for scores whose scale has an end.
     """
     from matplotlib.transforms import ScaledTranslation
 
-    points = 0.6 * ((n - 1) / 2 - i) / 72
+    steps = (i - (n - 1) / 2) / 72
     figure: Any = ax.get_figure(root=True)
-    return ax.transData + ScaledTranslation(0, points, figure.dpi_scale_trans)
+    return ax.transData + ScaledTranslation(right * steps, -down * steps, figure.dpi_scale_trans)
 
 
 def draw_line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, n: int, greatest: float, **style: Any) -> None:
@@ -134,14 +136,20 @@ def draw_line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, n: int, 
 
 
 def draw_intervals(
-    ax: Axes, x: Sequence[float], low: Sequence[float | None], high: Sequence[float | None], colour: str
+    ax: Axes, x: Sequence[float], low: Sequence[float | None], high: Sequence[float | None], colour: str, i: int, n: int
 ) -> None:
-    """Draw a band between the ends of the intervals, or a bar where there is one; None is no interval."""
-    if len(x) == 1 and low[0] is not None and high[0] is not None:
-        ax.vlines(x, low[0], high[0], color=colour, linewidth=1, zorder=2)
+    """Draw the intervals of line i of n: None is no interval.
+
+    A few lines have bands. More than MOST_BANDS would hide each other, and so would a line of one point: these have
+    bars, beside each other.
+    """
     nothing = math.nan
     low, high = ([nothing if end is None else end for end in ends] for ends in (low, high))
-    ax.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0, zorder=2)
+    if n > MOST_BANDS or len(x) == 1:
+        beside = shifted(ax, i, n, BAR_DISTANCE if n > MOST_BANDS else 0.0, 0.0)
+        ax.vlines(x, low, high, color=colour, linewidth=1, alpha=0.55, zorder=2, transform=beside)
+    else:
+        ax.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0, zorder=2)
 
 
 def draw_scores(
@@ -154,9 +162,9 @@ def draw_scores(
 ) -> None:
     """Draw a score against the share of dense attention's bytes, one line for every name that `styles` has.
 
-    A band is the 95% interval of the mean. The point named "Dense" becomes a grey line across the panel. greatest: the
-    greatest score that is possible. from_dense: scores are divergences from dense attention; their axis is
-    logarithmic, and dense itself, which has only rounding, is not drawn.
+    A band or a bar is the 95% interval of the mean. The point named "Dense" becomes a grey line across the panel.
+    greatest: the greatest score that is possible. from_dense: scores are divergences from dense attention; their axis
+    is logarithmic, and dense itself, which has only rounding, is not drawn.
     """
     if from_dense:
         points = [point for point in points if point[0] != "Dense"]
@@ -170,11 +178,11 @@ def draw_scores(
         x, y, low_ends, high_ends = zip(*line, strict=True)
         colour, marker = styles[name]
         draw_line(ax, x, y, i, len(names), greatest, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
-        draw_intervals(ax, x, low_ends, high_ends, colour)
+        draw_intervals(ax, x, low_ends, high_ends, colour, i, len(names))
     mark_matched_shares(ax)
     ax.set_xscale("log", base=2)
     least = min((share for _, share, *_ in points), default=1.0)
-    ticks = {1 / 64: "1/64", 1 / 32: "1/32", 1 / 16: "1/16", 1 / 8: "⅛", 1 / 4: "¼", 1 / 2: "½", 1: "all"}
+    ticks = {1 / 64: "1/64", 1 / 32: "1/32", 1 / 16: "1/16", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1: "all"}
     shown = [tick for tick in ticks if tick >= min(least, 1 / 8)]
     ax.set_xticks(shown, [ticks[tick] for tick in shown])
     ax.minorticks_off()

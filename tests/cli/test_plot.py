@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from skimkv import plotting
 from skimkv.bench import figures as bench_figures
@@ -278,12 +280,52 @@ def test_a_score_that_is_no_number_is_not_drawn_as_the_best():
     assert str(plotting.side_by_side([float("nan"), 0.5], 0, 2, 1.0)[0]) == "nan"
 
 
-def test_the_demo_is_drawn_inside_the_scale(tmp_path, monkeypatch):
+def overlap(boxes: Any) -> list[tuple[str, str]]:
+    """The names of those boxes that have a part in common; boxes: (name, box in pixels)."""
+    return [(a, b) for i, (a, box) in enumerate(boxes) for b, other in boxes[:i] if box.overlaps(other)]
+
+
+def test_the_demo_is_drawn_inside_the_scale_and_its_texts_do_not_meet(tmp_path, monkeypatch):
+    """Fourteen methods, many with the same score: the legend, the titles and the ticks keep apart."""
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
-    methods = [(name, 10.0 * share, score, True) for name in "ABC" for share, score in ((0.125, 0.0), (0.5, 1.0))]
-    figures.demo([("Dense", 10.0, 1.0, True), *methods], tmp_path / "d.png", "title", "subtitle")
-    (ax,) = drawn[0].axes
-    assert ax.get_ylim() == (0, 1)
-    assert all(0 <= y <= 1 for line in ax.lines if line.get_marker() != "None" for y in line.get_ydata())
-    assert "cache" not in ax.get_xlabel() and all(text.get_position()[1] > 0.02 for text in ax.texts[1:4])
+    names = [f"SubGenStream{i}" for i in range(14)]
+    points = [
+        figures.DemoPoint(name, share, score, 3.0 * share, i % 2 == 0, i != 3)
+        for i, name in enumerate(names) for share, score in ((0.124, 0.0), (0.5, 1.0 if i < 7 else 0.25))
+    ]  # fmt: skip
+    points.insert(0, figures.DemoPoint("Dense", 1.0, 1.0, 4.0, True, True))
+    figures.demo(points, tmp_path / "d.png", 11_000_000, "title", "one\ntwo\nthree")
+    (figure,) = drawn
+    scores, times = figure.axes
+    assert scores.get_ylim() == (0, 1) and times.get_ylim()[0] == 0 and times.get_ylim()[1] > 4
+    assert all(0 <= y <= 1 for line in scores.lines if line.get_marker() != "None" for y in line.get_ydata())
+    assert len(times.lines) == len(scores.lines) - 1, "no line among the times for what has no kernel"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*names, "Dense"]
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = [t for ax in figure.axes for t in (*ax.get_xticklabels(), *ax.get_yticklabels(), ax.title, ax._left_title)]
+    texts += [*figure.texts, *legend.get_texts()]
+    boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts if t.get_text()]
+    assert len(boxes) > 30 and overlap(boxes) == []
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for _, box in boxes)
+
+
+def test_the_intervals_of_many_lines_are_bars_beside_each_other():
+    ax = plotting.new_figure((4, 4)).subplots()
+    ax.set_xlim(0, 2)
+    for i in range(6):
+        plotting.draw_intervals(ax, [1.0], [0.2], [0.6], "black", i, 6)
+    at = [bars.get_transform().transform(bars.get_segments()[0])[0][0] for bars in ax.collections]
+    assert len(at) == 6 and all(1 < b - a < 4 for a, b in itertools.pairwise(at)), "pixels apart"
+
+
+def test_settings_that_are_solved_for_each_task_stand_on_one_line(tmp_path, capsys, drawn):
+    """At equal bytes, r, k and page change from task to task; a line is named by its k only in a grid of r and k."""
+    path = tmp_path / "r.jsonl"
+    specs = {"record": ("SparQ(r=8, k=64)", "SparQ(r=25, k=128)", "Quest(page=16, k=64)"),
+             "passkey": ("SparQ(r=8, k=50)", "SparQ(r=25, k=128)", "Quest(page=32, k=64)")}  # fmt: skip
+    path.write_text("".join(record(task, spec, 0, 1.0, 0.25, 500) for task, own in specs.items() for spec in own))
+    plot(path, capsys)
+    assert [[name for name, *_ in panel[1]] for panel in drawn["scores"]] == [["SparQ", "SparQ", "Quest"]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,28 +12,36 @@ import torch
 
 from ..methods import METHODS, Dense
 from ..methods.base import Method
-from ..methods.subgen import founding_keys
+from ..methods.subgen import count_founders
 from ..stores.base import Store
+from .answer import Question
+from .shared_prompt import RecordedPrompt, copy_rows, forward
 from .sweeps import SHARES
 from .traffic import step_traffic
 
 PAGE = 16  # tokens in a page, the Quest paper's; larger pages where the bounds of these would take the whole budget
 LEAST_TOKENS = 20  # fewer are no setting that anyone would use
 SLACK = 1.05  # a method whose least useful setting reads this much over the share still counts as matched
+MEASURED_STEPS = 8  # after the prompt, over which the bytes of a method are averaged that depend on the data
+GRID = 1.02  # the ratio of neighbouring settings that are tried where bytes are measured
+
+MeanShare = Callable[[Method], float]  # the share of dense's bytes that a method's steps read on average
 
 
-def matched_methods(dense: Sequence[Store]) -> tuple[list[tuple[Method, float]], list[str]]:
-    """Every method at 1/2, 1/4 and 1/8 of dense's bytes, as (method, share), Dense first; and what has no such form.
+def matched_methods(
+    dense: Sequence[Store], mean_share: MeanShare | None = None, shares: Sequence[float] = SHARES
+) -> tuple[list[tuple[Method, float]], list[str]]:
+    """Every method at these shares of dense's bytes, as (method, share), Dense first; and what has no such form.
 
-    `dense`: the stores of a cache that Dense has prefilled, with one row.
+    `dense`: the stores of a cache that Dense has prefilled, with one row. mean_share: as of `at_share`.
     """
     matched: list[tuple[Method, float]] = [(Dense(), 1.0)]
     left_out = []
-    for share in SHARES:
+    for share in shares:
         for name, method in METHODS.items():
             if method is Dense:
                 continue
-            fitting = at_share(method, share, dense)
+            fitting = at_share(method, share, dense, mean_share)
             if fitting is None:
                 left_out.append(f"{name} cannot read as little as 1/{round(1 / share)} of dense")
             else:
@@ -40,20 +49,25 @@ def matched_methods(dense: Sequence[Store]) -> tuple[list[tuple[Method, float]],
     return matched, left_out
 
 
-def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Method | None:
-    """The method at the largest parameters whose bytes per step are at most that share of dense's.
+def at_share(
+    method: type[Method], share: float, dense: Sequence[Store], mean_share: MeanShare | None = None
+) -> Method | None:
+    """The method at the largest parameters with which a step reads at most that share of dense's bytes, on average.
 
-    `dense`: the stores of a cache that Dense has prefilled, with one row. The required fields decide what is solved:
-    with r, k stays at 128 (the SparQ paper's) and r is solved; k and recent share the tokens 3 to 1; without a
-    required field k is solved, by the most rows that a step is expected to read; with page, pages have
-    16 tokens, or the fewest with which their bounds take at most half of the bytes, and k is solved; with delta, half
-    of the bytes go to samples of values (s) and half to clusters, t = 2. None where the share is out of reach.
+    `dense`: the stores of a cache that Dense has prefilled, with one row. The bytes are those of the closed form. Where
+    they depend on the data (Store.traffic_depends_on_data), the closed form without data is only a bound; then
+    `mean_share` measures what steps really read on average (see `measured_share`), and None takes the bound.
+
+    The required fields decide what is solved: with r, k is 128 (the SparQ paper's), or as many rows as half of the
+    bytes if these are fewer, and r is solved; k and recent share the tokens 3 to 1; without a required field k is
+    solved; with page, pages have 16 tokens, or the fewest with which their bounds take at most half of the bytes, and
+    k is solved; with delta, half of the bytes go to samples of values (s) and half to clusters, t = 2, which are
+    counted on the keys. None where the share is out of reach.
     """
     required = {f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING}
     names = {f.name for f in dataclasses.fields(method)}
     build: Callable[..., Method] = method
     n, shape, dtype = max(dense[0].lengths), dense[0].shape, dense[0].dtype
-    limit = step_traffic(Dense(), dense).bytes * share
     if not required and "k" not in names:
         return method() if share >= 1 else None
     if "delta" in required:
@@ -65,24 +79,64 @@ def at_share(method: type[Method], share: float, dense: Sequence[Store]) -> Meth
         if "page" in required:
             return build(page=page, k=x - x % page)
         if "r" in required:
-            return build(r=x, k=min(128, n))
+            return build(r=x, k=max(1, min(128, int(n * share / 2))))
         if "recent" in names:
             return build(k=x - x // 4, recent=x // 4)
         return build(**dict.fromkeys(required or {"k"}, x))
 
-    def fits(x: int, most: float) -> bool:
-        return len(dense) * make(x).traffic(n, shape, dtype).bytes <= most
-
     low, high = (1, shape.D) if "r" in required else (min(LEAST_TOKENS, n), n)
     low = page if "page" in required else low
-    for most in (limit, limit * SLACK):
-        if fits(low, most):
-            return make(_largest(low, high, lambda x: fits(x, most)))  # noqa: B023
+    settings: Sequence[int] = range(low, high + 1)
+    dense_bytes = step_traffic(Dense(), dense).bytes
+
+    def closed_form(method: Method) -> float:
+        return len(dense) * method.traffic(n, shape, dtype).bytes / dense_bytes
+
+    share_of: MeanShare = closed_form
+    if mean_share is not None and make(low).store(shape, dtype).traffic_depends_on_data:
+        share_of, settings = mean_share, _grid(low, high)
+    for most in (share, share * SLACK):
+        if share_of(make(low)) <= most:
+            return make(settings[_largest(len(settings) - 1, lambda i: share_of(make(settings[i])) <= most)])  # noqa: B023
     return None
 
 
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest x from low to high that fits, where low does and above a misfit nothing fits."""
+def measured_share(prompt: RecordedPrompt, questions: Sequence[Question]) -> MeanShare:
+    """Make the function that measures which share of dense's bytes the steps of a method read on average.
+
+    The steps are those after the first row of the prompt: the tokens that each question feeds, and then the tokens that
+    the model gives greedily, at most MEASURED_STEPS of them. Bytes are those of the layers that a method decodes.
+    """
+    steps = min(MEASURED_STEPS, *(len(question.feed) + question.new_tokens for question in questions))
+
+    @functools.cache
+    @torch.inference_mode()
+    def mean_share(method: Method) -> float:
+        cache = copy_rows(prompt.cache(method), [0] * len(questions))
+        logits, moved, of_dense = prompt.logits[:1].expand(len(questions), -1), 0, 0
+        for step in range(steps):
+            likeliest = logits.argmax(-1).tolist()
+            ids = [q.feed[step] if step < len(q.feed) else next_ for q, next_ in zip(questions, likeliest, strict=True)]
+            logits = forward(prompt.model, cache, torch.tensor(ids, device=logits.device)[:, None], None)[:, -1]
+            moved += step_traffic(method, cache.stores, steps_ago=1).bytes
+            dense = (Dense().traffic(max(s.lengths) - 1, s.shape, s.dtype) for s in cache.stores)
+            of_dense += sum(traffic.bytes for traffic in dense)
+        return moved / of_dense
+
+    return mean_share
+
+
+def _grid(low: int, high: int) -> list[int]:
+    """Whole numbers from low to high, each about 2% above the one before it."""
+    numbers = [low]
+    while numbers[-1] < high:
+        numbers.append(min(high, max(numbers[-1] + 1, int(numbers[-1] * GRID))))
+    return numbers
+
+
+def _largest(high: int, fits: Callable[[int], bool]) -> int:
+    """The largest x from 0 to high that fits, where 0 does and above a misfit nothing fits."""
+    low = 0
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -93,27 +147,24 @@ def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Me
     """The smallest delta, to two decimals, whose clusters fit; they are counted on the keys themselves."""
     t, n = 2, max(dense[0].lengths)
     build: Callable[..., Method] = method
-    s = max(
-        1, int(n * share / 2)
-    )  # a sample is a key and a value that are read: 2D of dense's 2nD, for half of the bytes
-    exact = "donot_use_mm_for_euclid_dist"
-    heads = [[k.float() for k in layer.history(slice(0, 1))[0][0]] for layer in dense]
-    distances = [[torch.cdist(k, k, compute_mode=exact) for k in layer] for layer in heads]
+    # a sample is a key and a value that are read: 2D of dense's 2nD, for half of the bytes
+    s = max(1, int(n * share / 2))
+    heads = [layer.history(slice(0, 1))[0][0].float() for layer in dense]  # (H,n,D) each
     limit = step_traffic(Dense(), dense).bytes * share
-    largest = max(
-        (float(d[d.isfinite()].max()) for layer in distances for d in layer if d.isfinite().any()), default=0.0
-    )
-    most_hundredths = int(largest * 100) + 1
+    finite = [k[k.isfinite().all(-1)] for layer in heads for k in layer]
+    radius = max((float((k - k[:1]).norm(dim=-1).max()) for k in finite if len(k)), default=0.0)
+    most_hundredths = int(200 * radius) + 1  # no two keys are farther apart
 
-    def at_delta(hundredths_below: int) -> Method:
+    def at_delta(hundredths_below: int) -> Any:
         return build((most_hundredths - hundredths_below) / 100, t, s)
 
     def fits(hundredths_below: int) -> bool:
-        clustered: Any = at_delta(hundredths_below)
-        total = 0
-        for store, layer in zip(dense, distances, strict=True):
-            clusters = sum(int(founding_keys(d <= clustered.delta).sum()) for d in layer)
+        clustered, total = at_delta(hundredths_below), 0
+        for store, layer in zip(dense, heads, strict=True):
+            clusters = sum(count_founders(k, clustered.delta) for k in layer)
             total += clustered.traffic(n, store.shape, store.dtype, clusters=clusters).bytes
-        return bool(total <= limit)
+            if total > limit:
+                return False
+        return True
 
-    return at_delta(_largest(0, most_hundredths, fits)) if fits(0) else None
+    return at_delta(_largest(most_hundredths, fits)) if fits(0) else None

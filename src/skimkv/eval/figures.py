@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..plotting import (
     STYLES,
@@ -54,73 +54,85 @@ class Ablation(NamedTuple):
     greatest: float
 
 
-def demo(points: Sequence[tuple[str, float, float, bool]], path: Path, title: str, subtitle: str) -> None:
-    """Draw the demo's share of right answers against bytes per token.
+class DemoPoint(NamedTuple):
+    """A method at one budget of the demo.
 
-    points: (method, bytes, share of right answers, whether all tokens are kept), dense attention first. Each method
-    is a line with its name at the end with the fewest bytes: solid if it keeps all tokens, dotted if it drops some.
+    share: of the bytes that dense attention reads. score: the share of right answers. ms: milliseconds per token.
+    keeps_all: whether the method keeps all tokens. has_kernel: whether a kernel was timed, or else the reference.
     """
-    (_, dense_bytes, dense_score, _), *points = points
-    fig = new_figure((9, 5.4), layout=None)
-    ax = fig.subplots()
-    names = list(dict.fromkeys(name for name, *_ in points))
-    line_ends: list[tuple[float, float, str, str]] = []  # (score, share, name, colour)
-    for i, (name, (colour, marker)) in enumerate(line_styles(names).items()):
-        line = sorted((moved / dense_bytes, score, keeps_all) for at, moved, score, keeps_all in points if at == name)
-        x, style = [share for share, *_ in line], "-" if line[0][2] else ":"
-        y = side_by_side([score for _, score, _ in line], i, len(names), 1)
-        ax.plot(x, y, style, color=colour, marker=marker, markersize=7, linewidth=2, zorder=3, clip_on=False)
-        line_ends.append((y[0], x[0], name, colour))
-    ax.plot(1, dense_score, marker="*", markersize=16, color="black", zorder=4, clip_on=False)
-    ax.annotate("Dense:\nreads it all", (1, dense_score), (0, -12), textcoords="offset points", ha="center", va="top")
-    least = min(share for _, share, _, _ in line_ends)
-    _label_left_ends(ax, [end for end in line_ends if end[1] < 1.3 * least], least)
-    _label_other_ends(ax, [end for end in line_ends if end[1] >= 1.3 * least])
-    mark_matched_shares(ax)
-    ax.set_xscale("log", base=2)
-    ax.set_xlim(least / 1.75, 1.12)
-    ax.set_ylim(0, 1)
+
+    name: str
+    share: float
+    score: float
+    ms: float
+    keeps_all: bool
+    has_kernel: bool
+
+
+def demo(points: Sequence[DemoPoint], path: Path, dense_bytes: int, title: str, subtitle: str) -> None:
+    """Draw the demo's share of right answers, and its milliseconds per token, each against bytes per token.
+
+    points: dense attention first. Each method is a line: solid if it keeps all tokens, dotted if it drops some. One
+    whose reference was timed has hollow marks and no line among the times. The legend beside the panels has the best
+    score at the fewest bytes on top. dense_bytes: what dense attention reads per token.
+    """
+    from matplotlib.lines import Line2D
+
+    dense, *points = points
+    lines: dict[str, list[DemoPoint]] = {}
+    for point in sorted(points, key=lambda point: point.share):
+        lines.setdefault(point.name, []).append(point)
+    least = min(point.share for point in points)
+    names = sorted(lines, key=lambda name: (lines[name][0].share > 1.3 * least, -lines[name][0].score))
+    styles = line_styles(names)
+    fig = new_figure((12.4, 5.6), layout=None)
+    score_panel, time_panel = fig.subplots(1, 2)
+    handles = []
+    for i, name in enumerate(names):
+        line, (colour, marker) = lines[name], styles[name]
+        x, first = [point.share for point in line], line[0]
+        style: dict[str, Any] = {
+            "color": colour, "linestyle": "-" if first.keeps_all else ":", "marker": marker, "markersize": 7,
+            "markerfacecolor": colour if first.has_kernel else "white", "linewidth": 1.8,
+        }  # fmt: skip
+        y = side_by_side([point.score for point in line], i, len(names), 1)
+        score_panel.plot(x, y, zorder=3, clip_on=False, **style)
+        if first.has_kernel:
+            time_panel.plot(x, [point.ms for point in line], zorder=3, **style)
+        handles.append(Line2D([], [], label=name, **style))
+    star: dict[str, Any] = {"marker": "*", "markersize": 16, "color": "black", "linestyle": "none"}
+    score_panel.plot(1, dense.score, zorder=4, clip_on=False, **star)
+    time_panel.plot(1, dense.ms, zorder=4, **star)
+    handles.append(Line2D([], [], label="Dense", **star))
     ticks = {"1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1}
-    ax.set_xticks(list(ticks.values()), [f"{name}\n{x * dense_bytes / 1e6:.2f} MB" for name, x in ticks.items()])
-    ax.minorticks_off()
-    ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-    ax.set_xlabel("bytes read per generated token, and as a share of dense attention's (log scale)")
-    ax.set_ylabel("questions answered right\n(lines that meet are drawn side by side)")
-    ax.grid(axis="y", color="0.92", zorder=0)
-    ax.spines[["top", "right"]].set_visible(False)
+    for ax, what in ((score_panel, "questions answered right"), (time_panel, "milliseconds per token")):
+        mark_matched_shares(ax)
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(min(1 / 8, least) / 1.2, 1.2)
+        ax.set_xticks(list(ticks.values()), [f"{name}\n{x * dense_bytes / 1e6:.3g} MB" for name, x in ticks.items()])
+        ax.minorticks_off()
+        ax.grid(axis="y", color="0.92", zorder=0)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_title(what, loc="left", fontsize=10.5, pad=12)
+    score_panel.set_ylim(0, 1)
+    score_panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    time_panel.set_ylim(0, 1.06 * max(point.ms for point in (dense, *points) if point.has_kernel))
+    fig.legend(handles=handles, loc="center left", bbox_to_anchor=(0.845, 0.47), frameon=False, fontsize=10,
+               handlelength=3, labelspacing=0.75)  # fmt: skip
     fig.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=12.5, weight="bold")
     fig.text(0.02, 0.93, subtitle, ha="left", va="top", fontsize=9, color="0.35", linespacing=1.4)
-    fig.subplots_adjust(left=0.105, right=0.97, top=0.845, bottom=0.135)
+    fig.text(
+        0.44, 0.02, "bytes read per generated token, and their share of dense attention's (log scale)", ha="center"
+    )
+    fig.subplots_adjust(left=0.05, right=0.84, top=0.78, bottom=0.145, wspace=0.13)
     save(fig, path)
-
-
-def _label_left_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]], least: float) -> None:
-    """Write names left of the lines' ends, moved apart where they would overlap."""
-    gap, x, lowest = 0.052, least / 1.06, 0.03
-    line_ends = sorted(line_ends)
-    heights = [max(lowest, y) for y, *_ in line_ends]  # above the axis
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + gap)
-    for height, (y, end, name, colour) in zip(heights, line_ends, strict=True):
-        ax.text(x / 1.06, height, name, ha="right", va="center", color=colour, weight="bold")
-        ax.plot([x / 1.05, end / 1.02], [height, y], color=colour, linewidth=0.7, alpha=0.7)
-
-
-def _label_other_ends(ax: Axes, line_ends: list[tuple[float, float, str, str]]) -> None:
-    """Write names below and to the right of the ends of lines that do not reach the fewest bytes, below one another."""
-    labelled: list[tuple[float, float]] = []
-    for score, share, name, colour in line_ends:
-        near = sum(abs(score - y) < 0.1 and abs(math.log2(share / x)) < 0.4 for y, x in labelled)
-        ax.annotate(name, (share, score), (9, -14 * near - 14), textcoords="offset points", va="center", color=colour,
-                    weight="bold")  # fmt: skip
-        labelled.append((score, share))
 
 
 def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float, bool]], path: Path) -> None:
     """Draw scores against the share of dense's bytes.
 
-    panels: (title, points, greatest possible score, whether scores are divergences from dense). Bands are 95%
-    intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
+    panels: (title, points, greatest possible score, whether scores are divergences from dense). Bands and bars are
+    95% intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
     """
     from matplotlib.lines import Line2D
 
@@ -137,7 +149,7 @@ def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float, bool]], path
     columns = max(2, int(width * 14 / longest))  # 14 letters an inch
     fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), columns), frameon=False, fontsize=9)
     fig.supxlabel(SHARE_LABEL, fontsize=10)
-    parts = "score", "band: 95% interval", "lines that meet are drawn side by side"
+    parts = "score", "bar or band: 95% interval", "lines that meet are drawn side by side"
     fig.supylabel(("; " if height > 6 else "\n").join(parts), fontsize=10)  # in one line it is 5 inches long
     save(fig, path)
 
@@ -146,7 +158,7 @@ def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]
     """Draw scores against the length of the prompt, a line for each method (SparQ fig. 6).
 
     panels: (title, name of the score, the points of each line, greatest possible score, whether scores are divergences
-    from dense). Bands are 95% intervals; dashed is dense.
+    from dense). Bands and bars are 95% intervals; dashed is dense.
     """
     from matplotlib.lines import Line2D
 
@@ -159,9 +171,9 @@ def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]
             colour, marker = styles[name]
             draw_line(ax, x, y, i, len(lines), greatest, linestyle="--" if name == "Dense" else "-", color=colour,
                       marker=marker, markersize=5, linewidth=1.7)  # fmt: skip
-            draw_intervals(ax, x, low, high, colour)
+            draw_intervals(ax, x, low, high, colour, i, len(lines))
         length_axis(ax, sorted({p[0] for line in lines.values() for p in line}))
-        label_axes(ax, title, "tokens of the prompt (log scale)", f"{score}; band: 95% interval")
+        label_axes(ax, title, "tokens of the prompt (log scale)", f"{score}; bar or band: 95% interval")
         score_axis(ax, greatest)
         if from_dense:
             divergence_axis(ax, [mean for line in lines.values() for _, mean, *_ in line])
@@ -187,7 +199,7 @@ def ablation(rows: Sequence[Ablation], path: Path) -> None:
             styles = line_styles(list(dict.fromkeys(name for name, *_ in points if name != "Dense")))
             draw_scores(ax, f"{row.title}: {what}", points, styles, row.greatest)
             ax.set_xlabel("bytes read per step, of dense's (log scale)", fontsize=9)
-            ax.set_ylabel("score; band: 95% interval", fontsize=9)
+            ax.set_ylabel("score; bar or band: 95% interval", fontsize=9)
             handles = [Line2D([], [], color=s[0], marker=s[1], label=name) for name, s in styles.items()]
             if handles:
                 ax.legend(handles=handles, frameon=False, fontsize=8)

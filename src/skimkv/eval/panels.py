@@ -17,7 +17,7 @@ from .results import Row, summary
 from .tasks import Task
 from .tasks import parse as parse_task
 
-BUDGET_FIELDS = {"r", "k", "recent", "delta", "t", "s", "oracle"}  # another field makes another method
+BUDGET_FIELDS = {"r", "k", "recent", "page", "delta", "t", "s", "oracle"}  # another field makes another method
 NEAR = 1.3  # a share counts as 1/4 if it is within this factor of it
 SHARE_NAMES = ((2, "1/2"), (4, "1/4"), (8, "1/8"))
 PUBLISHED = "as published"
@@ -69,16 +69,17 @@ def label(spec: str) -> str:
 
 
 def line_names(rows: Sequence[Row]) -> dict[str, str]:
-    """The name of the line on which each method stands: with its k, where both r and k were swept."""
-    swept: dict[str, set[tuple[Any, Any]]] = {}
+    """The name of the line on which each method stands: with its k, where one r was swept over several k in a task."""
+    swept: dict[tuple[str, str, str, Any], set[Any]] = {}
     for row in rows:
         method = parse(row.method)
-        swept.setdefault(label(row.method), set()).add((getattr(method, "r", None), getattr(method, "k", None)))
+        same_r = label(row.method), row.task, row.mode, getattr(method, "r", None)
+        swept.setdefault(same_r, set()).add(getattr(method, "k", None))
+    grids = {name for (name, _, _, r), ks in swept.items() if r is not None and len(ks) > 1}
     names = {}
     for row in rows:
         name, k = label(row.method), getattr(parse(row.method), "k", None)
-        both_swept = all(len({pair[i] for pair in swept[name]}) > 1 for i in (0, 1))
-        names[row.method] = f"{name}, k={k}" if both_swept else name
+        names[row.method] = f"{name}, k={k}" if name in grids else name
     return names
 
 

@@ -25,6 +25,8 @@ from .shared_prompt import layer_shapes, record_prompt
 from .sweeps import MODES, SWEEPS
 from .tasks import Example, Task
 
+QUESTIONS = 4  # of a prompt, on which bytes are measured that depend on the data
+
 
 class Setup(NamedTuple):
     """What all records of an evaluation share.
@@ -46,12 +48,12 @@ class Setup(NamedTuple):
         """The greatest number of tokens that the model has positions for; None if it has no bound."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-
-class PlannedExample(NamedTuple):
     def count_tokens(self, text: str) -> int:
         """How many tokens a text has as a prompt, with what the tokenizer puts before it."""
         return len(encode(self.tokenizer, text, chat=False))
 
+
+class PlannedExample(NamedTuple):
     """An example in tokens: the prompt is read at once, the question's tokens are fed after it.
 
     source: a digest of what an answer comes from: the weights, the tokens, and what counts as right.
@@ -251,13 +253,16 @@ def _common_start(a: list[int], b: list[int]) -> int:
 def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
     """Every method at 1/2, 1/4 and 1/8 of dense's bytes, solved on the job's prompt of median length.
 
-    Where queries share KV heads, SparQ does not use the mean value by default; there its form that does stands beside
-    it, at the same r and k. Returns the methods, Dense first, and notes on those that cannot read so little.
+    Methods whose bytes depend on the data are solved on the first questions about that prompt. Where queries share KV
+    heads, SparQ does not use the mean value by default; there its form that does stands beside it, at the same r and k.
+    Returns the methods, Dense first, and notes on those that cannot read so little.
     """
-    prompts = sorted((group[0].prompt for group in job.groups), key=len)
-    ids = torch.tensor([prompts[len(prompts) // 2]], device=setup.model.device)
-    dense = record_prompt(setup.model, ids).cache(Dense())
-    matched, left_out = budgets.matched_methods(dense.stores)
+    group = sorted(job.groups, key=lambda group: len(group[0].prompt))[len(job.groups) // 2]
+    ids = torch.tensor([group[0].prompt], device=setup.model.device)
+    prompt = record_prompt(setup.model, ids, new_tokens=budgets.MEASURED_STEPS)
+    dense = prompt.cache(Dense())
+    mean_share = budgets.measured_share(prompt, [planned.question for planned in group[:QUESTIONS]])
+    matched, left_out = budgets.matched_methods(dense.stores, mean_share)
     methods, grouped = list[Method](), dense.stores[0].shape.G > 1
     for method in dict.fromkeys(method for method, _ in matched):
         methods.append(method)

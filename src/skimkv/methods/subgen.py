@@ -314,6 +314,18 @@ def founding_keys(near: Tensor) -> Tensor:
     return founds
 
 
+def count_founders(k: Tensor, delta: float) -> int:
+    """How many of the keys (n,D) found a cluster of radius delta in algorithm 1.
+
+    Distances are computed as differences of products, and never between all pairs of keys at once.
+    """
+    founders = k[:0]
+    for block in k.split(TOKENS):
+        far = block[~(torch.cdist(block, founders) <= delta).any(-1)]
+        founders = torch.cat([founders, far[founding_keys(torch.cdist(far, far) <= delta)]])
+    return len(founders)
+
+
 def coins(seed: int, stream: int, start: int, H: int, n: int, slots: int, device: torch.device) -> Tensor:
     """Draw (H,n,slots) uniform float64 in [0,1), a function of (seed, stream, token, head, slot) and of nothing else.
 
