@@ -236,7 +236,7 @@ def _some_sinks(method: Method) -> list[Tensor]:
 
 
 def a_sink_of_no_weight_changes_nothing(method: Method) -> None:
-    """With sinks of -inf a method computes what it computes without sinks; finite ones take weight from the values."""
+    """Sinks of -inf change nothing, and finite ones take weight from the values."""
     x = Sequences.random(SHAPE, 290)
     for sinks in _some_sinks(method):
         without, none, some = (

@@ -179,6 +179,13 @@ def test_recording_ends_with_the_next_generate():
     assert cache.layers[0].log == []
 
 
+def test_a_layer_cannot_be_initialised_before_the_first_attention_call():
+    """Only the attention call knows how many query heads share a KV head; the library's own hook says so in a line."""
+    layer, keys = skimkv.Cache(family("llama"), "Dense()").layers[0], torch.zeros(1, 2, 0, 16)
+    with pytest.raises(RuntimeError, match="cannot be initialised before the model's first attention call; run a prom"):
+        layer.lazy_initialization(keys, keys)
+
+
 def test_traffic_is_summed_over_layers():
     """Reference backend: what the decode steps of a generate() read and wrote is the closed form, layer by layer."""
     method = skimkv.SparQ(r=4, k=8)

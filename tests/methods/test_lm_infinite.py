@@ -5,10 +5,14 @@ Keys of zero and values of unit vectors turn attention into a list: y is 1/m at 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+import skimkv
 from skimkv.methods import LMInfinite
+from skimkv.methods.lm_infinite import FirstAndRecent
 from skimkv.stores.base import Shape
 from support.hand_worked import D, attended, run
 
@@ -87,3 +91,16 @@ def test_ragged_rows_each_have_their_own_window():
 
 def test_the_default_is_sixteen_initial_tokens():
     assert LMInfinite(k=20) == LMInfinite(k=20, initial=16)
+
+
+def test_a_method_of_this_kind_must_say_which_tokens_it_keeps():
+    """Without `first` and `counts_in_cache` it cannot be made, and cannot be registered."""
+
+    @dataclass(frozen=True, repr=False)
+    class Incomplete(FirstAndRecent):
+        """It names neither."""
+
+    with pytest.raises(TypeError, match="counts_in_cache"):
+        Incomplete(8)
+    with pytest.raises(ValueError, match="Incomplete cannot be registered: it has no counts_in_cache, first"):
+        skimkv.register(Incomplete)

@@ -29,7 +29,7 @@ def info(
     ] = False,
     run: Annotated[
         bool,
-        typer.Option("--run", help="With --models: run every family of the installed transformers now, for minutes."),
+        typer.Option("--run", help="Run every family of the installed transformers now, for minutes. Needs --models."),
     ] = False,
     model: Annotated[
         str | None,
@@ -85,8 +85,10 @@ def _list_families(run: bool, as_json: bool) -> None:
             if family.status != status:
                 continue
             share = f"{family.decoded} of {family.layers} layers" if status == families.PARTLY else ""
-            said = "; ".join(part for part in (share, families.remarks(family)) if part)
-            console.print(Padding(Text(f"{family.name}: {said}" if said else family.name), (0, 0, 0, 4), expand=False))
+            remark = "; ".join(part for part in (share, families.remarks(family)) if part)
+            console.print(
+                Padding(Text(f"{family.name}: {remark}" if remark else family.name), (0, 0, 0, 4), expand=False)
+            )
     print(f"Found with transformers {record.transformers}, on tiny random models.")
     if installed != record.transformers:
         print(f"This installation has transformers {installed}: `skimkv info --models --run` asks its own families.")

@@ -76,6 +76,7 @@ def at_share(
     page = max(PAGE, 2 ** math.ceil(math.log2(2 / share)))  # of dense's bytes, bounds are one part in `page`
 
     def make(x: int) -> Method:
+        """The method with x for what is solved."""
         if "page" in required:
             return build(page=page, k=x - x % page)
         if "r" in required:
@@ -90,6 +91,7 @@ def at_share(
     dense_bytes = step_traffic(Dense(), dense).bytes
 
     def closed_form(method: Method) -> float:
+        """The share of dense's bytes that a step reads by the closed form."""
         return len(dense) * method.traffic(n, shape, dtype).bytes / dense_bytes
 
     share_of: MeanShare = closed_form
@@ -112,6 +114,7 @@ def measured_share(prompt: RecordedPrompt, questions: Sequence[Question]) -> Mea
     @functools.cache
     @torch.inference_mode()
     def mean_share(method: Method) -> float:
+        """The share of dense's bytes that these steps read."""
         cache = copy_rows(prompt.cache(method), [0] * len(questions))
         logits, moved, of_dense = prompt.logits[:1].expand(len(questions), -1), 0, 0
         for step in range(steps):
@@ -156,9 +159,11 @@ def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Me
     most_hundredths = int(200 * radius) + 1  # no two keys are farther apart
 
     def at_delta(hundredths_below: int) -> Any:
+        """The method with a delta of so many hundredths below the largest."""
         return build((most_hundredths - hundredths_below) / 100, t, s)
 
     def fits(hundredths_below: int) -> bool:
+        """Whether the clusters of that delta fit."""
         clustered, total = at_delta(hundredths_below), 0
         for store, layer in zip(dense, heads, strict=True):
             clusters = sum(count_founders(k, clustered.delta) for k in layer)

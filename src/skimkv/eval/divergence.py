@@ -70,13 +70,13 @@ def read_documents(
     data: a text file or a folder of *.txt; None is WikiText from the Hub. At most `limit` documents are taken, in an
     order that the seed gives. Raises ValueError if none has enough tokens.
     """
-    found = take_documents(tokenizer, kl.examples(data=data, seed=seed, context=context, reference=reference), limit)
-    if not found.documents:
+    taken = take_documents(tokenizer, kl.examples(data=data, seed=seed, context=context, reference=reference), limit)
+    if not taken.documents:
         raise ValueError(
             f"no document of {data or 'the Hub'} has context + reference = {context + reference} tokens, the longest "
-            f"has {found.longest}"
+            f"has {taken.longest}"
         )
-    return [ids for _, ids in found.documents]
+    return [ids for _, ids in taken.documents]
 
 
 def _first_tokens(tokenizer: Any, text: str, n: int) -> list[int]:
@@ -254,7 +254,7 @@ def measure_divergence(
     if not 0 < context < length:
         raise ValueError(f"context = {context} must be from 1 to {length - 1}, below the {length} tokens of a document")
     parsed = [parse(method) for method in methods]
-    found: list[list[Divergence]] = [[] for _ in parsed]
+    divergences: list[list[Divergence]] = [[] for _ in parsed]
     moved, size = [0] * len(parsed), documents_at_once(model, batch, length - context)
     for start in range(0, len(documents), size):
         ids = torch.tensor([list(document) for document in documents[start : start + size]], device=model.device)
@@ -265,7 +265,7 @@ def measure_divergence(
             before = cache.bytes
             with ops.backend("ref") if counted else contextlib.nullcontext():
                 (rows,) = force_tokens(model, [cache], ids[:, context:], dense)
-            found[i] += rows
+            divergences[i] += rows
             if counted:  # stores count what the method reads, and not the layers that keep the library's cache
                 costs, steps = RowCosts(cache), length - context
                 moved[i] += cache.bytes - before
@@ -273,7 +273,7 @@ def measure_divergence(
             else:
                 moved[i] += sum(row.cost.bytes for row in rows)
     results = []
-    for method, rows, total in zip(parsed, found, moved, strict=True):
+    for method, rows, total in zip(parsed, divergences, moved, strict=True):
         steps, dense_bytes = sum(row.steps for row in rows), sum(row.cost.dense_bytes for row in rows)
         kl, agrees = torch.tensor([row.kl for row in rows], dtype=torch.float64), torch.tensor([r.agrees for r in rows])
         results.append(MethodDivergence(method, kl, agrees, round(total / steps), total / dense_bytes))

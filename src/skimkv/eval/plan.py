@@ -194,17 +194,17 @@ def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: P
             f"{task.spec}: context + reference = {size} tokens exceed the model's {setup.positions} positions; its "
             f"arguments are {task.sizes}"
         )
-    found = take_documents(setup.tokenizer, chain([first], examples), limit)
-    if not found.documents:
+    taken = take_documents(setup.tokenizer, chain([first], examples), limit)
+    if not taken.documents:
         raise ValueError(
             f"{task.spec}: no document of {data or 'the Hub'} has context + reference = {size} tokens, the longest has "
-            f"{found.longest}; its arguments are {task.sizes}"
+            f"{taken.longest}; its arguments are {task.sizes}"
         )
     groups = []
-    for example, ids in found.documents:
+    for example, ids in taken.documents:
         source = hashlib.sha256(json.dumps((setup.weights, ids[:context], ids[context:])).encode()).hexdigest()[:16]
         groups.append([PlannedExample(example, ids[:context], Question(ids[context:]), source)])
-    return Job(task, "forced", groups, list(methods), found.too_short)
+    return Job(task, "forced", groups, list(methods), taken.too_short)
 
 
 def _fits(planned: PlannedExample, positions: int | None) -> bool:

@@ -225,13 +225,13 @@ def _make_record(
     setup: Setup, job: Job, method: Method, planned: PlannedExample, answer: Answer | Divergence
 ) -> Record:
     example = planned.example
-    said: dict[str, Any]
+    given: dict[str, Any]
     if isinstance(answer, Divergence):
         score = job.task.module.score(answer.kl, example)
-        said = {"output": "", "new_tokens": 0, **answer.json()}
+        given = {"output": "", "new_tokens": 0, **answer.json()}
     else:
         score = job.task.module.score(answer.bits if example.given else answer.text, example)
-        said = {"output": answer.text, "new_tokens": answer.tokens}
+        given = {"output": answer.text, "new_tokens": answer.tokens}
     return Record(
         key=record_key(setup, job, method, planned),
         source=planned.source,
@@ -245,5 +245,5 @@ def _make_record(
         batch=_batch_size(setup),
         backend="ref" if setup.counted else ops.select_backend(setup.model.device.type)[0],
         versions=package_versions(),
-        **said,
+        **given,
     )

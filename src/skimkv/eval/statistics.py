@@ -112,14 +112,14 @@ def quantile_bootstrap(groups: Sequence[Sequence[float]], share: float) -> Inter
     group_of = torch.tensor([i for i, group in enumerate(groups) for _ in group])
     ordered, order = torch.tensor(values, dtype=torch.float64).sort()
     group_of, sizes = group_of[order], torch.tensor([len(group) for group in groups])
-    draw, rows, found = torch.Generator().manual_seed(SEED), max(1, AT_ONCE // len(values)), []
+    draw, rows, quantiles = torch.Generator().manual_seed(SEED), max(1, AT_ONCE // len(values)), []
     for start in range(0, RESAMPLES, rows):
         drawn = torch.randint(m, (min(rows, RESAMPLES - start), m), generator=draw)
         times = torch.zeros(len(drawn), m, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
         needed = (share * (times @ sizes).double() - 1e-9).ceil().long()
         at_most = times[:, group_of].cumsum(1)  # how many drawn values come before each, itself included
-        found.append(ordered[torch.searchsorted(at_most, needed[:, None])[:, 0]])
-    low, high = torch.cat(found).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        quantiles.append(ordered[torch.searchsorted(at_most, needed[:, None])[:, 0]])
+    low, high = torch.cat(quantiles).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

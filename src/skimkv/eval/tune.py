@@ -265,12 +265,14 @@ def tune(
     trials: dict[Method, Trial | DivergenceTrial] = {}
 
     def within(method: Method) -> bool:
+        """Whether the method is within the target; it is tried once."""
         if method not in trials:
             on_trial(repr(method))
             trials[method] = scorer.trial(method)
         return trials[method].value <= target
 
     def cost(method: Method) -> int:
+        """The bytes of one of its steps."""
         return step_bytes(method, layers, scorer.n)
 
     best = search(ranks, counts, channels, cost, within, cost(Dense()))

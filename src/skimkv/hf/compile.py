@@ -75,24 +75,30 @@ class _GraphLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.index, self.length, self.window, self.is_initialized = index, length, window, True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the layer holds no tensors of its own."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Mark the keys as this layer's and pass both on: (B,H,1,D) each."""
         setattr(key_states, MARK, self)
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, softmax: SoftmaxOptions) -> Tensor:
+        """Attend by the operation that leaves the graph: q (B,Q,1,D) -> (B,1,Q,D)."""
         scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
         out: Tensor = _decode(q, k, v, self.index, scale, softcap, sinks)
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Refuse to be compiled with a mask. Raises RuntimeError."""
         raise RuntimeError("skimkv: the model makes a mask of its own kind, which cannot be compiled")
 
     def get_seq_length(self) -> int:
+        """The tokens seen, as a tensor, so that the graph is not compiled anew for each number."""
         return self.length  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
+        """No length is the greatest: -1."""
         return -1
 
 

@@ -70,11 +70,11 @@ def to_json(record: Record) -> str:
 
 def run_all(names: Iterable[str] | None = None, tick: Callable[[str], None] = lambda name: None) -> Record:
     """Run families, by default all that transformers has. tick: called with each name before it runs."""
-    found = []
+    results = []
     for name in families() if names is None else names:
         tick(name)
-        found.append(run(name))
-    return Record(transformers.__version__, found)
+        results.append(run(name))
+    return Record(transformers.__version__, results)
 
 
 def run(name: str) -> Family:
@@ -204,9 +204,11 @@ def _compare(model: Any) -> tuple[str, str, list[str]]:
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
 
     def own() -> Any:
+        """The library's cache."""
         return DynamicCache(config=model.config)
 
     def ours(spec: str) -> MakeCache:
+        """What makes our cache with this method."""
         return lambda: Cache(model, spec, POSITIONS)
 
     lacks: list[str] = []

@@ -104,8 +104,13 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Bytes that are allocated, with room for growth."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Not possible here: only the attention call knows how many query heads share a KV head."""
-        raise NotImplementedError("a store is made by the first attention call")
+        """Refuse to initialise the layer: only the attention call knows how many query heads share a KV head.
+
+        Transformers calls it for caches that it makes itself. Raises RuntimeError.
+        """
+        raise RuntimeError(
+            "skimkv: a cache cannot be initialised before the model's first attention call; run a prompt"
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the model with new keys and values (B,H,n,D), which it passes on to its attention function.

@@ -52,7 +52,7 @@ def key_rotations(model: PreTrainedModel) -> list[KeyRotation | None]:
 
 def _frequencies(model: PreTrainedModel) -> list[Tensor]:
     """The different tensors of frequencies that the model's modules hold, in float64 on the CPU."""
-    name, found = type(model).__name__, list[Tensor]()
+    name, frequencies = type(model).__name__, list[Tensor]()
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     for module in list[Any](model.modules()):
@@ -62,12 +62,16 @@ def _frequencies(model: PreTrainedModel) -> list[Tensor]:
                 raise _refusal(name, f"its rotary embeddings ({kind!r}) change with the length of the text")
         for buffer_name, buffer in module.named_buffers(recurse=False):
             if buffer_name.endswith("inv_freq") and "original" not in buffer_name and buffer.ndim == 1:
-                found.append(buffer.double().cpu())
-    if not found:
+                frequencies.append(buffer.double().cpu())
+    if not frequencies:
         raise _refusal(name, "it has no rotary position embeddings")
     if "llama_4_scaling_beta" in parameters or getattr(config, "attn_temperature_tuning", None):
         raise _refusal(name, "it scales its queries by their positions")
-    return [values for i, values in enumerate(found) if not any(torch.equal(values, other) for other in found[:i])]
+    return [
+        values
+        for i, values in enumerate(frequencies)
+        if not any(torch.equal(values, other) for other in frequencies[:i])
+    ]
 
 
 def _refusal(name: str, reason: str) -> ValueError:

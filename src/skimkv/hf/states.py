@@ -67,7 +67,7 @@ class LayerWithStates(KeepsStates, Layer):  # type: ignore[no-untyped-call]
     """A layer whose attention a method decodes, and which keeps states besides."""
 
     def copy_rows(self, rows: Sequence[int], workspace: Workspace) -> LayerWithStates:
-        """As Layer.copy_rows."""
+        """Copy these rows of the batch, as Layer.copy_rows does, with their states."""
         twin = super().copy_rows(rows, workspace)
         assert isinstance(twin, LayerWithStates)
         twin.take_states(self, torch.tensor(rows))

@@ -227,6 +227,7 @@ class _Quantise(ConversionOps):
         self.config = config
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Pack one matrix. Raises ValueError if it is no float or has another shape than config.json says."""
         name: str = kwargs["full_layer_name"]
         (value,) = input_dict.values()
         weight: Tensor = value[0] if isinstance(value, list) else value
@@ -246,6 +247,7 @@ class _Quantizer(HfQuantizer):
     """The library's own hook for quantising while a checkpoint is loaded."""
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether this parameter is the weight of a layer that is packed."""
         module, _, name = param_name.rpartition(".")
         return name == "weight" and isinstance(model.get_submodule(module), Packed)
 
@@ -256,14 +258,17 @@ class _Quantizer(HfQuantizer):
         return model.requires_grad_(False)
 
     def get_quantize_ops(self) -> ConversionOps:
+        """What is done to each weight as it is loaded."""
         assert isinstance(self.quantization_config, _Config)
         return _Quantise(self.quantization_config)
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        """Whether the library may save the model: no."""
         return False
 
     @property
     def is_trainable(self) -> bool:
+        """Whether the library may train the model: no."""
         return False
 
 

@@ -5,6 +5,7 @@ With positions counted in the cache it is StreamingLLM (Xiao et al. 2023, arXiv 
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +25,17 @@ class FirstAndRecent(SlotMethod):
     """The first tokens and the most recent ones, k in all: the algorithm of LMInfinite and StreamingLLM."""
 
     @property
+    @abc.abstractmethod
     def first(self) -> int:
         """How many of the first tokens are kept."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def counts_in_cache(self) -> bool:
         """Whether positions are counted in the cache, and not in the text."""
-        raise NotImplementedError
 
     def positions_used(self, n: int) -> int:
-        """At most k + 1 where positions are counted in the cache, otherwise n + 1."""
+        """How many of the model's positions a step uses: k + 1 at most if they are counted in the cache, else n + 1."""
         return min(n, self.k) + 1 if self.counts_in_cache else n + 1
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:

@@ -68,6 +68,7 @@ def _strided(k: int, local: int) -> Order:
 @functools.lru_cache(64)
 def _fixed(k: int, block: int, c: int) -> Order:
     def level(p: int) -> int:
+        """-1 for a token that is no column, which goes first; for a column, the larger the longer it stays."""
         return -1 if p % block < block - c else exponent(p // block + 1)
 
     return Order(k, lambda n: n // block * block, level)
