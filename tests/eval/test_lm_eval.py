@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import skimkv
 from skimkv.eval.tasks import record
+from skimkv.hf.load import BUILTIN
+from skimkv.hf.tiny_models import random_model, tiny_configuration
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 
@@ -29,10 +33,8 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @pytest.fixture(scope="module")
-def manager(tmp_path_factory):
+def task_folder(tmp_path_factory):
     """Eight questions on two records: which of four numbers, and what number."""
-    from lm_eval.tasks import TaskManager
-
     folder = tmp_path_factory.mktemp("tasks")
     rows = []
     for context, questions in record.records(2, 30, 4):
@@ -43,7 +45,14 @@ def manager(tmp_path_factory):
     data.write_text("\n".join(map(json.dumps, rows)))
     for name, rest in (("local_choice", CHOICE), ("local_until", UNTIL)):
         (folder / f"{name}.yaml").write_text(CONFIG.format(name=name, data=data) + rest)
-    return TaskManager(include_path=str(folder), include_defaults=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def manager(task_folder):
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(task_folder), include_defaults=False)
 
 
 @pytest.mark.timeout(280)
@@ -82,3 +91,38 @@ def test_sparse_decode_runs(manager, monkeypatch):
     assert results["local_choice"]["acc,none"] == own["local_choice"]["acc,none"] == 1
     assert few["local_choice"]["acc,none"] < 1 > few["local_until"]["exact_match,none"]
     skimkv.detach(model)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_command(task_folder, tmp_path, monkeypatch, capsys, family):
+    """`--model skimkv` with a method in --model_args: both kinds of requests are decoded, a bad method is one line."""
+    from lm_eval.tasks import TaskManager
+
+    from skimkv.lm_eval import main
+
+    # without the harness's own tasks, of which an index takes many seconds
+    monkeypatch.setattr(TaskManager.__init__, "__defaults__", (None, None, False, None))
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN)
+    configuration = tiny_configuration(family, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    random_model(configuration).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    steps, decode = [], skimkv.SparQ.decode
+    monkeypatch.setattr(skimkv.SparQ, "decode", lambda *args, **kwargs: steps.append(1) or decode(*args, **kwargs))
+
+    def run(method: str) -> None:
+        arguments = f"pretrained={tmp_path / 'model'},method={method},dtype=float32"
+        command = ["--model", "skimkv", "--model_args", arguments, "--device", "cpu", "--batch_size", "2"]
+        command += ["--tasks", "local_choice,local_until", "--include_path", str(task_folder), "--limit", "2"]
+        monkeypatch.setattr(sys, "argv", ["skimkv.lm_eval", *command])
+        main()
+
+    run("SparQ(r=4, k=8)")
+    printed = capsys.readouterr().out
+    assert "method': 'SparQ(r=4, k=8)'" in printed and "|local_choice|" in printed and "|local_until" in printed
+    # two layers; each of 2 * 4 choices takes 6 steps, and each of 2 answers 8, of which the first is the prompt's
+    assert len(steps) >= 2 * (2 * 4 * 6 / 2 + 7)
+    for wrong in ("SparQ(r=4 k=8)", ""):
+        with pytest.raises(SystemExit, match=r"\Askimkv\.lm_eval: method[^\n]+\Z"):
+            run(wrong)

@@ -4,6 +4,11 @@
     lm = SkimLM(pretrained=model, tokenizer=tokenizer, method="SparQ(r=32, k=128)")
     lm_eval.simple_evaluate(model=lm, tasks=["copa", "piqa", "winogrande"])
 
+Under the name "skimkv" the class is one of the harness's models as soon as this module is imported. Version 0.4.13 of
+the harness finds no models of other packages by itself, so its command is started through skimkv:
+
+    python -m skimkv.lm_eval --model skimkv --model_args "pretrained=NAME,method=SparQ(r=32, k=128)" --tasks piqa
+
 The harness scores a continuation with one forward pass over context and continuation, which is dense whatever is
 attached. Here the context but its last token is the dense prompt, read once for all its continuations; that token
 and the continuation are decoded.
@@ -27,20 +32,34 @@ from .shared_prompt import copy_rows, record_prompt
 
 try:
     HFLM: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
+    register_model: Any = importlib.import_module("lm_eval.api.registry").register_model
+    tqdm: Any = importlib.import_module("tqdm").tqdm
 except ImportError as error:
     raise ImportError(f"skimkv.lm_eval needs the harness: pip install 'skimkv[eval]' ({error})") from None
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (texts, context, continuation)
 
 
+class BadMethodError(ValueError):
+    """The argument `method` of SkimLM is missing, or is not the spec of a method."""
+
+
+@register_model("skimkv")  # type: ignore[untyped-decorator]
 class SkimLM(HFLM):  # type: ignore[misc]
     """The harness's model class for causal models, with a method that decodes.
 
-    `decoded` is the number of tokens that the method has decoded for log-likelihoods so far.
+    `decoded` is the number of tokens that the method has decoded for log-likelihoods so far. Raises BadMethodError if
+    there is no method of that name, or if its arguments are wrong.
     """
 
-    def __init__(self, *args: Any, method: Method | str, **options: Any) -> None:
-        self.method, self.decoded = parse(method), 0
+    def __init__(self, *args: Any, method: Method | str = "", **options: Any) -> None:
+        if method == "":
+            raise BadMethodError("method is missing; write for example method=SparQ(r=32, k=128)")
+        try:
+            self.method = parse(method)
+        except ValueError as error:
+            raise BadMethodError(f"method: {error}") from None
+        self.decoded = 0
         super().__init__(*args, **{"backend": "causal", **options})
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
@@ -57,6 +76,7 @@ class SkimLM(HFLM):  # type: ignore[misc]
         splits = [_split(context, continuation, self.max_length) for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: splits[i][0])
         scores: dict[int, tuple[float, bool]] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Decoding loglikelihood requests")
         for prompt_ids, group in groupby(order, key=lambda i: splits[i][0]):
             members = list(group)
             new_tokens = max(len(splits[i][1]) for i in members)
@@ -73,6 +93,8 @@ class SkimLM(HFLM):  # type: ignore[misc]
                     self.decoded += answer.steps
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], scores[i])
+                bar.update(len(batch))
+        bar.close()
         return [scores[i] for i in range(len(requests))]
 
 
@@ -84,3 +106,11 @@ def _split(context: list[int], continuation: list[int], longest: int) -> tuple[l
     context = context[-max(longest + 1 - len(continuation), 1) :]
     prompt = context[:-1] or context
     return prompt, context[len(prompt) :] + continuation
+
+
+def main() -> None:
+    """Run the harness's command, with "skimkv" among its models. Raises SystemExit, in one line, at a bad method."""
+    try:
+        importlib.import_module("lm_eval.__main__").cli_evaluate()
+    except BadMethodError as error:
+        raise SystemExit(f"skimkv.lm_eval: {error}") from None
