@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from skimkv.eval.tasks.record import WORDS
+from skimkv.eval.tasks.ruler import words
 from skimkv.models import folder
-from skimkv.models.data import KINDS, RowMaker, read_texts
+from skimkv.models.data import RowMaker, read_texts
 from support.training import ALL_KINDS
 
 
@@ -28,7 +28,7 @@ def marked(maker: RowMaker, kind: str, seed: int, length: int = 1024) -> tuple[s
     return maker.tokenizer.decode(row.ids), [maker.tokenizer.decode(answer) for answer in answers]
 
 
-@pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.parametrize("kind", ["passages", "facts", "records"])
 def test_an_answer_stands_in_what_was_read(maker: RowMaker, kind: str) -> None:
     found = 0
     for seed in range(20):
@@ -111,6 +111,37 @@ def test_a_random_key_tells_its_value(maker: RowMaker, length: int) -> None:
     assert by_one < 0.5 * found
 
 
+@pytest.mark.parametrize("kind", ["needles", "variables", "counts"])
+def test_rows_of_ruler_end_with_answers(maker: RowMaker, kind: str) -> None:
+    answered = 0
+    for seed in range(8):
+        row = getattr(maker, kind)(random.Random(seed), 1536)
+        assert len(row.ids) == len(row.weights)
+        answered += max(row.weights[-200:]) >= 2
+    assert answered >= 6
+
+
+def test_a_space_before_an_answer_is_a_token_of_its_own_or_a_part_of_the_next(text: str) -> None:
+    letters = " ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    maker = RowMaker([text], folder.train_tokenizer([text, f" {letters}" * 2000], 330))
+    space = maker.tokenizer.encode(" ").ids
+    assert len(space) == 1
+    assert len(maker.tokenizer.encode(" A").ids) == 1
+    before = set()
+    for seed in range(20):
+        row = maker.variables(random.Random(seed), 1024)
+        starts = [i for i in range(1, len(row.ids)) if row.weights[i] >= 2 > row.weights[i - 1]]
+        before |= {row.ids[i - 1] == space[0] for i in starts}
+    assert before == {True, False}
+
+
+def test_prose_is_a_part_of_a_text_and_all_of_it_weighs(maker: RowMaker, text: str) -> None:
+    row = maker.prose(random.Random(0), 512)
+    assert len(row.ids) == 512
+    assert row.weights == [0.0] + [1.0] * 511
+    assert maker.tokenizer.decode(row.ids[1:]) in text
+
+
 def test_batches_are_functions_of_their_seed(maker: RowMaker) -> None:
     one, same, other = (maker.batch(seed, 128, 4, ALL_KINDS) for seed in ("a", "a", "b"))
     assert torch.equal(one.ids, same.ids)
@@ -122,8 +153,8 @@ def test_batches_are_functions_of_their_seed(maker: RowMaker) -> None:
 
 
 def test_no_row_has_a_key_of_the_tasks(text: str) -> None:
-    texts = [text + " " + " ".join(WORDS)]
-    assert not set(WORDS) & set(RowMaker(texts, folder.train_tokenizer(texts, 300)).words)
+    texts = [text + " " + " ".join(words.ALL)]
+    assert not set(words.ALL) & set(RowMaker(texts, folder.train_tokenizer(texts, 300)).words)
 
 
 def test_the_end_of_a_text_is_held_out(tmp_path: Path) -> None:

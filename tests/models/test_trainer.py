@@ -31,6 +31,14 @@ def test_the_loss_falls_on_one_batch(maker: RowMaker) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_a_batch_in_which_nothing_weighs_has_no_loss(maker: RowMaker) -> None:
+    made = trainer(maker)
+    batch = maker.batch("a", 64, 4, ALL_KINDS)
+    loss, right = made.train(batch._replace(weights=torch.zeros_like(batch.weights)))
+    assert loss == 0
+    assert set(right) == {(0, 0)}
+
+
 def test_going_on_is_as_never_having_stopped(tmp_path: Path, maker: RowMaker) -> None:
     whole = trainer(maker)
     assert train.run(whole, lambda: None, workers=0)
@@ -82,6 +90,30 @@ def test_a_state_of_other_stages_or_no_state(tmp_path: Path, maker: RowMaker) ->
 
 
 def test_a_share_of_no_kind() -> None:
-    assert kind_shares(records=0.25, copies=0.5) == (0.5, 0.0, 0.0, 0.0, 0.25)
-    with pytest.raises(ValueError, match="rows of kind prose: must be of copies, pairs"):
-        kind_shares(prose=1.0)
+    assert kind_shares(records=0.25, copies=0.5) == (0.5, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="rows of kind essays: must be of copies, pairs"):
+        kind_shares(essays=1.0)
+
+
+def test_stages_that_have_not_begun_may_change(tmp_path: Path, maker: RowMaker) -> None:
+    torch.save(trainer(maker).state(), tmp_path / "state.pt")
+    other = Stage(128, 5, 1e-3, ALL_KINDS, 128)
+    longer = trainer(maker)
+    longer.stages = [STAGES[0], other, other]
+    longer.restore(tmp_path / "state.pt")
+    assert longer.stage == 0
+    changed = trainer(maker)
+    changed.stages = [other, STAGES[1]]
+    with pytest.raises(ValueError, match="other stages or another seed"):
+        changed.restore(tmp_path / "state.pt")
+
+
+def test_a_stage_raises_the_base_of_the_positions_and_those_after_it_keep_it(maker: RowMaker) -> None:
+    made = trainer(maker)
+    first = made.network.theta
+    made.stages = [STAGES[0], STAGES[1]._replace(theta=4e6), STAGES[1]]
+    bases = []
+    for stage in range(4):
+        made.start(stage)
+        bases.append(made.network.theta)
+    assert bases == [first, 4e6, 4e6, 4e6]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 
-from skimkv.hf.load import BUILTIN
 from skimkv.models.data import KINDS
+from skimkv.models.train import CONFIG
 
 SHAPE = {
-    **json.loads((BUILTIN / "config.json").read_text()), "hidden_size": 32, "head_dim": 16, "intermediate_size": 64,
+    **json.loads(CONFIG.read_text()), "hidden_size": 32, "head_dim": 16, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
 }  # fmt: skip
 ALL_KINDS = (1.0,) * len(KINDS)

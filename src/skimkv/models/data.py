@@ -1,10 +1,12 @@
-"""What the bundled model is trained on: rows of tokens of five kinds, with a weight for each token.
+"""What the bundled model is trained on: rows of tokens of nine kinds, with a weight for each token.
 
 copies: random tokens, parts of which come again; only looking back can tell what follows
 pairs: random keys and random values, some of which come again: a record without words
 passages: text, parts of which come again after it, as the task `repetition` asks
 facts: sentences hidden in text or in filler, and asked for after it, as `passkey` and `needle` ask
 records: lines with a key and a number, some of which are asked for, as `record` and `lines` ask
+prose: text and nothing else, every token of which weighs
+needles, variables, counts: what RULER asks for, in ruler.py
 
 Only what can be known weighs: what is copied or answered, and plain text a little.
 """
@@ -15,6 +17,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +25,17 @@ import torch
 from torch import Tensor
 
 from ..eval.tasks import lines, passkey, record
-from . import noise
+from ..eval.tasks.ruler import words as ruler_words
+from . import noise, ruler
 from .noise import BOS, EOS, Row
+from .ruler import Piece
 
-KINDS = ("copies", "pairs", "passages", "facts", "records")
+KINDS = ("copies", "pairs", "passages", "facts", "records", "prose", "needles", "variables", "counts")
 HELD_OUT = 0.1  # the last part of every file, never trained on
 LEAST_CHARACTERS = 20_000  # of text to train on
 RECORD_LINES = ("{}: {}\n", lines.LINE)  # short, as in the task `record`; long, as in `lines`
 LABEL = "REGISTER_CONTENT"  # what stands between key and number in a long line
 MAX_WEIGHT = 20.0  # of a token
-Piece = tuple[str, float]  # a text, and what it weighs as an answer; 0: it is no answer
 
 
 class Batch(NamedTuple):
@@ -74,7 +78,7 @@ class RowMaker:
         self.sizes = [len(text) for text in self.texts]
         self.tokenizer = tokenizer
         words = Counter(re.findall(r"\b[a-z]{3,9}\b", " ".join(self.texts)))
-        for word in record.WORDS:  # the tasks' own keys stay unseen
+        for word in (*record.WORDS, *ruler_words.ALL):  # the tasks' own keys stay unseen
             words.pop(word, None)
         self.words = [word for word, _ in words.most_common(4000)]
         self.vocabulary = tokenizer.get_vocab_size()
@@ -83,6 +87,13 @@ class RowMaker:
         self.line_token = {
             line: self._token_size([line.format(self._key(rng), 12345) for _ in range(99)]) for line in RECORD_LINES
         }
+
+        self.material = ruler.Material(
+            lambda texts: [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts))],
+            self._key,
+            lambda rng, size: [sentence.strip() for sentence in self._sentences(rng, size, False)],
+            self.words,
+        )
 
     def _token_size(self, texts: Sequence[str]) -> float:
         """Mean characters of a token."""
@@ -213,6 +224,26 @@ class RowMaker:
             size += sum(len(text) for text, _ in added)
         return self._tokenise(pieces, length, 0.0)
 
+    def prose(self, rng: random.Random, length: int) -> Row:
+        """Make a row of text that goes on in one source from its first token to its last."""
+        return self._tokenise([(self._prose(rng, int(1.3 * length * self.prose_token)), 0)], length, 1.0)
+
+    def needles(self, rng: random.Random, length: int) -> Row:
+        """Make a row with hidden needles, and questions for them."""
+        return self._tokenise(ruler.needles(rng, length, self.material), length, 0.02)
+
+    def variables(self, rng: random.Random, length: int) -> Row:
+        """Make a row with chains of assignments, and questions for them.
+
+        A question ends with a space. In half the rows that is a token of its own, as where an answer is generated.
+        """
+        pieces = ruler.variables(rng, length, self.material)
+        return self._tokenise(pieces, length, 0.02, apart=rng.random() < 0.5)
+
+    def counts(self, rng: random.Random, length: int) -> Row:
+        """Make a row with lists of words, and questions for the most frequent of them."""
+        return self._tokenise(ruler.counts(rng, length, self.material), length, 0.0)
+
     def _record_question(self, rng: random.Random, key: str, number: str, line: str, is_long: bool) -> list[Piece]:
         """The line again up to its number, or the question of `lines`; then the answer."""
         cue, after = line.format(key, "\0").split("\0")
@@ -227,21 +258,26 @@ class RowMaker:
         first_digits = answer[at : at + 2], 3 if is_long else 1  # they are hard
         return [(cue, 0), (answer[:at], 1), first_digits, (answer[at + 2 :], 1)]
 
-    def _tokenise(self, pieces: Sequence[Piece], length: int, plain: float) -> Row:
-        """The joined pieces in tokens. Answers weigh about half the row's length in sum, other tokens `plain`."""
-        ends, answers, at = [], [], 0
-        for text, answer in pieces:
-            at += len(text)
-            ends.append(at)
-            answers.append(answer)
-        encoding = self.tokenizer.encode("".join(text for text, _ in pieces))
-        marks, piece = [], 0
-        for begin, end in encoding.offsets[: length - 1]:
-            while piece < len(ends) - 1 and ends[piece] < max(end, begin + 1):
-                piece += 1
-            marks.append(answers[piece])
+    def _tokenise(self, pieces: Sequence[Piece], length: int, plain: float, apart: bool = False) -> Row:
+        """The joined pieces in tokens. Answers weigh about half the row's length in sum, other tokens `plain`.
+
+        apart: no token reaches from one piece into the next.
+        """
+        if apart:
+            encodings = self.tokenizer.encode_batch([text for text, _ in pieces])
+            ids = [i for encoding in encodings for i in encoding.ids]
+            marks = [mark for encoding, (_, mark) in zip(encodings, pieces, strict=True) for _ in encoding.ids]
+        else:
+            ends = list(accumulate(len(text) for text, _ in pieces))
+            encoding = self.tokenizer.encode("".join(text for text, _ in pieces))
+            ids, marks, piece = encoding.ids, [], 0
+            for begin, end in encoding.offsets[: length - 1]:
+                while piece < len(ends) - 1 and ends[piece] < max(end, begin + 1):
+                    piece += 1
+                marks.append(pieces[piece][1])
+        ids, marks = ids[: length - 1], marks[: length - 1]
         heavy = min(MAX_WEIGHT, max(2.0, 0.6 * length / max(1, sum(marks))))
-        return Row([BOS, *encoding.ids[: length - 1]], [0.0, *(heavy * mark if mark else plain for mark in marks)])
+        return Row([BOS, *ids], [0.0, *(heavy * mark if mark else plain for mark in marks)])
 
     def _prose(self, rng: random.Random, size: int) -> str:
         text = rng.choices(self.texts, self.sizes)[0]

@@ -2,8 +2,9 @@
 
 Training follows a curriculum. First come short rows of random tokens that come again: from these, and not from text, a
 network learns to look back, all at once. Then come random keys of several tokens, looked up over a gap: without them,
-lines with words for keys were not learnt in two hours. Then come text, facts and records of growing length. All of it
-takes about two hours on 2 cores. Ctrl-C keeps what was learnt, and the same command goes on from there.
+lines with words for keys were not learnt in two hours. Then come text, facts, records and RULER's tasks of growing
+length, to 16384 tokens. The steps are planned for about four hours on 2 cores. Ctrl-C keeps what was learnt, and the
+same command goes on from there. `python -m skimkv.models.fetch_text` collects the text.
 """
 
 from __future__ import annotations
@@ -28,22 +29,35 @@ from .data import KINDS, RowMaker, read_texts
 from .network import Network
 from .trainer import Stage, Trainer, kind_shares
 
-CONFIG = Path(__file__).parent / "tiny" / "config.json"
+CONFIG = Path(__file__).parent / "config.json"
 
 COPIES, PAIRS = kind_shares(copies=1.0), kind_shares(copies=0.4, pairs=0.6)
-FIRST_TEXT = kind_shares(copies=0.1, pairs=0.2, passages=0.25, facts=0.1, records=0.35)
-TEXT = kind_shares(copies=0.05, pairs=0.1, passages=0.45, facts=0.12, records=0.28)
-LAST_TEXT = kind_shares(copies=0.05, passages=0.42, facts=0.1, records=0.43)
+FIRST_TEXT = kind_shares(copies=0.1, pairs=0.18, passages=0.2, facts=0.08, records=0.26, prose=0.04, needles=0.14)
+TEXT = kind_shares(
+    copies=0.04,
+    pairs=0.08,
+    passages=0.25,
+    facts=0.08,
+    records=0.2,
+    prose=0.09,
+    needles=0.14,
+    variables=0.06,
+    counts=0.06,
+)
+LAST_TEXT = kind_shares(
+    copies=0.02, passages=0.24, facts=0.08, records=0.2, prose=0.13, needles=0.18, variables=0.08, counts=0.07
+)
 STAGES = (
     Stage(64, 300, 2e-3, COPIES, 4096),
     Stage(64, 200, 2e-3, PAIRS, 4096),
     Stage(256, 160, 2e-3, PAIRS),
     Stage(256, 500, 2e-3, FIRST_TEXT),
-    Stage(512, 500, 1.5e-3, TEXT),
-    Stage(1024, 400, 1.5e-3, TEXT),
-    Stage(2048, 350, 1.3e-3, TEXT),
-    Stage(4096, 600, 1.2e-3, TEXT),
-    Stage(4096, 600, 1e-3, LAST_TEXT),
+    Stage(512, 600, 1.5e-3, TEXT),
+    Stage(1024, 600, 1.5e-3, TEXT),
+    Stage(2048, 600, 1.4e-3, TEXT),
+    Stage(4096, 900, 1.3e-3, TEXT),
+    Stage(8192, 1300, 1.2e-3, LAST_TEXT),
+    Stage(16384, 360, 8e-4, LAST_TEXT, 16384, theta=4e6),
 )
 TRAINING_OPTIONS = "Training options"
 
@@ -60,7 +74,7 @@ def parse_stage(text: str) -> Stage:
     return stage
 
 
-def run(trainer: Trainer, save: Callable[[], None], workers: int = 1, save_every: float = 240.0) -> bool:
+def run(trainer: Trainer, save: Callable[[], None], workers: int = 1, save_every: float = 120.0) -> bool:
     """Train what is left of all stages; return False if Ctrl-C ended it, which it does between two steps.
 
     `save` is called every `save_every` seconds and at the end.
@@ -79,9 +93,10 @@ def run(trainer: Trainer, save: Callable[[], None], workers: int = 1, save_every
                     bar.update(task, completed=trainer.step, means=means)
                     if interrupts:
                         return False
-                    if time.monotonic() - saved_at > save_every:
+                    if trainer.step == stage.steps or time.monotonic() - saved_at > save_every:
                         save()
                         saved_at = time.monotonic()
+                        bar.print(f"{time.strftime('%H:%M:%S')} {title}, step {trainer.step}: {means}")
                 trainer.start(trainer.stage + 1)
         return True
     finally:
@@ -166,7 +181,7 @@ def main(
 ) -> None:
     """Train the bundled model, or a model of your own shape, on text.
 
-    Training takes about two hours on 2 cores. Press Ctrl-C to stop, and run the same command again to go on.
+    Training is planned for about four hours on 2 cores. Press Ctrl-C to stop, and run the same command again to go on.
 
     Example:
 
@@ -201,6 +216,7 @@ def main(
 
     def save() -> None:
         folder.replace_file(state, lambda path: torch.save(trainer.state(), path))
+        shape.rope_parameters["rope_theta"] = network.theta
         folder.save_model(network, shape, tokenizer, out)
 
     finished = run(trainer, save)

@@ -28,6 +28,7 @@ class Stage(NamedTuple):
     lr: float
     shares: tuple[float, ...]  # how often each of KINDS is drawn
     tokens: int = 8192
+    theta: float | None = None  # the base of rotary positions from this stage on; None: as it was
 
     @property
     def has_text(self) -> bool:
@@ -64,6 +65,7 @@ class Trainer:
         self, network: Network, maker: RowMaker, stages: Sequence[Stage], seed: int, device: torch.device
     ) -> None:
         self.network, self.maker, self.stages, self.seed, self.device = network.to(device), maker, stages, seed, device
+        self.first_theta = network.theta
         self.start(0)
 
     def start(self, stage: int) -> None:
@@ -72,6 +74,8 @@ class Trainer:
         Muon learns faster, but it does not learn to look back, so stages without text train matrices with AdamW.
         """
         self.stage, self.step = stage, 0
+        bases = [part.theta for part in self.stages[: stage + 1] if part.theta is not None]
+        self.network.theta = bases[-1] if bases else self.first_theta
         matrices = [p for name, p in self.network.named_parameters() if p.ndim == 2 and "embed" not in name]
         others = [p for name, p in self.network.named_parameters() if p.ndim != 2 or "embed" in name]
         of_matrices: tuple[torch.optim.Optimizer, float]
@@ -92,6 +96,7 @@ class Trainer:
     def train(self, batch: Batch) -> tuple[float, list[tuple[int, int]]]:
         """Take one step; return the loss in nats, and for each of KINDS (right answer tokens, answer tokens).
 
+        A short row may have had no room for an answer; a batch in which nothing weighs has a loss of 0.
         Raises FloatingPointError if the loss is not finite.
         """
         self._set_learning_rate()
@@ -100,7 +105,9 @@ class Trainer:
         expected, weight = ids[:, 1:][is_weighted], weights[is_weighted]
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             logits = self.network.logits(self.network(ids[:, :-1])[is_weighted])
-        loss = (F.cross_entropy(logits.float(), expected, reduction="none") * weight).sum() / weight.sum()
+        loss = (F.cross_entropy(logits.float(), expected, reduction="none") * weight).sum() / weight.sum().clamp_min(
+            1.0
+        )
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss.item()} at step {self.step} of stage {self.stage + 1}")
         loss.backward()
@@ -130,10 +137,15 @@ class Trainer:
         }  # fmt: skip
 
     def restore(self, path: Path) -> None:
-        """Go on from a saved state. Raises ValueError if the file is no state, or has other stages or another seed."""
+        """Go on from a saved state. Stages that have not begun may have changed since.
+
+        Raises ValueError if the file is no state, or if its seed or a stage that has begun is another.
+        """
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
-            is_same = state["seed"] == self.seed and [Stage(*stage) for stage in state["stages"]] == list(self.stages)
+            begun = state["at"][0] + 1
+            stages = [Stage(*stage) for stage in state["stages"]]
+            is_same = state["seed"] == self.seed and stages[:begun] == list(self.stages[:begun])
             if is_same:
                 self.network.load_state_dict(state["network"])
                 self.start(state["at"][0])
