@@ -96,9 +96,7 @@ LOADS: dict[str, tuple[int, ...]] = {"stages": (2, 3, 4), "warps": (4, 8)}
 PROGRAMS: dict[str, tuple[int, ...]] = {"programs": (2, 4, 8)}
 SEARCHES = [
     Search("dense", "Dense()", SHORT, {"block": (32, 64, 128), **LOADS, **PROGRAMS}),
-    Search("fused", SPARQ, SHORT,
-           {"score_block": (64, 128, 256), **LOADS, "tile": (1024, 2048, 4096), "block": (16, 32, 64)}),
-    Search("fused", INT8, SHORT, {"score_block": (64, 128, 256), "heads": (2, 10**6)}),
+    Search("channel_scores", SPARQ, SHORT, {"programs": (8, 12, 16, 20, 24, 32)}),
     Search("scores", SPARQ, LONG, {"block": (128, 256, 512), **LOADS, **PROGRAMS}),
     Search("quantised_scores", INT8, LONG, {"block": (128, 256), **LOADS, **PROGRAMS}),
     Search("choose", SPARQ, LONG,

@@ -64,7 +64,8 @@ KERNEL_FILES = "skimkv/ops/gpu/kernels/"
 
 # What a kernel is called in the table.
 NAMES = {
-    "scores_kernel": "sparq_scores", "choose_kernel": "sparq_choose", "dense_kernel": "dense",
+    "scores_kernel": "sparq_scores", "channel_scores_kernel": "sparq_scores",
+    "choose_channels_kernel": "sparq_channels", "choose_kernel": "sparq_choose", "dense_kernel": "dense",
     "append_kernel": "append", "slots_kernel": "slots", "clusters_kernel": "clusters",
     "clusters_append_kernel": "clusters_append",
 }  # fmt: skip
@@ -121,10 +122,11 @@ def slots(launch_: Launch) -> int:
 
 # How often the loops of the kernels take a turn: by the function and the text of the loop's head.
 OVER_POSITIONS: dict[str, Callable[[Launch], float]] = {
-    "score_positions: for i in tl.range(start, stop, BLOCK, num_stages=STAGES)":
+    "channel_scores_kernel: for page in range(first, closed)": pages,
+    "scores_kernel: for i in tl.range(start, stop, BLOCK, num_stages=STAGES)":
         lambda at: pages(at) * GROUP / at.arguments.BLOCK,
-    "score_positions: for i in tl.range(start, tl.minimum(stop, closed), BLOCK, num_stages=STAGES)":
-        lambda at: pages(at) * GROUP / getattr(at.arguments, "SCORE_BLOCK", getattr(at.arguments, "BLOCK", 0)),
+    "scores_kernel: for i in tl.range(start, tl.minimum(stop, closed), BLOCK, num_stages=STAGES)":
+        lambda at: pages(at) * GROUP / at.arguments.BLOCK,
     "dense_kernel: for i in tl.range(start, stop, BLOCK, num_stages=STAGES)":
         lambda at: pages(at) * GROUP / at.arguments.BLOCK,
     "slots_kernel: for i in tl.range(start, stop, BLOCK, num_stages=STAGES)": slots,
@@ -137,8 +139,8 @@ OVER_POSITIONS: dict[str, Callable[[Launch], float]] = {
 TURNS: dict[str, Callable[[Launch], float]] = {
     **OVER_POSITIONS,
     "top_channels: for start in range(0, D, CHANNEL_BLOCK)": lambda at: at.arguments.D / 16,
-    # no token of the targets' lengths is in an open group: lengths are whole pages
-    "score_positions: for i in range(tl.maximum(closed, start), stop, BLOCK)": lambda at: 0,
+    # at the lengths of the targets no group of tokens is open
+    "scores_kernel: for i in range(tl.maximum(closed, start), stop, BLOCK)": lambda at: 0,
     "best_of_tile: for head in range(0, query.G)": lambda at: at.arguments.query.G,
     "threshold_of_tile: while high - low > 1": lambda at: BISECTIONS,
     "threshold_of_list: while high - low > 1": lambda at: BISECTIONS,
@@ -326,7 +328,7 @@ def blocks_per_multiprocessor(registers: int, shared: int, warps: int) -> int:
 def bytes_per_256(launch_: Launch) -> int:
     """Return the bytes that memory delivers for 256 tokens (or slots, or rows of clusters) and KV head."""
     a, size = launch_.arguments, DTYPE.itemsize
-    if launch_.name == "sparq_scores" or getattr(a, "FUSED", False):
+    if launch_.name == "sparq_scores":
         bits = {launch.LAYOUTS["int8"]: 8, launch.LAYOUTS["int4"]: 4}.get(a.LAYOUT, 8 * size)
         return int(a.scores.r * (GROUP * bits // 8 + (8 if bits < 8 * size else 0)))
     if launch_.name == "sparq_choose":

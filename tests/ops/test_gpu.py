@@ -12,7 +12,7 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import SubGenStream, parse
-from skimkv.ops.gpu import device, launch
+from skimkv.ops.gpu import backend, device, launch
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
@@ -24,11 +24,11 @@ from support.kernels import EPS, TYPES, close, exact, held, margin
 pytestmark = [NEEDS_TRITON, NAN_MEMORY]
 
 
-@pytest.fixture(params=["split", "fused", "tiles"])
+@pytest.fixture(params=["warp", "products", "tiles"])
 def launched(request, monkeypatch):
-    """Step 1 in a launch of its own, in one with the rest, and with more tiles than programs."""
-    heads = 0 if request.param == "fused" else 10**6
-    monkeypatch.setattr(launch.SETTINGS, "fused", replace(launch.SETTINGS.fused, heads=heads))
+    """Step 1 by one warp a page where a group is small, always on matrix units, and with more tiles than programs."""
+    if request.param == "products":
+        monkeypatch.setattr(backend, "MOST_HEADS_OF_WARP", 0)
     if request.param == "tiles":
         choose = replace(launch.SETTINGS.choose, tile=128, programs=2)
         monkeypatch.setattr(launch.SETTINGS, "choose", choose)
@@ -67,6 +67,12 @@ def test_sparq(D, lengths, dtype, G, channels, r, k, local, temperature, mean, c
     logits = ref.apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
     assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
     compare("sparq", q, store, D**-0.5, cap, r, k, local, temperature, mean)
+
+
+def test_step_1_by_one_warp_of_4_bit_codes():
+    """Channels that are no multiple of a load, two closed pages in two chunks, an open group, and a group of three."""
+    q, store = filled_on_device(32, [600], torch.float16, 3, "int4", 5, 24, 6, H=1)
+    compare("sparq", q, store, 32**-0.5, None, 5, 24, 6, "coverage", True)
 
 
 @pytest.mark.parametrize("channels", ["copy", "int8"])
@@ -271,7 +277,7 @@ def test_every_method_with_sinks(spec, sinks):
     compare_a_prompt_and_steps(spec, torch.tensor([sinks], device=DEVICE))
 
 
-def test_sinks_where_step_1_is_split_or_fused(launched):
+def test_sinks_with_both_forms_of_step_1(launched):
     compare_a_prompt_and_steps("SparQ(r=8, k=20, mean_value=True)", torch.tensor([[2.0, 1000.0]], device=DEVICE))
 
 

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 
 import torch
 import triton
@@ -23,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from skimkv.methods import SubGenStream
-from skimkv.ops.gpu import launch
+from skimkv.ops.gpu import backend, launch
 from skimkv.ops.gpu.backend import GpuKernels
 from skimkv.stores.base import Shape
 from skimkv.stores.slots import Slots
@@ -87,7 +86,7 @@ def main():
     driver.set_active(AbsentGpu())
     JITFunction.run = instead_of_a_launch
     launch.runs = lambda store: True
-    gpu, fused = GpuKernels(), launch.SETTINGS.fused
+    gpu = GpuKernels()
     for D, dtype, G, channels in CASES[: int(sys.argv[2]) if len(sys.argv) > 2 else None]:
         what = f"{D} {dtype} {G} {channels}"
         q, store = filled(D, [700, 256], dtype, G, channels, 32)
@@ -96,8 +95,8 @@ def main():
         if sinks is not None:
             plain["sinks"] = sinks
         gpu.append(store, *token(store))
-        for heads in (0, 10**6):
-            launch.SETTINGS.fused = replace(fused, heads=heads)
+        for heads in (0, launch.MOST_HEADS_OF_WARP):
+            backend.MOST_HEADS_OF_WARP = heads
             sparq = {"r": 32, "k": 128, "local": 32, "temperature": "coverage", "mean_value": G == 1}
             gpu.sparq(store, q, None, **plain, **sparq)
         if G == 4:

@@ -21,9 +21,10 @@ from .launch import (
     LARGEST_HEAD,
     LAYOUTS,
     LEAST_RUN,
+    MOST_CHANNELS_OF_WARP,
+    MOST_HEADS_OF_WARP,
     SETTINGS,
     TEMPERATURES,
-    TENSOR_CORE,
     CachedClusters,
     CachedPages,
     CachedSlots,
@@ -43,6 +44,7 @@ from .tables import INT4_BLOCK, PAGE_TOKENS, ClusterView, PageView, scratch
 
 try:
     from .kernels.append import append_kernel
+    from .kernels.channels import channel_scores_kernel, choose_channels_kernel
     from .kernels.choose import choose_kernel
     from .kernels.clusters import clusters_append_kernel, clusters_kernel
     from .kernels.dense import dense_kernel
@@ -292,45 +294,72 @@ def _sizes(store: Store, q: Tensor) -> dict[str, Any]:
 def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
     """Run steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
     (B, H, _, _), view = store.shape, device.page_view(store)
-    fused = selection.projected is None and _heads_fill_device(store)
-    step_1 = SETTINGS.quantised_scores if store.bits else SETTINGS.scores
-    settings = SETTINGS.fused if fused else SETTINGS.choose
-    tiles = -(-view.room // settings.tile)
-    programs = 1 if fused else count_splits(store, tiles, SETTINGS.choose.programs)
-    splits = 1 if fused else count_splits(store, view.room // PAGE_TOKENS, step_1.programs)
-    pages, scores = _cached_pages(store, view), _scores(store, view.room, splits, selection.r, settings.tile)
-    candidates = _candidates(store, selection, view.room, settings.tile, programs)
-    constants = {
-        "RP": pad(selection.r or store.R), "TYPE": types()[store.dtype], "LAYOUT": selection.layout,
-        "TEMPERATURE": selection.temperature,
-    }  # fmt: skip
-    if not fused:
-        scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
-        scores_kernel[B * H, splits](
-            scoring, pages, scores, **_sizes(store, scoring.q), **constants, CAPPED=query.softcap > 0,
-            BLOCK=_score_block(store, selection, step_1.block), STAGES=step_1.stages, num_warps=step_1.warps,
-        )  # fmt: skip
+    pages, settings = _cached_pages(store, view), SETTINGS.choose
+    scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
+    if _one_warp_scores(store, selection):
+        scores = _score_by_channels(store, scoring, pages, selection, view.room)
+    else:
+        scores = _score_by_products(store, scoring, pages, selection, view.room)
+    programs = count_splits(store, -(-view.room // settings.tile), settings.programs)
     choose_kernel[B * H, programs](
-        query, pages, scores, candidates, **_sizes(store, query.q), **constants, **_variants(query),
-        SP=pad(splits, 2), FUSED=fused,
+        query, pages, scores, _candidates(store, selection, view.room, settings.tile, programs),
+        **_sizes(store, query.q), **_variants(query), TYPE=types()[store.dtype], SP=pad(scores.splits, 2),
         RENORMALISE=selection.renormalise, MEAN=selection.mean, TILE=settings.tile,
-        CHOSEN_BLOCK=fit_block(settings.block, _row_bytes(store)),
-        SCORE_BLOCK=_score_block(store, selection, SETTINGS.fused.score_block) if fused else TENSOR_CORE,
-        STAGES=SETTINGS.fused.stages if fused else 1, num_warps=settings.warps,
+        CHOSEN_BLOCK=fit_block(settings.block, _row_bytes(store)), num_warps=settings.warps,
     )  # fmt: skip
     return query.y
 
 
-def _heads_fill_device(store: Full) -> bool:
-    """Return whether one program for each row and KV head is enough, so that step 1 needs no launch of its own."""
-    return SETTINGS.fused.heads * launch.multiprocessors(store.device) <= store.shape.B * store.shape.H
+def _scoring_channels(store: Full, selection: Selection) -> int:
+    """Return how many channels score."""
+    return selection.r or store.R
 
 
-def _scores(store: Full, width: int, splits: int, r: int, tile: int) -> Scores:
-    """Return scratch memory for the scores of `width` positions; a tile may be read past their end."""
+def _one_warp_scores(store: Full, selection: Selection) -> bool:
+    """Return whether step 1 multiplies without matrix units: few heads, few channels, and an index of channels."""
+    few = store.shape.G <= MOST_HEADS_OF_WARP and _scoring_channels(store, selection) <= MOST_CHANNELS_OF_WARP
+    return few and selection.layout != LAYOUTS["none"]
+
+
+def _score_by_channels(store: Full, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
+    """Run step 1 with one warp for a page, and return where its logits are."""
+    (B, H, G, _), channels, settings = store.shape, _scoring_channels(store, selection), SETTINGS.channel_scores
+    splits = count_splits(store, width // PAGE_TOKENS, settings.programs)
+    scores = _scores(store, width, splits, selection.r, channels)
+    R = query.q.shape[-1]
+    choose_channels_kernel[B * H,](
+        query, scores, G=G, D=R, DP=pad(R), CHANNELS=channels, TEMPERATURE=selection.temperature, num_warps=1
+    )
+    channel_scores_kernel[B * H, splits](
+        query, pages, scores, G=G, CHANNELS=channels, PADDED=pad(channels), TYPE=types()[store.dtype],
+        LAYOUT=selection.layout, CAPPED=query.softcap > 0, num_warps=1,
+    )  # fmt: skip
+    return scores
+
+
+def _score_by_products(store: Full, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
+    """Run step 1 on matrix units, and return where its logits are."""
+    (B, H, _, _), settings = store.shape, SETTINGS.quantised_scores if store.bits else SETTINGS.scores
+    splits = count_splits(store, width // PAGE_TOKENS, settings.programs)
+    scores = _scores(store, width, splits, selection.r, 1)
+    scores_kernel[B * H, splits](
+        query, pages, scores, **_sizes(store, query.q), RP=pad(_scoring_channels(store, selection)),
+        TYPE=types()[store.dtype], LAYOUT=selection.layout, TEMPERATURE=selection.temperature,
+        CAPPED=query.softcap > 0, BLOCK=_score_block(store, selection, settings.block), STAGES=settings.stages,
+        num_warps=settings.warps,
+    )  # fmt: skip
+    return scores
+
+
+def _scores(store: Full, width: int, splits: int, r: int, channels: int) -> Scores:
+    """Return scratch memory for the scores of `width` positions; a tile of the choice may be read past their end."""
     B, H, G, _ = store.shape
-    logits = scratch(store, "logits", B * H * G * width + tile)
-    return Scores(logits, scratch(store, "stats", B * H * splits * G * 2), width, splits, r)
+    return Scores(
+        logits=scratch(store, "logits", B * H * G * width + SETTINGS.choose.tile),
+        stats=scratch(store, "stats", B * H * splits * G * 2),
+        channels=scratch(store, "channels", B * H * channels, torch.int32),
+        weights=scratch(store, "channel weights", B * H * G * channels), width=width, splits=splits, r=r,
+    )  # fmt: skip
 
 
 def _candidates(store: Full, selection: Selection, width: int, tile: int, programs: int) -> Candidates:

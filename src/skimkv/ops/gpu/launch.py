@@ -25,6 +25,8 @@ TENSOR_CORE = 16  # the least rows and columns of a product on tensor cores; D i
 ROW_BYTES = 256  # the size of a row of K or V that the settings' blocks are meant for
 MOST_SPLITS = 64  # programs that share a row of the batch and a KV head, at most
 APPEND_WARPS = 4  # of the kernels that append a token
+MOST_HEADS_OF_WARP = 4  # query heads of a KV head up to which step 1 takes one warp for a page and no matrix units
+MOST_CHANNELS_OF_WARP = 64  # channels that score, up to which it does so: its loop over them is unrolled
 LEAST_RUN = 32  # positions of a channel that step 1 loads at a time, at least
 
 # Where channels of K are read, by a store's `channels`; the quantised layouts are numbered by the bits of a code.
@@ -75,19 +77,10 @@ class ChooseLaunch:
 
 
 @dataclass(frozen=True)
-class FusedLaunch:
-    """Step 1 and the choice of positions in one launch, by one program for each row and KV head.
+class PageLaunch:
+    """Step 1 with one warp for each page of PAGE_TOKENS positions. programs: as in SplitLaunch."""
 
-    score_block, stages: as `block` and `stages` of step 1. tile, block, warps: as in ChooseLaunch.
-    heads: KV heads of the whole batch for each multiprocessor from which on this launch is taken.
-    """
-
-    score_block: int
-    stages: int
-    tile: int
-    block: int
-    warps: int
-    heads: int
+    programs: int
 
 
 @dataclass
@@ -95,10 +88,10 @@ class LaunchSettings:
     """The settings of every kernel. To try other ones, put another value in the place of a field."""
 
     dense: PipelinedLaunch = field(default=PipelinedLaunch(block=64, warps=4, programs=4, stages=3))
+    channel_scores: PageLaunch = field(default=PageLaunch(programs=20))
     scores: PipelinedLaunch = field(default=PipelinedLaunch(block=256, warps=4, programs=4, stages=3))
     quantised_scores: PipelinedLaunch = field(default=PipelinedLaunch(block=128, warps=4, programs=4, stages=3))
     choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=64, warps=8, programs=4))
-    fused: FusedLaunch = field(default=FusedLaunch(score_block=128, stages=4, tile=2048, block=32, warps=4, heads=2))
     clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4, programs=2))
     slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4, programs=2, stages=3, tile=1024))
 
@@ -184,6 +177,8 @@ class Scores(NamedTuple):
 
     logits: Tensor  # (B*H, G, width) float32
     stats: Tensor  # (B*H, splits, G, 2) float32: maximum and sum of the exponentials
+    channels: Tensor  # (B*H, channels) int32, ascending: those that score, where one warp scores a page
+    weights: Tensor  # (B*H, G, channels) float32: the query in them, times the scale of the logits
     width: int
     splits: int
     r: int  # channels that score; 0: all of them, and the temperature is not changed

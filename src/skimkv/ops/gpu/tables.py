@@ -296,4 +296,4 @@ class SlotView(View):
         if store.order is not None and max(store.lengths) >= self.order.numel():
             n = 2 * max(store.lengths) + 1024
             self.order = _zeros(n, torch.int32, self.device)
-            self.order.copy_(torch.tensor([store.order(p) for p in range(n)], dtype=torch.int32))
+            self.order.copy_(torch.tensor([store.order(store.capacity, p) for p in range(n)], dtype=torch.int32))

@@ -27,7 +27,6 @@ from .shared import (
     product,
     sink_weight,
 )
-from .sparq import score_positions
 
 BELOW_ALL = constant(-1)  # the bits of no weight
 ABSENT = constant(-2)  # below what any threshold can be
@@ -200,22 +199,15 @@ def attend_chosen(
 @triton.jit
 def choose_kernel(
     query, pages, scores, candidates,
-    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr,
-    CHOSEN_BLOCK: tl.constexpr, SCORE_BLOCK: tl.constexpr, STAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr,
-    LAYOUT: tl.constexpr, TEMPERATURE: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, FUSED: tl.constexpr,
+    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr,
+    CHOSEN_BLOCK: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Choose candidates.k positions besides the candidates.local last ones and the current one, and attend to all.
 
-    FUSED: step 1 too, by the same program, which saves a launch where rows and KV heads alone fill the device.
     Grid (B*H, programs).
     """
     bh, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if FUSED:
-        score_positions(
-            query, pages, scores, bh, 0, D, GP, DP, RP, SCORE_BLOCK, STAGES, TYPE, DOT, LAYOUT, TEMPERATURE, CAPPED
-        )
-        tl.debug_barrier()
     n = tl.load(pages.lengths + bh)
     recent = tl.minimum(candidates.local + 1, n)
     free = n - recent  # positions 0 .. free-1 can be chosen

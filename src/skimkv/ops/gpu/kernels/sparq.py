@@ -1,4 +1,6 @@
-"""Step 1 of SparQ's algorithm 1 over pages: the r largest channels of |q|, and approximate logits from them.
+"""Step 1 of SparQ's algorithm 1 on matrix units: the r largest channels of |q|, and approximate logits from them.
+
+Small groups of query heads do without matrix units: see channels.py.
 
 Kept of the logits: all of them, and for each split their maximum and the sum of their exponentials. With r = 0 all
 channels score, at the method's own scale: exact scores for TopK, and projected queries for LowRank.
@@ -110,12 +112,16 @@ def load_codes(table, page, offset, row, capacity, real, RP: tl.constexpr, BLOCK
 
 
 @triton.jit
-def score_positions(
-    query, pages, scores, bh, split,
+def scores_kernel(
+    query, pages, scores,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TYPE: tl.constexpr, DOT: tl.constexpr, LAYOUT: tl.constexpr, TEMPERATURE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Store the logits of one split of the positions, their maximum and the sum of their exponentials, in `scores`."""
+    """Store the logits of one split of the positions, their maximum and the sum of their exponentials, in `scores`.
+
+    Grid (B*H, splits).
+    """
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G, R, r = query.G, pages.R, scores.r
     n = tl.load(pages.lengths + bh)
     share = tl.cdiv(tl.cdiv(n, PAGE_TOKENS), scores.splits) * PAGE_TOKENS
@@ -175,16 +181,3 @@ def score_positions(
     stats = scores.stats + ((bh * scores.splits + split) * G + g) * 2
     tl.store(stats, maximum, g < G)
     tl.store(stats + 1, total, g < G)
-
-
-@triton.jit
-def scores_kernel(
-    query, pages, scores,
-    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    TYPE: tl.constexpr, DOT: tl.constexpr, LAYOUT: tl.constexpr, TEMPERATURE: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Run step 1 in a launch of its own. Grid (B*H, splits)."""
-    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    score_positions(
-        query, pages, scores, bh, split, D, GP, DP, RP, BLOCK, STAGES, TYPE, DOT, LAYOUT, TEMPERATURE, CAPPED
-    )  # fmt: skip
