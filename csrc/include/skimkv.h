@@ -181,6 +181,32 @@ SKIMKV_API const char *skimkv_check_clusters(const skimkv_clusters *clusters);
 SKIMKV_API int skimkv_stream(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel);
 SKIMKV_API int skimkv_stream_append(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel);
 
+/* A cache in blocks that a serving engine owns. Every block has room for block.cap tokens, a multiple of 256, and a row
+ * of the batch has some of the blocks, in any order. `block` describes block number 0; its `start` is 0 and its batch
+ * strides are not used. Block number i lies i*bytes further, and so do its index and its scales. Of the cache, B, H, G,
+ * D, R, dtype, channels and lengths are used; rows are of dtype. */
+typedef struct skimkv_paged {
+    skimkv_chunk block;
+    int64_t bytes, blocks;
+    const int32_t *table; /* block i of row b is number table[b*table_b + i]; a row has room for table_b numbers */
+    int64_t table_b;
+    /* For a quantised index: K of a block in dtype, channel by channel, open[h,c,p] at h*o_h + c*o_r + p. The last,
+     * incomplete group of a row is read from it, and full groups are quantised from it. */
+    const void *open;
+    int64_t o_h, o_r;
+} skimkv_paged;
+
+/* One step for all rows of a batch, whose tokens are in the blocks: validates it, and runs it. Returns NULL, or one
+ * line that says what is wrong. */
+SKIMKV_API const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, int threads,
+                                         skimkv_parallel parallel);
+
+/* Writes tokens to blocks: token i [h,d] at i*k_n + h*k_h goes to position slots[i] % block.cap of block number
+ * slots[i] / block.cap; a token with a negative slot is left out. A group of 256 tokens must be written in order. The
+ * table, `skip` and `at` are not used. Validates, runs, and returns as skimkv_step_paged. */
+SKIMKV_API const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged *paged, const int64_t *slots,
+                                           int threads, skimkv_parallel parallel);
+
 /* A step for callers that have started their threads already, such as a custom operation of ggml: every thread ith of
  * nth calls skimkv_share with the same `work`. That is memory of skimkv_work(op, nth) bytes, which must be zero before
  * the first step and must not be changed between steps. */

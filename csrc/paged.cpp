@@ -1,0 +1,203 @@
+// Caches in blocks, which a serving engine owns: a step for all rows of a batch, and tokens written by their slots.
+//
+// A row of the batch is a cache of one row, whose chunks are its blocks in order. So every kernel works on blocks as it
+// does on chunks, and all rows share one start of the threads: a thread that finds no task left in a row goes on to the
+// next one, and waits for nobody.
+#include <cstring>
+
+#include "element_types.h"
+#include "kernel_table.h"
+#include "scratch_memory.h"
+#include "skimkv.h"
+#include "threads.h"
+
+namespace {
+
+using skimkv::is_misaligned;
+using skimkv::Kernels;
+using skimkv::ScratchMemory;
+using skimkv::selected_kernels;
+using skimkv::usable_threads;
+
+thread_local ScratchMemory rows_memory, work_memory, runs_memory;
+
+// Several threads are started for as many rows as have less scratch memory than this. One thread takes row after row,
+// so that each finds the scratch memory of the one before in the CPU's caches.
+constexpr size_t WORK_AT_ONCE = 4 << 20;
+
+// Tokens that one task writes at most.
+constexpr int64_t TOKENS_OF_A_RUN = 128;
+
+int64_t element_size(int dtype) { return dtype == SKIMKV_F32 ? 4 : 2; }
+
+bool is_quantised(const skimkv_cache *c) { return c->channels >= SKIMKV_INT8; }
+
+const char *validate_blocks(const skimkv_cache *c, const skimkv_paged *p) {
+    if (!c || !p) return "cache or blocks are NULL";
+    if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
+    if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
+    if (c->dtype < SKIMKV_F32 || c->dtype > SKIMKV_F16) return "cache dtype is unknown";
+    if (c->bits || c->mean || c->projection || p->block.means)
+        return "blocks hold rows in the cache's dtype, and no mean, projection or means of groups";
+    if (p->block.start != 0 || p->block.cap < SKIMKV_GROUP || p->block.cap % SKIMKV_GROUP)
+        return "blocks must be of a multiple of 256 tokens";
+    if (p->blocks < 1 || p->bytes < 1 || p->bytes % element_size(c->dtype))
+        return "there must be blocks, and their distance must be a multiple of an element";
+    if (!p->block.k || !p->block.v) return "a block's k or v is NULL";
+    if (is_quantised(c) && (!p->open || p->bytes % 4))
+        return "blocks of a quantised index need `open`, and a distance that is a multiple of 4";
+    return nullptr;
+}
+
+// Block number i as a chunk that begins at position `start`.
+skimkv_chunk chunk_of_block(const skimkv_paged *p, int64_t number, int64_t start) {
+    const int64_t at = number * p->bytes;
+    skimkv_chunk chunk = p->block;
+    chunk.start = start;
+    chunk.k = (const char *)chunk.k + at, chunk.v = (const char *)chunk.v + at;
+    if (chunk.index) chunk.index = (const char *)chunk.index + at;
+    if (chunk.scale) chunk.scale = (const float *)((const char *)chunk.scale + at);
+    return chunk;
+}
+
+// The keys of the incomplete group of a quantised index that begins at position `at` of a block.
+const void *open_group_of_block(const skimkv_cache *c, const skimkv_paged *p, int64_t number, int64_t at) {
+    return (const char *)p->open + number * p->bytes + at * element_size(c->dtype);
+}
+
+// Makes a cache of one row of another one, or of the tokens of one block: its chunks and its tail are set later.
+skimkv_cache one_row(const skimkv_cache *c, const skimkv_paged *p) {
+    skimkv_cache row = *c;
+    row.B = 1, row.t_b = 0, row.t_h = p->o_h, row.t_r = p->o_r, row.tail = nullptr;
+    return row;
+}
+
+struct Row {
+    skimkv_cache cache;
+    skimkv_op op;
+    size_t work_bytes;
+};
+
+// Fills in row b, whose chunks are written to `chunks`.
+const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row, skimkv_chunk *chunks) {
+    const skimkv_cache *c = op->cache;
+    const int64_t cap = p->block.cap, n = c->lengths[b], count = (n + cap - 1) / cap;
+    row->cache = one_row(c, p);
+    row->cache.lengths = c->lengths + b, row->cache.chunks = chunks, row->cache.n_chunks = (int32_t)count;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t number = p->table[b * p->table_b + i];
+        if (number < 0 || number >= p->blocks) return "the table names a block that does not exist";
+        chunks[i] = chunk_of_block(p, number, i * cap);
+    }
+    if (is_quantised(c)) {
+        const int64_t number = p->table[b * p->table_b + count - 1], last = (n - 1) % cap / SKIMKV_GROUP * SKIMKV_GROUP;
+        row->cache.tail = open_group_of_block(c, p, number, last);
+    }
+    row->op = *op;
+    row->op.cache = &row->cache;
+    row->op.q = (const char *)op->q + b * op->q_b * element_size(op->dtype);
+    row->op.y = (char *)op->y + b * op->y_b * element_size(op->dtype);
+    if (op->rows_read) row->op.rows_read = op->rows_read + 2 * b;
+    return skimkv_check(&row->op);
+}
+
+// Runs rows from .. to-1, whose scratch memory is `work`, on all threads at once.
+void run_rows(const Kernels *kernels, Row *rows, int from, int to, char *work, int threads, skimkv_parallel parallel) {
+    char *at = work;
+    for (int b = from; b < to; at += rows[b++].work_bytes)
+        std::memset(at, 0, 64 + sizeof(int) * (size_t)rows[b].cache.H);
+    skimkv::on_every_thread(threads, parallel, [&](int thread) {
+        char *mine = work;
+        for (int b = from; b < to; mine += rows[b++].work_bytes) kernels->attention(&rows[b].op, mine, thread, threads);
+    });
+}
+
+// Tokens that follow each other in the memory of one block, and in one group of a quantised index.
+struct Run {
+    int64_t token, count, at;  // the first token, how many they are, and the position of the first one in the block
+    skimkv_chunk chunk;
+    skimkv_cache cache;
+    skimkv_tokens tokens;
+};
+
+}  // namespace
+
+extern "C" {
+
+const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, int threads, skimkv_parallel parallel) {
+    if (!op) return "operation is NULL";
+    if (const char *error = validate_blocks(op->cache, paged)) return error;
+    const skimkv_cache *c = op->cache;
+    if (!paged->table || !c->lengths) return "table or lengths are missing";
+    if (op->keep != SKIMKV_OUTSIDE || op->k_new) return "tokens are written to blocks before the step";
+    if (is_misaligned(op->q, op->dtype) || is_misaligned(op->y, op->dtype)) return "q or y is not aligned";
+    const Kernels *kernels = selected_kernels();
+    threads = usable_threads(threads, parallel);
+    int64_t blocks = 0;
+    for (int b = 0; b < c->B; b++) {
+        if (c->lengths[b] < 1 || c->lengths[b] > INT32_MAX - SKIMKV_GROUP) return "a row has no token, or too many";
+        const int64_t count = (c->lengths[b] + paged->block.cap - 1) / paged->block.cap;
+        if (count > paged->table_b) return "a row has more tokens than its part of the table has blocks";
+        blocks += count;
+    }
+    char *memory = (char *)rows_memory.get(c->B * sizeof(Row) + (size_t)blocks * sizeof(skimkv_chunk));
+    if (!kernels || !memory) return "no memory for the kernels' scratch space";
+    Row *rows = (Row *)memory;
+    skimkv_chunk *chunks = (skimkv_chunk *)(memory + c->B * sizeof(Row));
+    for (int b = 0; b < c->B; b++) {
+        if (const char *error = make_row(op, paged, b, rows + b, chunks)) return error;
+        rows[b].work_bytes = (kernels->attention_scratch_bytes(&rows[b].op, threads) + 4095) / 4096 * 4096;
+        chunks += rows[b].cache.n_chunks;
+    }
+    for (int from = 0, to; from < c->B; from = to) {
+        size_t bytes = rows[from].work_bytes;
+        for (to = from + 1; threads > 1 && to < c->B && bytes + rows[to].work_bytes <= WORK_AT_ONCE; to++)
+            bytes += rows[to].work_bytes;
+        char *work = (char *)work_memory.get(bytes);
+        if (!work) return "no memory for the kernels' scratch space";
+        run_rows(kernels, rows, from, to, work, threads, parallel);
+    }
+    return nullptr;
+}
+
+const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged *paged, const int64_t *slots,
+                                int threads, skimkv_parallel parallel) {
+    if (!tokens) return "tokens is NULL";
+    if (const char *error = validate_blocks(tokens->cache, paged)) return error;
+    const skimkv_cache *c = tokens->cache;
+    const int64_t n = tokens->n, cap = paged->block.cap, size = element_size(c->dtype);
+    if (n < 0 || (n > 0 && (!tokens->k || !tokens->v || !slots))) return "n is negative, or k, v or slots is NULL";
+    if (is_misaligned(tokens->k, c->dtype) || is_misaligned(tokens->v, c->dtype)) return "k or v is not aligned";
+    const Kernels *kernels = selected_kernels();
+    Run *runs = (Run *)runs_memory.get(((size_t)n + 1) * sizeof(Run));
+    if (!kernels || !runs) return "no memory for the kernels' scratch space";
+    int64_t count = 0;
+    for (int64_t i = 0; i < n;) {
+        const int64_t first = i, slot = slots[i++], at = slot < 0 ? 0 : slot % cap;
+        if (slot < 0) continue;
+        if (slot / cap >= paged->blocks) return "a slot is beyond the blocks";
+        int64_t room = cap - at < TOKENS_OF_A_RUN ? cap - at : TOKENS_OF_A_RUN;
+        if (is_quantised(c) && SKIMKV_GROUP - at % SKIMKV_GROUP < room) room = SKIMKV_GROUP - at % SKIMKV_GROUP;
+        while (i < n && i - first < room && slots[i] == slot + i - first) i++;
+        Run *run = runs + count++;
+        run->token = first, run->count = i - first, run->at = at;
+        run->chunk = chunk_of_block(paged, slot / cap, 0);
+        run->cache = one_row(c, paged);
+        run->cache.chunks = &run->chunk, run->cache.n_chunks = 1, run->cache.lengths = &run->at;
+        if (is_quantised(c))
+            run->cache.tail = open_group_of_block(c, paged, slot / cap, at / SKIMKV_GROUP * SKIMKV_GROUP);
+        run->tokens = *tokens;
+        run->tokens.cache = &run->cache, run->tokens.n = run->count, run->tokens.skip = nullptr;
+        run->tokens.at = &run->at;
+        run->tokens.k = (const char *)tokens->k + first * tokens->k_n * size;
+        run->tokens.v = (const char *)tokens->v + first * tokens->v_n * size;
+        if (const char *error = skimkv_check_append(&run->tokens)) return error;
+    }
+    // A run that completes a group of the index reads what other runs write, so the runs of a head keep their order.
+    skimkv::for_each_task(c->H, threads, parallel, [&](int64_t h, int) {
+        for (int64_t i = 0; i < count; i++) kernels->append(&runs[i].tokens, h);
+    });
+    return nullptr;
+}
+
+}  // extern "C"

@@ -1,0 +1,181 @@
+"""The C++ kernels on blocks of a serving engine: one step for all rows of a batch, and tokens written by slots."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ...stores.blocks import Blocks
+from ..protocol import SoftmaxOptions, Token
+from . import library
+from .library import CCache, CChunk, COp, CTokens
+from .views import dtype_number, expect
+
+
+class CPaged(Structure):
+    """The structure skimkv_paged of skimkv.h."""
+
+    _fields_ = [
+        ("block", CChunk),
+        *library.structure_fields(
+            ("bytes blocks", c_int64),
+            ("table", c_void_p),
+            ("table_b", c_int64),
+            ("open", c_void_p),
+            ("o_h o_r", c_int64),
+        ),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = library.library()
+    if not hasattr(lib, "skimkv_step_paged"):
+        raise ValueError("the native library has no kernels for blocks: install this version of skimkv again")
+    lib.skimkv_step_paged.argtypes = [POINTER(COp), POINTER(CPaged), c_int, c_void_p]
+    lib.skimkv_append_paged.argtypes = [POINTER(CTokens), POINTER(CPaged), c_void_p, c_int, c_void_p]
+    lib.skimkv_step_paged.restype = lib.skimkv_append_paged.restype = c_char_p
+    return lib
+
+
+class _BlocksView:
+    """Blocks in C structures."""
+
+    def __init__(self, store: Blocks) -> None:
+        layout, parts = store.layout, store.parts
+        if layout.D > library.MAX_HEAD_SIZE:
+            raise ValueError(f"no CPU kernel for D = {layout.D}; it must be at most {library.MAX_HEAD_SIZE}")
+        self.cache, self.op, self.paged, self.tokens = CCache(), COp(), CPaged(), CTokens()
+        c, p = self.cache, self.paged
+        c.H, c.G, c.D, c.R = store.H, store.G, layout.D, layout.D
+        c.B, c.dtype, c.channels = 1, dtype_number("a cache", layout.dtype), library.CHANNEL_NUMBERS[layout.channels]
+        block = p.block
+        block.cap = layout.tokens
+        block.k, block.v = parts.k.data_ptr(), parts.v.data_ptr()
+        _, block.k_h, block.k_n, _ = parts.k.stride()
+        _, block.v_h, block.v_n, _ = parts.v.stride()
+        p.bytes, p.blocks = store.distance, store.count
+        if parts.codes is None:
+            block.index = parts.channels.data_ptr()
+            _, block.x_h, block.x_r, _ = parts.channels.stride()
+        else:
+            assert parts.scales is not None
+            block.index, block.scale = parts.codes.data_ptr(), parts.scales.data_ptr()
+            _, block.x_h, block.x_r, _ = parts.codes.stride()
+            _, block.s_h, block.s_r, block.s_z, block.s_g = parts.scales.stride()
+            p.open = parts.channels.data_ptr()
+            _, p.o_h, p.o_r, _ = parts.channels.stride()
+        self.op.cache = self.tokens.cache = ctypes.addressof(c)
+
+
+def _view_of(store: Blocks) -> _BlocksView:
+    if not isinstance(store.view, _BlocksView):
+        store.view = _BlocksView(store)
+    return store.view
+
+
+def append_slots(store: Blocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write tokens to their slots: k, v (n,H,D), slots (n,) int64; a negative slot leaves its token out.
+
+    Raises ValueError if shapes or types do not fit, or if a slot is beyond the blocks.
+    """
+    view, n, layout = _view_of(store), slots.shape[0], store.layout
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    slots = slots.contiguous()
+    expect("k", k, (n, store.H, layout.D), layout.dtype)
+    expect("v", v, (n, store.H, layout.D), layout.dtype)
+    expect("slots", slots, (n,), torch.int64)
+    t = view.tokens
+    t.n, t.k, t.v = n, k.data_ptr(), v.data_ptr()
+    t.k_n, t.k_h, _ = k.stride()
+    t.v_n, t.v_h, _ = v.stride()
+    _raise(_library().skimkv_append_paged(t, view.paged, slots.data_ptr(), *library.threads()))
+
+
+class PagedKernels:
+    """The decode steps of `ops.Kernels` that read blocks, for all rows of a batch in one call.
+
+    Every step takes q (B,H,G,D) and returns (B,H,G,D) in q's dtype; the current token is in the blocks already.
+    """
+
+    name = "cpu"
+    max_head_size = library.MAX_HEAD_SIZE
+
+    def dense(self, store: Blocks, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
+        """Attention over all positions (methods/dense.py)."""
+        return _step(store, q, token, library.DENSE, {}, **softmax)
+
+    def sparq(
+        self,
+        store: Blocks,
+        q: Tensor,
+        token: Token | None,
+        *,
+        r: int,
+        k: int,
+        local: int,
+        temperature: str,
+        mean_value: bool,
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> Tensor:
+        """SparQ's algorithm 1 without step 3 (methods/sparq.py)."""
+        if mean_value:
+            raise ValueError("blocks hold no mean of the values: use mean_value=False")
+        fields = {"r": r, "k": k, "local": local, "temperature": library.TEMPERATURES[temperature]}
+        return _step(store, q, token, library.SPARQ, fields, **softmax)
+
+    def top_k(
+        self,
+        store: Blocks,
+        q: Tensor,
+        token: Token | None,
+        *,
+        k: int,
+        oracle: bool,
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> Tensor:
+        """Exact scores and the k best positions (methods/topk.py)."""
+        return _step(store, q, token, library.ORACLE if oracle else library.TOPK, {"k": k}, **softmax)
+
+
+def _step(
+    store: Blocks,
+    q: Tensor,
+    token: Token | None,
+    method: int,
+    fields: dict[str, int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    assert token is None, "tokens are written to blocks by append_slots"
+    if sinks is not None:
+        raise ValueError("attention sinks are not supported on blocks")
+    view, op, lengths, table = _view_of(store), _view_of(store).op, store.lengths, store.table
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    y = torch.empty(q.shape, dtype=q.dtype)
+    B = lengths.shape[0]
+    expect("q", q, tuple(store.shape), q.dtype)
+    expect("lengths", lengths, (B,), torch.int64)
+    expect("table", table, (B, table.shape[1]), torch.int32)
+    view.cache.B, view.cache.lengths = B, lengths.data_ptr()
+    view.paged.table, view.paged.table_b = table.data_ptr(), table.stride(0)
+    op.dtype, op.method, op.scale, op.softcap = dtype_number("a query", q.dtype), method, scale, softcap or 0
+    for name, value in fields.items():
+        setattr(op, name, value)
+    op.q, op.y = q.data_ptr(), y.data_ptr()
+    op.q_b, op.q_h, op.q_g, _ = q.stride()
+    op.y_b, op.y_h, op.y_g, _ = y.stride()
+    _raise(_library().skimkv_step_paged(op, view.paged, *library.threads()))
+    return y
+
+
+def _raise(error: bytes | None) -> None:
+    if error is not None:
+        raise ValueError(error.decode())

@@ -1,0 +1,183 @@
+"""The kernels on a serving engine's blocks: in any order of blocks they give what they give on a cache in one piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv.methods import parse
+from skimkv.ops.cpu.backend import CpuKernels
+from skimkv.ops.cpu.paged import PagedKernels, append_slots
+from skimkv.stores.base import Shape
+from skimkv.stores.blocks import BlockLayout, Blocks
+from skimkv.stores.full import Full
+from support.kernels import NATIVE
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+
+H, G, D = 2, 2, 32
+LENGTHS = [1, 256, 511, 512, 513, 1100]
+
+
+def tokens(n, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, n, H, D, generator=generator).to(dtype)
+
+
+def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1)):
+    """Blocks in random order, filled piece by piece as prompts in chunks are, and the tokens of every row."""
+    layout = BlockLayout(size, D, dtype, channels)
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32)
+    memory = torch.full(
+        (len(order), H, size, layout.bytes_per_token // dtype.itemsize), torch.nan, dtype=dtype
+    )  # what no token was written to must not be read
+    blocks = Blocks(memory, layout, H, G)
+    blocks.table = torch.full((len(lengths), max(counts) + 1), -7, dtype=torch.int32)
+    rows = []
+    for row, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks.table[row, :count], order = order[:count], order[count:]
+        k, v = tokens(n, dtype, 100 + row)
+        at = torch.arange(n)
+        slots = blocks.table[row, at // size].long() * size + at % size
+        start = 0
+        for piece in [*pieces, n]:
+            append_slots(blocks, k[start : start + piece], v[start : start + piece], slots[start : start + piece])
+            start += piece
+        rows.append((k, v))
+    blocks.lengths = torch.tensor(lengths)
+    return blocks, rows
+
+
+def in_one_piece(dtype, channels, k, v):
+    store = Full(Shape(1, H, G, D), dtype, channels=channels)
+    store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    return store
+
+
+SPECS = ("Dense()", "SparQ(r=8, k=24, mean_value=False)", "TopK(k=30)", "TopK(k=30, oracle=True)")
+FORMS = [(s, "copy", torch.float32, threads) for s in SPECS for threads in (1, 2)] + [
+    (SPECS[0], "copy", torch.bfloat16, 1),
+    (SPECS[1], "copy", torch.float16, 1),
+    (SPECS[1], "int8", torch.float32, 2),
+    (SPECS[1], "int4", torch.bfloat16, 1),
+]
+
+
+@pytest.mark.parametrize(("spec", "channels", "dtype", "threads"), FORMS, ids=str)
+def test_blocks_in_any_order_equal_a_cache_in_one_piece(spec, channels, dtype, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    blocks, rows = engine(dtype, channels, LENGTHS)
+    q = torch.randn(len(LENGTHS), H, G, D).to(dtype)
+    method = parse(spec)
+    y = method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5, softcap=20.0)
+    for row, (k, v) in enumerate(rows):
+        store = in_one_piece(dtype, channels, k, v)
+        expected = method.fused(CpuKernels(), store, q[row : row + 1], None, scale=D**-0.5, softcap=20.0)
+        torch.testing.assert_close(y[row : row + 1], expected, rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("channels", ["copy", "int8", "int4"])
+def test_the_parts_of_a_block_are_those_of_a_store(channels):
+    blocks, rows = engine(torch.float32, channels, [1100], pieces=(1, 300, 256))
+    store = in_one_piece(torch.float32, channels, *rows[0])
+    table, parts = blocks.table[0, :3].long(), blocks.parts
+    for name, part in (("k", parts.k), ("v", parts.v)):
+        expected = getattr(store.chunks[0], name)[0, :, :1100]
+        assert torch.equal(part[table].transpose(0, 1).flatten(1, 2)[:, :1100], expected)
+    channel_major = parts.channels[table].permute(1, 2, 0, 3).flatten(2)[..., :1100]
+    assert torch.equal(channel_major, rows[0][0].permute(1, 2, 0))
+    if channels != "copy":
+        codes = parts.codes[table].permute(1, 2, 0, 3).flatten(2)
+        full = 1024 * store.bits // 8
+        assert torch.equal(codes[..., :full], store.chunks[0].index[0, ..., :full])
+        scales = parts.scales[table].permute(1, 0, 4, 3, 2).flatten(1, 2)  # (H,groups,2,D)
+        assert torch.equal(scales[:, :4], store.chunks[0].scale[0, :, :4])
+
+
+def test_only_the_chosen_rows_and_channels_are_read():
+    blocks, _ = engine(torch.float32, "copy", [1100, 300])
+    r, k = 4, 20
+    q = torch.zeros(2, H, G, D)
+    q[..., 8 : 8 + r] = torch.randn(2, H, G, r)
+    method = parse(f"SparQ(r={r}, k={k}, local=5, mean_value=False)")
+    before = method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5)
+    blocks.parts.channels[:, :, :8] = torch.nan
+    blocks.parts.channels[:, :, 8 + r :] = torch.nan
+    logits = q[:, :, 0, 8 : 8 + r]
+    for row, n in enumerate(blocks.lengths.tolist()):  # rows of K and V that no query of the group may choose
+        at = torch.arange(n - 1 - 5)
+        number, place = blocks.table[row, at // 512].long(), at % 512
+        for h in range(H):
+            keys = blocks.parts.channels[number, h, 8 : 8 + r, place]
+            scores = (q[row, h, :, 8 : 8 + r] @ keys.T * D**-0.5).softmax(-1).sum(0)
+            left_out = scores.argsort()[: n // 4]
+            blocks.parts.k[number[left_out], h, place[left_out]] = torch.nan
+            blocks.parts.v[number[left_out], h, place[left_out]] = torch.nan
+    assert torch.isfinite(logits).all()
+    assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5), before)
+
+
+def test_a_token_without_a_slot_is_left_out_and_a_block_may_be_written_again():
+    blocks, rows = engine(torch.float32, "int8", [700])
+    q = torch.randn(1, H, G, D)
+    method = parse("SparQ(r=8, k=24, channels='int8', mean_value=False)")
+    before = method.fused(PagedKernels(), blocks, q, None, scale=1.0)
+    k, v = rows[0]
+    at = torch.arange(512, 700)
+    slots = blocks.table[0, at // 512].long() * 512 + at % 512
+    append_slots(
+        blocks, torch.cat([k[512:], k[:9]]), torch.cat([v[512:], v[:9]]), torch.cat([slots, -torch.ones(9).long()])
+    )
+    assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=1.0), before)
+
+
+BAD = {
+    "a block that does not exist": (lambda b: b.table.fill_(99), "names a block that does not exist"),
+    "a row without tokens": (lambda b: b.lengths.zero_(), "a row has no token"),
+    "more tokens than blocks": (lambda b: b.lengths.fill_(9999), "more tokens than its part of the table"),
+    "lengths of another type": (lambda b: setattr(b, "lengths", b.lengths.int()), "lengths is torch.int32"),
+    "a table of another type": (lambda b: setattr(b, "table", b.table.long()), "table is torch.int64"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_batches_are_refused(name):
+    blocks, _ = engine(torch.float32, "copy", [300])
+    change, message = BAD[name]
+    change(blocks)
+    with pytest.raises(ValueError, match=message):
+        PagedKernels().dense(blocks, torch.zeros(1, H, G, D), None, scale=1.0)
+
+
+def test_bad_slots_and_layouts_are_refused():
+    blocks, (row,) = engine(torch.float32, "copy", [300])
+    with pytest.raises(ValueError, match="a slot is beyond the blocks"):
+        append_slots(blocks, row[0][:1], row[1][:1], torch.tensor([512 * 99]))
+    with pytest.raises(ValueError, match="mean_value=False"):
+        parse("SparQ(r=8, k=24, mean_value=True)").fused(
+            PagedKernels(), blocks, torch.zeros(1, H, G, D), None, scale=1.0
+        )
+    for layout, message in (
+        (BlockLayout(300, D, torch.float32, "copy"), "multiple of 256"),
+        (BlockLayout(512, 40, torch.float32, "copy"), "multiples of 32"),
+        (BlockLayout(512, D, torch.float32, "none"), "channels = 'none'"),
+        (BlockLayout(512, D, torch.float32, "int8"), "bytes for each token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Blocks(torch.zeros(2, H, 512, 3 * D), layout, H, G)
+
+
+def test_many_rows_share_the_scratch_memory_in_turns(monkeypatch):
+    """Rows whose scratch memory together is larger than what is taken at once give what each gives alone."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    blocks, _ = engine(torch.bfloat16, "copy", [5000] * 16, size=1024)
+    q = torch.randn(16, H, G, D).bfloat16()
+    kernels = PagedKernels()
+    y = kernels.top_k(blocks, q, None, k=50, oracle=False, scale=0.3)
+    table = blocks.table
+    for row in (0, 9, 15):
+        blocks.lengths, blocks.table = torch.tensor([5000]), table[row : row + 1].contiguous()
+        alone = kernels.top_k(blocks, q[row : row + 1], None, k=50, oracle=False, scale=0.3)
+        assert torch.equal(alone, y[row : row + 1])
