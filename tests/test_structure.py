@@ -28,7 +28,7 @@ ORDER = (
     ("ops",),
     ("methods",),
     ("hf", "testing"),
-    ("eval", "bench", "serve"),
+    ("eval", "bench", "serve", "vllm"),
     ("analysis", "lm_eval"),
     ("cli",),
     ("models",),

@@ -1,0 +1,260 @@
+"""The attention backend: prompts by vLLM's own kernel, decode rows by skimkv's on the same blocks.
+
+A decode row is a row of one token of a request whose prompt is done. A last piece of a prompt that has one token is
+not: it is attended to densely, as every prompt is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops, envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from ..methods.base import Method
+from ..ops.cpu.paged import PagedKernels, append_slots
+from ..stores.base import Shape
+from ..stores.blocks import Blocks
+from ..stores.quantise import GROUP
+from .options import ConfigurationError, Options, refuse_layer
+
+
+class DecodeRows(NamedTuple):
+    """The rows of a batch that decode.
+
+    tokens: their places in the batch's tokens, a slice where they come first. lengths (B,) int64 with the current token
+    · table (B,blocks) int32 · sizes: the lengths again, as numbers.
+    """
+
+    tokens: slice | Tensor
+    lengths: Tensor
+    table: Tensor
+    sizes: list[int]
+
+
+class PromptRows(NamedTuple):
+    """The rows from the first one that does not decode, in the form of vLLM's kernel; some may decode all the same."""
+
+    first_token: int
+    query_start_loc: Tensor
+    lengths: Tensor
+    table: Tensor
+    schedule: Tensor
+
+
+@dataclass
+class Metadata(CPUAttentionMetadata):
+    """vLLM's metadata of a batch, split in rows that decode and others."""
+
+    decode: DecodeRows | None = None
+    prompt: PromptRows | None = None
+
+
+class MetadataBuilder(CPUAttentionMetadataBuilder):
+    """Splits every batch."""
+
+    reorder_batch_threshold = 1  # asks vLLM for the rows of one token first
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """The metadata of one batch, for all layers of a group."""
+        base = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = Metadata(**{f.name: getattr(base, f.name) for f in fields(base)})
+        if base.causal is not True or common_attn_metadata.is_prefilling is None:
+            raise ConfigurationError(
+                "attention that is not causal is not supported, nor is a runner that hides prompts"
+            )
+        rows = base.query_start_loc.shape[0] - 1
+        starts, lengths = base.query_start_loc, base.seq_lens[:rows]
+        decodes = (starts.diff() == 1) & ~common_attn_metadata.is_prefilling[:rows]
+        places = decodes.nonzero().flatten()
+        first = int(decodes.long().cumprod(0).sum())
+        if len(places):
+            whole = len(places) == first
+            metadata.decode = DecodeRows(
+                slice(0, first) if whole else starts[:-1][places],
+                lengths[places].long(),
+                base.block_table[:first] if whole else base.block_table[places],
+                lengths[places].tolist(),
+            )
+        if first < rows:
+            metadata.prompt = self._prompt_rows(base, first, rows)
+        return metadata
+
+    def _prompt_rows(self, base: CPUAttentionMetadata, first: int, rows: int) -> PromptRows:
+        starts, lengths = base.query_start_loc[first:], base.seq_lens[first:rows].contiguous()
+        starts = (starts - starts[0]).contiguous()
+        schedule = _custom_ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=rows - first,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=lengths,
+            dtype=self.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        first_token = int(base.query_start_loc[first])
+        return PromptRows(first_token, starts, lengths, base.block_table[first:rows].contiguous(), schedule)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def bytes_of_step(method: Method, length: int, shape: Shape, dtype: torch.dtype) -> int:
+    """The bytes of one step of a row that has `length` tokens, the current one included: those of Method.traffic."""
+    return method.traffic(length - 1, shape, dtype).bytes
+
+
+class Implementation(CPUAttentionBackendImpl):
+    """One attention layer. steps, rows and bytes count what its decode rows took: see `Worker.skimkv_counters`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        refuse_layer(locals())
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, sinks,
+        )  # fmt: skip
+        self.options = Options.of(get_current_vllm_config())
+        self.kernels = PagedKernels()
+        self.blocks: Blocks | None = None
+        self.memory: tuple[Any, ...] = ()
+        self.steps = self.rows = self.bytes = 0
+
+    def blocks_of(self, kv_cache: Tensor) -> Blocks:
+        """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
+        memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if self.blocks is None or memory != self.memory:
+            layout = self.options.layout(self.head_size, kv_cache.shape[2], kv_cache.dtype)
+            self.blocks = Blocks(kv_cache, layout, self.num_kv_heads, self.num_queries_per_kv)
+            self.memory = memory
+        return self.blocks
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the batch's tokens to their slots: vLLM's own page of keys and what skimkv's kernels read."""
+        n = slot_mapping.shape[0]
+        append_slots(self.blocks_of(kv_cache), key[:n], value[:n], slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one batch: query (tokens,heads,D) -> output, of the same shape."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigurationError("quantised outputs of attention are not supported")
+        if attn_metadata is None:  # a run that only warms up
+            return output
+        store = self.blocks_of(kv_cache)
+        if attn_metadata.prompt is not None:
+            self._attend_prompts(layer, store, query, attn_metadata, attn_metadata.prompt, output)
+        if attn_metadata.decode is not None:
+            self._decode(store, query, attn_metadata.decode, output)
+        return output
+
+    def _attend_prompts(
+        self, layer: Any, store: Blocks, query: Tensor, metadata: Metadata, prompt: PromptRows, output: Tensor
+    ) -> None:
+        tokens = slice(prompt.first_token, metadata.num_actual_tokens)
+        # vLLM's kernel takes its own page of keys as (blocks,H,tokens,D), though a "vec" page is [D,tokens].
+        keys = store.parts.channels.flatten(2).unflatten(-1, (store.layout.tokens, self.head_size))
+        _custom_ops.cpu_attention_with_kv_cache(
+            query=query[tokens],
+            key_cache=keys,
+            value_cache=store.parts.v,
+            output=output[tokens],
+            query_start_loc=prompt.query_start_loc,
+            seq_lens=prompt.lengths,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=prompt.table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=prompt.schedule,
+            s_aux=None,
+            dynamic_causal=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+    def _decode(self, store: Blocks, query: Tensor, rows: DecodeRows, output: Tensor) -> None:
+        store.lengths, store.table = rows.lengths, rows.table
+        shape = store.shape
+        method = self.options.method
+        q = query[rows.tokens].view(shape)
+        # A method's kernel form takes what it needs from the store's shape, so blocks serve it as a Full store does.
+        fused: Callable[..., Tensor] = method.fused
+        y = fused(self.kernels, store, q, None, scale=self.scale, softcap=self.logits_soft_cap or None)
+        output[rows.tokens] = y.view(output[rows.tokens].shape)
+        self.steps += shape.B
+        self.rows += shape.B * shape.H
+        one = shape._replace(B=1)
+        self.bytes += sum(bytes_of_step(method, n, one, store.layout.dtype) for n in rows.sizes)
+
+
+class Backend(CPUAttentionBackend):
+    """The backend that an engine uses whose additional_config asks for a method of skimkv."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name under which vLLM's registry has it."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Implementation]:
+        """The class of a layer."""
+        return Implementation
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        """The class that makes a batch's metadata."""
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Blocks of whole groups of tokens."""
+        return [MultipleOf(GROUP)]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Make room in every block for K in rows and for the index."""
+        layout = Options.of(get_current_vllm_config()).layout(spec.head_size, spec.block_size, spec.dtype)
+        return replace(spec, state_content_bytes=layout.bytes_per_token)

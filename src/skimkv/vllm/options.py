@@ -1,0 +1,143 @@
+"""What an engine asks for, and what is refused: one line each, in the main process, before weights are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import torch
+
+from ..methods import Dense, SparQ, TopK, parse
+from ..methods.base import Method
+from ..stores.base import Shape
+from ..stores.blocks import BLOCK_CHANNELS, BlockLayout
+from ..stores.quantise import GROUP
+
+KEY = "skimkv"  # of vLLM's additional_config
+SUPPORTED_VERSIONS = "vLLM 0.32"
+
+
+class ConfigurationError(RuntimeError):
+    """What an engine asks for cannot be had; the message is one line.
+
+    It is no ValueError, because vLLM's configuration classes turn those into reports of several lines.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"skimkv in vLLM: {problem} (skimkv supports {SUPPORTED_VERSIONS})")
+
+
+@functools.cache
+def parse_method(text: str) -> Method:
+    """Parse the spec of a method once in a process. Raises ConfigurationError if it is wrong."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The method of an engine, and the configuration that it came with."""
+
+    method: Method
+    vllm_config: Any
+
+    BLOCK_SIZE: ClassVar[int] = 1024  # tokens of a block, unless the user asks for another size
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Options:
+        """The options in an engine's configuration. Raises ConfigurationError if they are wrong."""
+        options = vllm_config.additional_config[KEY]
+        example = f'{{"{KEY}": {{"method": "SparQ(r=32, k=128)"}}}}'
+        if not isinstance(options, dict) or set(options) != {"method"} or not isinstance(options["method"], str):
+            raise ConfigurationError(f"{KEY} = {options!r} must have one text, as in {example}")
+        return cls(parse_method(options["method"]), vllm_config)
+
+    @property
+    def channels(self) -> str:
+        """The index that blocks have: that of SparQ, and for other methods the copy that vLLM's own page is."""
+        return self.method.channels if isinstance(self.method, SparQ) else "copy"
+
+    def check(self) -> None:
+        """Raise ConfigurationError unless the engine can decode with the method."""
+        self._check_engine()
+        self._check_method()
+
+    def layout(self, D: int, block_size: int, dtype: torch.dtype) -> BlockLayout:
+        """The layout of blocks. Raises ConfigurationError if there can be none."""
+        layout = BlockLayout(block_size, D, dtype, self.channels)
+        try:
+            layout.check()
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        return layout
+
+    def _check_engine(self) -> None:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        c = self.vllm_config
+        model, parallel, cache = c.model_config, c.parallel_config, c.cache_config
+        refused = {
+            f"device {current_platform.device_type!r} is not supported, only cpu is": not current_platform.is_cpu(),
+            "multi-head latent attention (MLA) is not supported": model.use_mla,
+            "models with state-space or linear-attention layers are not supported": model.is_hybrid,
+            "encoder-decoder models are not supported": model.is_encoder_decoder,
+            f"runner {model.runner_type!r} does not decode, only 'generate' does": model.runner_type != "generate",
+            f"a cache of {cache.cache_dtype} is not supported: leave out --kv-cache-dtype": cache.cache_dtype
+            not in ("auto", str(model.dtype).removeprefix("torch.")),
+            "speculative decoding is not supported": c.speculative_config is not None,
+            "KV connectors are not supported": c.kv_transfer_config is not None,
+            "context parallelism is not supported": parallel.decode_context_parallel_size > 1
+            or parallel.prefill_context_parallel_size > 1,
+            "sharing a cache between layers (kv_sharing_fast_prefill) is not supported": cache.kv_sharing_fast_prefill,
+        }
+        for problem, is_so in refused.items():
+            if is_so:
+                raise ConfigurationError(problem)
+        if cache.user_specified_block_size and cache.block_size % GROUP:
+            raise ConfigurationError(f"--block-size {cache.block_size} must be a multiple of {GROUP}")
+        isa = _get_attn_isa(model.dtype, self.BLOCK_SIZE, model.get_head_size(), cache.cache_dtype)
+        if isa == "amx":
+            raise ConfigurationError(
+                "this CPU has AMX, for which vLLM packs bfloat16 keys in tiles: use --dtype float16 or float32"
+            )
+        if isa != "vec":
+            raise ConfigurationError(f"vLLM's {isa!r} layout of keys is not supported, only 'vec' is")
+
+    def _check_method(self) -> None:
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        method, name = self.method, type(self.method).__name__
+        if not isinstance(method, Dense | SparQ | TopK):
+            raise ConfigurationError(f"{name} is not supported in blocks, only Dense, SparQ and TopK are")
+        if method.kv is not None:
+            raise ConfigurationError(f"kv={method.kv!r} is not supported: blocks hold keys and values as they are")
+        if not method.uses_kernel("cpu"):
+            raise ConfigurationError(f"{method!r} has no kernel: leave out mean_value=True")
+        if self.channels not in BLOCK_CHANNELS:
+            raise ConfigurationError(f"channels={self.channels!r} is not supported: use {' or '.join(BLOCK_CHANNELS)}")
+        H = model.get_num_kv_heads(parallel)
+        shape = Shape(1, H, model.get_num_attention_heads(parallel) // H, model.get_head_size())
+        try:
+            store = method.store(shape, model.dtype)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        if store.v_mean is not None:
+            raise ConfigurationError("blocks hold no mean of the values: write mean_value=False in SparQ")
+        self.layout(shape.D, self.BLOCK_SIZE, model.dtype)
+
+
+def refuse_layer(layer: dict[str, Any]) -> None:
+    """Raise ConfigurationError if an attention layer has something that the kernels on blocks do not take."""
+    refused = {
+        "attention sinks are not supported": layer["sinks"] is not None,
+        "ALiBi is not supported": layer["alibi_slopes"] is not None,
+        f"a sliding window of {layer['sliding_window']} tokens is not supported": layer["sliding_window"] is not None,
+        f"attention of type {layer['attn_type']!r} is not supported": layer["attn_type"] != "decoder",
+        "sharing a cache between layers is not supported": layer["kv_sharing_target_layer_name"] is not None,
+    }
+    for problem, is_so in refused.items():
+        if is_so:
+            raise ConfigurationError(problem)

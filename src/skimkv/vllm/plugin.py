@@ -1,0 +1,91 @@
+"""Where skimkv joins vLLM: the platform's hook that completes an engine's configuration, and its choice of backend.
+
+Both are functions of the object `vllm.platforms.current_platform`, which every process has. The hook runs in the main
+process before any worker starts, so a mistake in a spec is reported before weights are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .options import KEY, SUPPORTED_VERSIONS, ConfigurationError, Options
+
+BACKEND = "skimkv.vllm.backend.Backend"
+WORKER = "skimkv.vllm.worker.Worker"
+_logger = logging.getLogger("vllm.skimkv")  # a child of vLLM's logger, so that vLLM's settings format it
+
+
+def install() -> None:
+    """Join this process's platform. A second call does nothing."""
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        _wrap(current_platform, "check_and_update_config", _configure_after)
+        _wrap(current_platform, "get_attn_backend_cls", functools.partial(_choose_before, AttentionBackendEnum))
+        if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() != BACKEND:
+            return  # another plugin's: `configure` refuses
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    except (ImportError, AttributeError) as error:
+        _logger.warning("skimkv cannot decode in this version of vLLM (%s): it supports %s", error, SUPPORTED_VERSIONS)
+
+
+def _wrap(platform: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    function = getattr(platform, name)
+    if not hasattr(function, "skimkv_wraps"):
+        wrapped = wrapper(function)
+        wrapped.skimkv_wraps = function
+        setattr(platform, name, wrapped)
+
+
+def _configure_after(check_and_update_config: Any) -> Any:
+    @functools.wraps(check_and_update_config)
+    def wrapped(vllm_config: Any) -> None:
+        check_and_update_config(vllm_config)
+        if isinstance(vllm_config.additional_config, dict) and KEY in vllm_config.additional_config:
+            configure(vllm_config)
+
+    return wrapped
+
+
+def _choose_before(backends: Any, get_attn_backend_cls: Any) -> Any:
+    @functools.wraps(get_attn_backend_cls)
+    def wrapped(selected_backend: Any, *arguments: Any, **keywords: Any) -> Any:
+        # The CPU platform has no choice of backends: it would answer with its own.
+        if selected_backend is backends.CUSTOM and backends.CUSTOM.get_path() == BACKEND:
+            return BACKEND
+        return get_attn_backend_cls(selected_backend, *arguments, **keywords)
+
+    return wrapped
+
+
+def configure(vllm_config: Any) -> None:
+    """Check that this engine can decode with the method that it asks for, and set it up.
+
+    Raises ConfigurationError, in one line, if the spec is wrong or the engine has something that skimkv does not take.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    try:
+        Options.of(vllm_config).check()
+        attention, parallel, cache = (
+            vllm_config.attention_config,
+            vllm_config.parallel_config,
+            vllm_config.cache_config,
+        )
+        if attention.backend not in (None, AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+            raise ConfigurationError(f"the attention backend {attention.backend.name} is set: leave it out")
+        if attention.backend_per_kind:
+            raise ConfigurationError(f"backend_per_kind = {attention.backend_per_kind} is set: leave it out")
+        if AttentionBackendEnum.CUSTOM.get_path() != BACKEND:
+            raise ConfigurationError(f"another plugin has the CUSTOM backend: {AttentionBackendEnum.CUSTOM.get_path()}")
+        if parallel.worker_cls not in ("vllm.v1.worker.cpu_worker.CPUWorker", WORKER):
+            raise ConfigurationError(f"worker_cls = {parallel.worker_cls!r} is set: leave it out")
+        attention.backend, parallel.worker_cls = AttentionBackendEnum.CUSTOM, WORKER
+        if not cache.user_specified_block_size:
+            cache.block_size = Options.BLOCK_SIZE
+    except AttributeError as error:
+        raise ConfigurationError(f"this version of vLLM differs ({error})") from error
