@@ -56,7 +56,7 @@ class PromptRows(NamedTuple):
 
 @dataclass
 class Metadata(CPUAttentionMetadata):
-    """vLLM's metadata of a batch, split in rows that decode and others."""
+    """The metadata of a batch as vLLM makes it, split in rows that decode and others."""
 
     decode: DecodeRows | None = None
     prompt: PromptRows | None = None

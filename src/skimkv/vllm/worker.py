@@ -21,7 +21,7 @@ _logger = logging.getLogger("vllm.skimkv")
 
 
 class Worker(CPUWorker):
-    """vLLM's worker on CPUs, with skimkv's attention in all layers."""
+    """The worker of vLLM on CPUs, with skimkv's attention in all layers."""
 
     def load_model(self, *arguments: Any, **keywords: Any) -> None:
         """Load the model and check its layers. Raises ConfigurationError if one does not decode with skimkv."""
