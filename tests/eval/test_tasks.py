@@ -14,7 +14,20 @@ from pathlib import Path
 import pytest
 
 from skimkv.eval import tasks
-from skimkv.eval.tasks import Example, answers, bpc, kl, lines, needle, passkey, record, repetition, squad, summarise
+from skimkv.eval.tasks import (
+    Example,
+    answers,
+    bpc,
+    conversation,
+    kl,
+    lines,
+    needle,
+    passkey,
+    record,
+    repetition,
+    squad,
+    summarise,
+)
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 WORDS = "the quick brown fox jumps over a lazy dog and runs".split()
@@ -62,12 +75,13 @@ def folder(tmp_path):
         "record(lines=2.5)", "record(lines='x')", "record(asked=None)", "passkey(length=1000000000000)",
         "passkey(length=None)", "needle(lengths=None)", "needle(lengths=())", "needle(lengths='abc')",
         "needle(lengths=(300, 2.5))", "needle(depths=1.5)", "repetition(context=100000000000)",
+        "conversation(lines=50000)", "conversation(turns=0)", "conversation(lines=2, turns=3)",
         "repetition(context=None)", "bpc(context=100000000000)", "bpc(reference=1e9)", "squad(confusions=100000000)",
     ],
 )  # fmt: skip
 def test_sizes_that_no_text_has_are_refused_in_one_line(folder, spec):
     """At once: a task that draws words without end would look for the next new pair for ever."""
-    data = None if spec.startswith(("lines", "record", "passkey")) else folder
+    data = None if spec.startswith(("lines", "record", "passkey", "conversation")) else folder
     with pytest.raises(ValueError, match=spec.split("(")[1].split("=")[0].removesuffix("s")) as error:
         next(tasks.parse(spec).examples(data, 0))
     assert "\n" not in str(error.value)
@@ -111,7 +125,8 @@ def test_what_is_no_task_is_refused_in_one_line(spec):
 
 
 SPECS = [
-    "record(lines=20, asked=4)", "passkey(length=900)", "lines(lines=12)", "needle(lengths=(400, 800), depths=3)",
+    "record(lines=20, asked=4)", "conversation(lines=20, turns=5)", "passkey(length=900)", "lines(lines=12)",
+    "needle(lengths=(400, 800), depths=3)",
     "repetition(context=2000, asked=3)", "bpc(context=300, reference=40)", "squad", "triviaqa",
 ]  # fmt: skip
 
@@ -120,7 +135,7 @@ SPECS = [
 def test_examples(spec, folder):
     """The same for a seed, others for another, all ids different, and nothing empty."""
     task = tasks.parse(spec)
-    data = None if task.module in (record, passkey) else folder
+    data = None if task.is_made_up and task.module is not lines else folder
     found = list(islice(task.examples(data, 0), 25))
     assert found == list(islice(task.examples(data, 0), 25)) and found[:3] == list(islice(task.examples(data, 0), 3))
     if len(found) > 1 and task.module is not lines:
@@ -261,6 +276,35 @@ def test_passkey():
         assert e.context.count(e.answers[0]) == 2 and len(e.context) == pytest.approx(3000, abs=100)
     assert passkey.score(" 123", example("123")) == 1 == passkey.score("123. Remember", example("123"))
     assert passkey.score("1234", example("123")) == 0 == passkey.score("is 123", example("123"))
+
+
+def test_conversation():
+    """Every second question leans on an earlier answer; before a question stand those before it, rightly answered."""
+    made = conversation.make(random.Random(0), 12, 6)
+    head, body = made.context.split("\n\n")
+    leads = dict(re.findall(r"^The road of ([a-z-]+) leads to ([a-z-]+)\.$", body, flags=re.MULTILINE))
+    assert head == "Every line says where a road leads." and len(leads) == 12 and set(leads) == set(leads.values())
+    place = next(iter(leads))
+    for _ in range(11):
+        place = leads[place]
+        assert place != next(iter(leads)), "all roads are one circle"
+    places, given = [], []
+    for number, turn in enumerate(made.turns, 1):
+        asked = re.fullmatch(
+            rf"\nQuestion {number}: Where does the road of (.+) lead\?\nAnswer {number}: It leads to", turn.question
+        )[1]
+        leaning = re.fullmatch(r"the answer to question (\d)", asked)
+        assert (leaning is not None) == (number % 2 == 0)
+        places.append(given[int(leaning[1]) - 1] if leaning else asked)
+        given.append(turn.answer)
+        assert turn.answer == leads[places[-1]] and turn.depth == list(leads).index(places[-1]) / 12
+    assert len(set(places)) == 6
+    first, second, third = islice(conversation.examples(lines=12, turns=6), 3)
+    assert second.question.startswith(f"{first.question} {first.answers[0]}\nQuestion 2: ")
+    assert third.question.startswith(f"{second.question} {second.answers[0]}\nQuestion 3: ")
+    assert first.context == third.context and first.context != next(conversation.examples(lines=12, seed=1)).context
+    said = {" coal-crow.\nQuestion": 1, "coal-crow": 1, " coal": 0, "the road of coal-crow": 0, "": 0}
+    assert {output: conversation.score(output, example("coal-crow")) for output in said} == said
 
 
 def test_lines(folder):
