@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -164,6 +166,6 @@ def test_what_the_library_refuses(kv):
             with pytest.raises(ValueError, match=says):
                 steps.dense(store, q, 0.25, None)
         cache.bits, cache.D = store.row_format.bits, 16
-        store.chunks[0].k = store.chunks[0].k[..., 1:]
+        store.chunks = (replace(store.chunks[0], k=store.chunks[0].k[..., 1:]),)
         with pytest.raises(ValueError, match=r"k is torch\.uint8"):
             steps.dense(store, q, 0.25, None)

@@ -49,7 +49,7 @@ def tensors(value):
         item = queue.pop()
         if isinstance(item, torch.Tensor):
             found[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, list):
+        elif isinstance(item, list | tuple):
             queue += item
         elif hasattr(item, "__dict__"):
             queue += vars(item).values()

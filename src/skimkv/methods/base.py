@@ -12,16 +12,16 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar, Unpack
 
 from .. import ops
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import Again, Kernels, SoftmaxOptions, Token
 from ..ops.blocks import check_sinks
 from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
@@ -51,12 +51,38 @@ class Traffic:
         return cls(sum(n for n, _ in parts) * heads, total, paper * heads)
 
 
+class Choice(NamedTuple):
+    """What a method remembers of how it decodes a store.
+
+    forced: the backend that was asked for by name. kernels: None where the method's `step` computes. again: the last
+    step, to be taken again with another token; None where there is none.
+    """
+
+    method: Method
+    forced: str | None
+    kernels: Kernels | None
+    again: Again | None = None
+
+
+ONE_KERNEL = "is_one_kernel"  # the attribute that `one_kernel` sets
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+
+def one_kernel(fused: F) -> F:
+    """Decorate a `fused` that is one call of a kernel, whose settings follow from the method and the store's shape.
+
+    A step like the last one is then taken again by the backend alone, without a call of `fused`.
+    """
+    setattr(fused, ONE_KERNEL, True)
+    return fused
+
+
 @dataclass(frozen=True, repr=False)
 class Method(abc.ABC, Generic[S]):
     """One way to decode, over a kind of store: `class SparQ(Method[Full])`.
 
     A subclass must give `store`, `step`, `traffic` and `bound`: without them Python refuses to make it. It may give
-    `fused` (a kernel's form of `step`) and `take` (what of a prompt stays in the store).
+    `fused` (a kernel's form of `step`; see `one_kernel`) and `take` (what of a prompt stays in the store).
     kv: how the store keeps rows of K and V: None (in the model's type), "int8" or "int4" (see RowFormat).
     kernel_backends: the backends that have the kernel which `fused` calls.
     """
@@ -104,7 +130,7 @@ class Method(abc.ABC, Generic[S]):
         store.validate(k, v, pad)
         softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
-            if _needs_gradient(store, q, k, v, sinks):
+            if torch.is_grad_enabled() and _needs_gradient(store, q, k, v, sinks):
                 store.detach_from_saved()
             y = ops.causal_attention(store, q, k, v, pad=pad, **softmax)
             self.take(store, q, k, v, pad=pad, **softmax)
@@ -139,6 +165,24 @@ class Method(abc.ABC, Generic[S]):
         Returns (B,H,G,D) in q's dtype. Raises ValueError if shapes, types or devices do not fit, or if the method does
         not know sinks.
         """
+        choice: Choice | None = store.choice
+        if (
+            choice is not None
+            and choice.method is self
+            and choice.again is not None
+            and choice.forced == ops.forced_backend.get()
+            and sinks is None
+            and not torch.is_grad_enabled()
+        ):
+            in_use = store.exclusive()
+            if not in_use.lock.acquire(blocking=False):
+                in_use.refuse()
+            try:
+                y = choice.again(store, q, k, v, scale, softcap)
+            finally:
+                in_use.lock.release()
+            if y is not None:
+                return y
         if sinks is None:
             return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap)
         return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap, sinks=sinks)
@@ -160,12 +204,12 @@ class Method(abc.ABC, Generic[S]):
         token None: the current token was appended before (stores that keep every token only).
         """
         softmax = self._softmax_options(store, scale, softcap, sinks)
-        with store.exclusive():
-            kernels = ops.kernels_for(store.device, store.shape.D) if self.uses_kernel() else None
-            if kernels is not None and not self.uses_kernel(kernels.name):
-                _warn_of_missing_kernel(type(self).__name__, kernels.name)
-                kernels = None
-            if _needs_gradient(store, q, *(token or ()), sinks):
+        in_use = store.exclusive()
+        if not in_use.lock.acquire(blocking=False):
+            in_use.refuse()
+        try:
+            kernels = self._kernels(store)
+            if torch.is_grad_enabled() and _needs_gradient(store, q, *(token or ()), sinks):
                 if self.kv is not None:
                     _warn_of_codes(self.kv)
                 if kernels is not None:
@@ -174,7 +218,31 @@ class Method(abc.ABC, Generic[S]):
                 store.detach_from_saved()
             if kernels is None:
                 return self.step(store, q, token, **softmax)
-            return self.fused(kernels, store, q, token, **softmax)
+            y = self.fused(kernels, store, q, token, **softmax)
+            if self._may_be_repeated():
+                store.choice = store.choice._replace(again=kernels.again(store))
+            return y
+        finally:
+            in_use.lock.release()
+
+    def _kernels(self, store: S) -> Kernels | None:
+        """The kernels that decode this store, None for `step`; the store remembers them for its next step."""
+        choice: Choice | None = store.choice
+        forced = ops.forced_backend.get()
+        if choice is not None and choice.method is self and choice.forced == forced:
+            return choice.kernels
+        kernels = ops.kernels_for(store.device, store.shape.D) if self.uses_kernel() else None
+        if kernels is not None and not self.uses_kernel(kernels.name):
+            _warn_of_missing_kernel(type(self).__name__, kernels.name)
+            kernels = None
+        store.choice = Choice(self, forced, kernels)
+        return kernels
+
+    @classmethod
+    @functools.cache
+    def _may_be_repeated(cls) -> bool:
+        """Whether a step may be taken again without `fused` and `attend`."""
+        return getattr(cls.fused, ONE_KERNEL, False) and cls.attend is Method.attend
 
     def _softmax_options(self, store: S, scale: float, softcap: float | None, sinks: Tensor | None) -> SoftmaxOptions:
         """These options, with `sinks` only where there are any: a method that does not know them need not take them.
@@ -238,8 +306,7 @@ class Method(abc.ABC, Generic[S]):
 
 
 def _needs_gradient(store: Store, *inputs: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
+    """Whether a result would depend on what requires a gradient, where gradients are enabled."""
     return any(x is not None and x.requires_grad for x in inputs) or store.requires_grad
 
 

@@ -12,7 +12,7 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
-from .base import Method, Traffic
+from .base import Method, Traffic, one_kernel
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +31,7 @@ class Dense(Method[Full]):
         y, _ = attend_rows(x, store.read_keys(), store.read_values(), store.valid(), **softmax)
         return y.to(q.dtype)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

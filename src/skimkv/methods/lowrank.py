@@ -12,7 +12,7 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
-from .base import Method, Traffic, check_whole
+from .base import Method, Traffic, check_whole, one_kernel
 from .sparq import approximate_scores, covered_mass
 
 
@@ -56,6 +56,7 @@ class LowRank(Method[Full]):
         y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
         return y.masked_fill(covered_mass(s_hat, index, valid).isnan(), torch.nan).to(q.dtype)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

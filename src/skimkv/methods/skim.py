@@ -21,7 +21,7 @@ from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
 from ..stores.quantise import GROUP
-from .base import Method, Traffic, check_whole
+from .base import Method, Traffic, check_whole, one_kernel
 from .sparq import approximate_scores, top_channels
 
 SINKS = 4  # first tokens whose rows are always read
@@ -104,6 +104,7 @@ class Skim(Method[Full]):
         y = shrink(weights, values, p_key.gather(-1, chosen) * p_value, store.read_mean())
         return y.masked_fill(scores.isnan().any(-1, keepdim=True), torch.nan).to(q.dtype)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

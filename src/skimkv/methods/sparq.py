@@ -17,7 +17,7 @@ from ..ops.blocks import apply_softcap, attend_rows, choose_positions, softmax_w
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import CHANNELS, Full
 from ..stores.quantise import BITS, GROUP
-from .base import Method, Traffic, check_whole
+from .base import Method, Traffic, check_whole, one_kernel
 
 TEMPERATURES = ("coverage", "sqrt_d", "sqrt_r")
 
@@ -86,6 +86,7 @@ class SparQ(Method[Full]):
             return (alpha * y + (1 - alpha) * store.read_mean()[:, :, None]).to(q.dtype)
         return y.masked_fill(alpha.isnan(), torch.nan).to(q.dtype)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

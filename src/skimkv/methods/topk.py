@@ -15,7 +15,7 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
-from .base import Method, Traffic, check_whole
+from .base import Method, Traffic, check_whole, one_kernel
 from .sparq import covered_mass
 
 
@@ -64,6 +64,7 @@ class TopK(Method[Full]):
             y = y + (1 - covered_mass(weights, index, valid, softmax.get("sinks"))) * store.read_mean()[:, :, None]
         return y.to(q.dtype)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

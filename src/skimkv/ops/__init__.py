@@ -4,13 +4,13 @@ A method's own algorithm stands in its file in `methods`; the kernels that `cpu`
 are declared in `protocol.py`.
 """
 
-from .backends import BACKENDS, backend, graphable, kernels_for, select_backend
+from .backends import BACKENDS, backend, forced_backend, graphable, kernels_for, select_backend
 from .key_scores import key_scores
 from .linear import linear8
 from .prefill import causal_attention
-from .protocol import Kernels, SkimKernels, SoftmaxOptions, Token
+from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 
 __all__ = [
-    "BACKENDS", "Kernels", "SkimKernels", "SoftmaxOptions", "Token", "backend", "causal_attention", "graphable",
-    "kernels_for", "key_scores", "linear8", "select_backend",
+    "BACKENDS", "Again", "Kernels", "SkimKernels", "SoftmaxOptions", "Token", "backend", "causal_attention",
+    "forced_backend", "graphable", "kernels_for", "key_scores", "linear8", "select_backend",
 ]  # fmt: skip

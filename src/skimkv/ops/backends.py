@@ -21,7 +21,7 @@ from .protocol import Kernels
 
 BACKENDS = ("ref", "cpu", "gpu")
 FORCED = ("forced by backend()", "SKIMKV_BACKEND")
-_forced: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)
+forced_backend: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)  # that `backend` set, or None
 _forced_for_process = os.environ.get("SKIMKV_BACKEND")
 _chosen: dict[tuple[str | None, str], Kernels | None] = {}
 
@@ -50,11 +50,11 @@ def _load(name: str) -> Kernels | None:
 def backend(name: str) -> Iterator[None]:
     """Force a backend inside a `with`: "ref", "cpu" or "gpu". Raises ValueError if it is unknown or unavailable."""
     _load(name)
-    token = _forced.set(name)
+    token = forced_backend.set(name)
     try:
         yield
     finally:
-        _forced.reset(token)
+        forced_backend.reset(token)
 
 
 def select_backend(device: str = "cpu") -> tuple[str, str]:
@@ -62,7 +62,7 @@ def select_backend(device: str = "cpu") -> tuple[str, str]:
 
     Raises ValueError if one was asked for by name that is unknown or cannot run here.
     """
-    for name, reason in ((_forced.get(), FORCED[0]), (_forced_for_process, FORCED[1])):
+    for name, reason in ((forced_backend.get(), FORCED[0]), (_forced_for_process, FORCED[1])):
         if name:
             _load(name)
             return name, reason
@@ -83,7 +83,7 @@ def kernels_for(device: torch.device, head_size: int = 0) -> Kernels | None:
     backend or an instruction set that was asked for by name is returned all the same, and its kernels refuse the
     size. Raises ValueError if a backend was asked for by name that is unknown or cannot run here.
     """
-    key = _forced.get(), device.type
+    key = forced_backend.get(), device.type
     if key not in _chosen:
         name, reason = select_backend(device.type)
         if name == "ref" and reason not in FORCED:
@@ -99,7 +99,7 @@ def kernels_for(device: torch.device, head_size: int = 0) -> Kernels | None:
 def _is_forced(name: str) -> bool:
     """Whether this backend, or its instruction set, was asked for by name."""
     by_instruction_set = name == "cpu" and bool(os.environ.get("SKIMKV_ISA"))
-    return bool(_forced.get() or _forced_for_process) or by_instruction_set
+    return bool(forced_backend.get() or _forced_for_process) or by_instruction_set
 
 
 @functools.cache

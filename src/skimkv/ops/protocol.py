@@ -39,6 +39,19 @@ class SoftmaxOptions(TypedDict, total=False):
     sinks: Tensor | None
 
 
+class Again(Protocol):
+    """A decode step of a store that keeps every token, with all of its settings, to be taken again."""
+
+    def __call__(
+        self, store: Store, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> Tensor | None:
+        """Append k and v (B,H,D), and attend with q (B,H,G,D) -> (B,H,G,D) in q's dtype.
+
+        None, and nothing was done, if the store, its last step or the form of the tensors is no longer the same: then
+        an operation of `Kernels` checks them and says what is wrong.
+        """
+
+
 class Kernels(Protocol):
     """What a backend can do. Each decode step takes q (B,H,G,D) and returns (B,H,G,D) in q's dtype.
 
@@ -56,6 +69,9 @@ class Kernels(Protocol):
 
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Append one token per row: k, v (B,H,D)."""
+
+    def again(self, store: Store) -> Again | None:
+        """The last step of this store, which took a token, to be taken again; None where it cannot be."""
 
     def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over all positions (methods/dense.py)."""

@@ -11,7 +11,7 @@ import abc
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,17 +43,24 @@ class LastingView:
 
 
 class ExclusiveUse:
-    """A context that one thread can be in at a time; another one is refused, it does not wait."""
+    """A context that one thread can be in at a time; another one is refused, it does not wait.
+
+    `lock` is for a caller to whom the two calls of a `with` are too slow: it calls `refuse` where the lock is taken.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("this cache is in use by another thread; give every request a cache of its own")
+        if not self.lock.acquire(blocking=False):
+            self.refuse()
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.release()
+        self.lock.release()
+
+    def refuse(self) -> NoReturn:
+        """Raise the RuntimeError that says that another thread is inside."""
+        raise RuntimeError("this cache is in use by another thread; give every request a cache of its own")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -65,19 +72,19 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to every tensor of a (nested) store whose first dimension is the batch, and return a copy."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, list):
-        return [map_tensors(item, function) for item in value]
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, function) for item in value)
     if isinstance(value, Part):
         clone = copy.copy(value)
-        for name, item in vars(clone).items():
-            setattr(clone, name, item if name in value.without_batch else map_tensors(item, function))
+        own = vars(clone)  # written to directly, because a part may be immutable
+        own.update({name: map_tensors(x, function) for name, x in own.items() if name not in value.without_batch})
         return clone
     return value
 
 
 def _tensors(value: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
-    items = vars(value).values() if isinstance(value, Part) else value if isinstance(value, list) else ()
+    items = vars(value).values() if isinstance(value, Part) else value if isinstance(value, list | tuple) else ()
     for item in items:
         tensors += [item] if isinstance(item, Tensor) else _tensors(item)
     return tensors
@@ -97,8 +104,8 @@ class Store(Part, abc.ABC):
     given by `Method.traffic`.
 
     A store owns its numbers: `lengths` changes only through `append`, `advance`, `crop`, `select` and `rewind`.
-    `view` is what a backend remembers of this store (addresses, tables on a device); `workspace` is its scratch memory.
-    Neither is copied.
+    `view` is what a backend remembers of this store (addresses, tables on a device); `choice` is what a method
+    remembers of how it decodes here; `workspace` is the kernels' scratch memory. None of them is copied.
     """
 
     def __init__(
@@ -110,11 +117,12 @@ class Store(Part, abc.ABC):
         self.elements = 0
         self.bytes = 0
         self.view: Any = None
+        self.choice: Any = None
         self.workspace = Workspace()
         self._in_use = ExclusiveUse()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "view": None, "workspace": Workspace(), "_in_use": None}
+        return {**vars(self), "view": None, "choice": None, "workspace": Workspace(), "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _in_use=ExclusiveUse())

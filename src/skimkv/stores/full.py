@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ CHANNELS = ("none", "copy", *BITS)  # where the channels of K are read: see Full
 FILL_BLOCK = 4096  # tokens that `adopt` indexes at once
 
 
+@dataclass(frozen=True, eq=False)
 class Chunk(Part):
     """The memory of positions start .. start+cap-1.
 
@@ -27,23 +29,19 @@ class Chunk(Part):
     scale (B,H,cap/GROUP,2,R) float32 of a quantised index · means (B,H,cap/GROUP,R) of its groups, where they are kept.
     """
 
-    def __init__(
-        self,
-        start: int,
-        cap: int,
-        k: Tensor,
-        v: Tensor,
-        index: Tensor | None,
-        scale: Tensor | None,
-        means: Tensor | None = None,
-    ) -> None:
-        self.start, self.cap, self.k, self.v, self.index, self.scale = start, cap, k, v, index, scale
-        self.means = means
+    start: int
+    cap: int
+    k: Tensor
+    v: Tensor
+    index: Tensor | None
+    scale: Tensor | None
+    means: Tensor | None = None
 
 
 class Full(Store):
     """Every token, in chunks that are never moved; growth allocates an eighth more and copies nothing.
 
+    chunks: a tuple of immutable chunks, so that whoever remembers addresses sees by its identity that one has changed.
     channels: where a channel of K is read. "none" or None: in K itself. "copy": in an index, K again in channel-major
     order. "int8", "int4": in such an index, quantised by groups of GROUP tokens; the open group stays in full precision
     in `tail` (B,H,R,GROUP).
@@ -74,7 +72,7 @@ class Full(Store):
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         B, H, _, D = shape
-        self.chunks: list[Chunk] = []
+        self.chunks: tuple[Chunk, ...] = ()
         self.channels = "none" if channels is None else channels
         self.bits = BITS.get(self.channels)
         self.projection = projection
@@ -107,7 +105,7 @@ class Full(Store):
                 means = torch.zeros(B, H, cap // GROUP, self.R, dtype=self.dtype, device=self.device)
         elif self.channels == "copy":
             index = empty((B, H, self.R, cap), self.dtype, self.device)
-        self.chunks.append(Chunk(start, cap, k, v, index, scale, means))
+        self.chunks += (Chunk(start, cap, k, v, index, scale, means),)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Chunk, slice, slice]]:
         """The chunks that hold start .. stop-1: (chunk, positions in it, positions counted from start)."""
@@ -202,8 +200,7 @@ class Full(Store):
             raise ValueError(f"a store of {self.shape}, {self._lengths} tokens, cannot adopt {n} of {source.shape}")
         for chunk in source.chunks:
             self._reserve_total(chunk.start + chunk.cap)
-            own = self.chunks[-1]
-            own.k, own.v = chunk.k, chunk.v
+            self.chunks = (*self.chunks[:-1], replace(self.chunks[-1], k=chunk.k, v=chunk.v))
         rows = slice(0, self.shape.B)
         for start in range(0, n, FILL_BLOCK):
             k, v = (self._stored(name, rows, start, min(start + FILL_BLOCK, n)) for name in BOTH)
@@ -367,12 +364,12 @@ class Full(Store):
 
         twin._lengths, twin.shape = [self._lengths[b] for b in rows], self.shape._replace(B=n)
         closed, stop = min(twin._lengths) // GROUP * GROUP, round_up(max(twin._lengths))
-        twin.chunks, twin.shared_tokens = [], closed
+        twin.chunks, twin.shared_tokens = (), closed
         self.shared_tokens = max(self.shared_tokens, closed)
         for c, there, _ in self._spans(0, closed):
             k, v, *rest = self._cut(c, there)
             optional = (t if t is None else expanded(t) for t in rest)
-            twin.chunks.append(Chunk(c.start, there.stop, expanded(k), expanded(v), *optional))
+            twin.chunks += (Chunk(c.start, there.stop, expanded(k), expanded(v), *optional),)
         twin._reserve_total(stop)
         for c, there, here in self._spans(closed, stop):
             for to, t in zip(twin._cut(twin.chunks[-1], here), self._cut(c, there), strict=True):
@@ -416,8 +413,8 @@ class Full(Store):
                 k = self.row_format.decode(self._stored("k", row, start, now), self.dtype)
                 self.tail[row, ..., : now - start] = k.transpose(-1, -2)
                 self._code_open_group(row, start, 0, now - start)
-        while self.chunks and self.chunks[-1].start >= max(self._lengths):
-            del self.chunks[-1]
+        if self.chunks and self.chunks[-1].start >= max(self._lengths):
+            self.chunks = tuple(chunk for chunk in self.chunks if chunk.start < max(self._lengths))
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from ...stores.slots import Slots
 from ..blocks import check_sinks
 from ..protocol import SoftmaxOptions, Token
 from . import library
-from .views import CacheView, clusters_view_of, dtype_number, expect, view_of
+from .views import Arguments, CacheView, Settings, clusters_view_of, dtype_number, expect, view_of
 
 
 def unavailable() -> str | None:
@@ -32,11 +32,22 @@ def unavailable() -> str | None:
     return None
 
 
+_SETTINGS = ("method", "r", "k", "local", "temperature", "use_mean")
+_DENSE: Settings = (library.DENSE, 0, 0, 0, 0, 0)
+
+
 class CpuKernels:
     """The operations of `ops.Kernels` in C++, for float32, bfloat16 and float16 and D up to 576."""
 
     name = "cpu"
     max_head_size = library.MAX_HEAD_SIZE
+
+    def again(self, store: Store) -> RepeatedStep | None:
+        """The last step of this store, which took a token, to be taken again; None where it cannot be."""
+        arguments = store.view.arguments if isinstance(store, Full) else None
+        if arguments is None or arguments.keep != library.APPEND or not arguments.no_sinks:
+            return None
+        return RepeatedStep(store.view, arguments)
 
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Append one token per row: k, v (B,H,D)."""
@@ -49,8 +60,11 @@ class CpuKernels:
         if isinstance(store, Full) and store.pages is not None:  # no kernel writes the bounds of pages
             store.append_token(k, v)
             return
-        store.reserve()
-        view = view_of(store, store.lengths if isinstance(store, Full) else store.filled)
+        if isinstance(store, Full):
+            view = view_of(store, store.lengths, 1)
+        else:
+            store.reserve()
+            view = view_of(store, store.filled)
         tokens = view.tokens
         if isinstance(store, Slots):
             view.slots[:] = [*store.next_slots()]
@@ -70,7 +84,7 @@ class CpuKernels:
 
     def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over all positions: q (B,H,G,D) -> (B,H,G,D)."""
-        return _step_full(store, q, token, library.DENSE, {}, **softmax)
+        return _step_full(store, q, token, _DENSE, softmax)
 
     def sparq(
         self,
@@ -89,8 +103,7 @@ class CpuKernels:
         number = library.TEMPERATURES.get(temperature)
         if number is None:
             raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(library.TEMPERATURES)}")
-        fields = {"r": r, "k": k, "local": local, "temperature": number, "use_mean": int(mean_value)}
-        return _step_full(store, q, token, library.SPARQ, fields, **softmax)
+        return _step_full(store, q, token, _settings(library.SPARQ, r, k, local, number, int(mean_value)), softmax)
 
     def top_k(
         self,
@@ -103,14 +116,13 @@ class CpuKernels:
         **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """Exact scores and the k best positions: q (B,H,G,D) -> (B,H,G,D)."""
-        method = library.ORACLE if oracle else library.TOPK
-        return _step_full(store, q, token, method, {"k": k}, **softmax)
+        return _step_full(store, q, token, _settings(library.ORACLE if oracle else library.TOPK, k=k), softmax)
 
     def low_rank(
         self, store: Full, q: Tensor, token: Token | None, *, k: int, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Scores in a projection of the keys and the k best positions: q (B,H,G,D) -> (B,H,G,D)."""
-        return _step_full(store, q, token, library.LOWRANK, {"k": k}, **softmax)
+        return _step_full(store, q, token, _settings(library.LOWRANK, k=k), softmax)
 
     def skim(
         self, store: Full, q: Tensor, token: Token | None, *, r: int, k: int, **softmax: Unpack[SoftmaxOptions]
@@ -120,15 +132,14 @@ class CpuKernels:
             raise ValueError("Skim needs a store with the means of its groups, and this one has none")
         if store.rows_read is None:
             store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64)
-        store.rows_read.zero_()
-        return _step_full(store, q, token, library.SKIM, {"r": r, "k": k}, **softmax)
+        return _step_full(store, q, token, _settings(library.SKIM, r, k), softmax)
 
     def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over the slots in use and the current token, which then takes its slot."""
         store.reserve()
         view = view_of(store, store.filled)
         view.slots[:] = [*store.next_slots()]
-        return _step_slots(store, view, q, token, **softmax)
+        return _step_slots(store, view, q, token, softmax)
 
     def scored_slots(
         self,
@@ -147,7 +158,7 @@ class CpuKernels:
         kernel_chooses = -1
         view.slots[:] = [c if c < m else kernel_chooses for c, m in zip(store.filled, store.budget, strict=True)]
         view.now[:], view.recent[:] = [*store.lengths], [*recent]
-        return _step_slots(store, view, q, token, **softmax)
+        return _step_slots(store, view, q, token, softmax)
 
     def clusters(
         self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, sinks: Tensor | None = None
@@ -180,28 +191,63 @@ def _check_token(store: Store, k: Tensor, v: Tensor) -> None:
     expect("v", v, (B, H, D), store.dtype)
 
 
-def _step_full(
-    store: Full,
-    q: Tensor,
-    token: Token | None,
-    method: int,
-    fields: dict[str, int],
-    **softmax: Unpack[SoftmaxOptions],
-) -> Tensor:
+class RepeatedStep:
+    """The last step of a store that keeps every token, to be taken again: see `ops.Again`.
+
+    It does what `_step_full` does, in one function, because after a model has read its weights each function that
+    Python calls costs several microseconds.
+    """
+
+    def __init__(self, view: CacheView, arguments: Arguments) -> None:
+        self.view, self.arguments, self.forms = view, arguments, arguments.forms
+        self.counts_rows = arguments.settings[0] == library.SKIM
+
+    def __call__(
+        self, store: Store, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+    ) -> Tensor | None:
+        """Append k and v (B,H,D), and attend with q (B,H,G,D); None if anything has changed since."""
+        view, lengths = self.view, store.lengths
+        forms = (
+            q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
+            v.dtype, v.is_cpu, scale, softcap,
+        )  # fmt: skip
+        if (
+            forms != self.forms
+            or view is not store.view
+            or view.arguments is not self.arguments
+            or max(lengths) >= view.capacity
+            or not view.is_current(store)
+        ):
+            return None
+        view.lengths[:] = lengths
+        if self.counts_rows:
+            view.forget_rows_read()
+        y: Tensor = view.outputs.take(q.dtype)
+        error = view.take_step(
+            view.address, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr(), torch.get_num_threads(), view.pool
+        )
+        if error is not None:
+            raise ValueError(error.decode())
+        store.advance()
+        return y
+
+
+def _settings(method: int, r: int = 0, k: int = 0, local: int = 0, temperature: int = 0, use_mean: int = 0) -> Settings:
+    """What a method tells its kernel: the fields of skimkv_op from `method` on."""
+    return method, r, k, local, temperature, use_mean
+
+
+def _step_full(store: Full, q: Tensor, token: Token | None, settings: Settings, softmax: SoftmaxOptions) -> Tensor:
     """One step of a method that keeps every token; the current token is appended first, in the same call."""
     if token is None:
-        view = view_of(store, store.lengths)
-        return _step(view, store, q, None, library.OUTSIDE, method, fields, **softmax)
-    token = _alike(*token)
-    store.reserve()
-    view = view_of(store, store.lengths)
-    y = _step(view, store, q, token, library.APPEND, method, fields, **softmax)
+        return _step(view_of(store, store.lengths), store, q, None, library.OUTSIDE, settings, softmax)
+    y = _step(view_of(store, store.lengths, 1), store, q, token, library.APPEND, settings, softmax)
     store.advance()
     return y
 
 
-def _step_slots(store: Slots, view: CacheView, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
-    y = _step(view, store, q, _alike(*token), library.SLOT, library.DENSE, {}, **softmax)
+def _step_slots(store: Slots, view: CacheView, q: Tensor, token: Token, softmax: SoftmaxOptions) -> Tensor:
+    y = _step(view, store, q, token, library.SLOT, _DENSE, softmax)
     store.advance()
     return y
 
@@ -212,47 +258,50 @@ def _step(
     q: Tensor,
     token: Token | None,
     keep: int,
-    method: int,
-    fields: dict[str, int],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    settings: Settings,
+    softmax: SoftmaxOptions,
 ) -> Tensor:
     """One operation: q (B,H,G,D) -> y (B,H,G,D) in q's dtype.
 
     Shapes and types are checked only if an argument differs from the last step's; addresses are checked at every step.
     """
-    if q.stride(-1) != 1:
-        q = q.contiguous()
     k, v = token or (q, q)
-    arguments = (
-        (q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu),
-        (v.shape, v.stride(), v.dtype, v.is_cpu, token is None, keep, method, scale, softcap, sinks is None, fields),
-    )
-    y = torch.empty(view.shape, dtype=q.dtype)
-    if arguments != view.last_arguments:
-        view.last_arguments = None
-        _fill_in(view.op, store, q, y, token, scale, softcap)
-        view.op.keep, view.op.method, view.op.use_mean = keep, method, 0
-        for name, value in fields.items():
+    if settings[0] == library.SKIM:
+        view.forget_rows_read()
+    scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
+    forms = (
+        q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(), v.dtype,
+        v.is_cpu, scale, softcap,
+    )  # fmt: skip
+    arguments = Arguments(settings, keep, token is None, sinks is None, forms)
+    if arguments != view.arguments:
+        view.arguments = None
+        was_q, was_k, was_v = q, k, v
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+        if token is not None:
+            token = _alike(k, v)
+            k, v = token
+        _fill_in(view.op, store, q, token, scale, softcap)
+        view.op.keep, view.op.sinks = keep, None
+        for name, value in zip(_SETTINGS, settings, strict=True):
             setattr(view.op, name, value)
-        view.op.sinks, view.last_arguments = None, arguments
+        if q is was_q and (token is None or (k is was_k and v is was_v)):  # the next step needs no copies either
+            view.arguments = arguments
     if sinks is not None:
         check_sinks(sinks, store.shape.H, store.shape.G, store.device)
         sinks = sinks.contiguous()  # a name for it, so that the memory lives as long as the step
         view.op.sinks = sinks.data_ptr()
-    if token is None:
-        library.step(view.address, q.data_ptr(), y.data_ptr(), None, None)
-    else:
-        library.step(view.address, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr())
+    y = view.outputs.take(q.dtype)
+    new = (None, None) if token is None else (k.data_ptr(), v.data_ptr())
+    error = view.take_step(view.address, q.data_ptr(), y.data_ptr(), *new, torch.get_num_threads(), view.pool)
+    if error is not None:
+        raise ValueError(error.decode())
     return y
 
 
-def _fill_in(
-    op: Any, store: Full | Slots, q: Tensor, y: Tensor, token: Token | None, scale: float, softcap: float | None
-) -> None:
-    """Check all that is passed, and fill in the operation apart from its addresses."""
+def _fill_in(op: Any, store: Full | Slots, q: Tensor, token: Token | None, scale: float, softcap: float | None) -> None:
+    """Check all that is passed, and fill in the operation apart from its addresses and its method's settings."""
     op.dtype = dtype_number("a query", q.dtype)
     expect("q", q, tuple(store.shape), q.dtype)
     if token is not None:
@@ -260,6 +309,7 @@ def _fill_in(
         op.n_b, op.n_h, _ = token.k.stride()
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap = {softcap} must be positive")
+    _, H, G, D = store.shape
     op.q_b, op.q_h, op.q_g, _ = q.stride()
-    op.y_b, op.y_h, op.y_g, _ = y.stride()
+    op.y_b, op.y_h, op.y_g = H * G * D, G * D, D
     op.scale, op.softcap = scale, softcap or 0

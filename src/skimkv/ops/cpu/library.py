@@ -204,11 +204,3 @@ def attend_clusters(clusters: CClusters) -> None:
 def _finish(status: int) -> None:
     if status:
         raise MemoryError("no memory for the scratch space of a kernel")
-
-
-def step(op: int, q: int, y: int, k: int | None, v: int | None) -> None:
-    """Check and run one decode step, in one call: the address of a COp, and those of q, y and the current k and v.
-
-    Raises ValueError with the library's reason.
-    """
-    _raise(library().skimkv_step(op, q, y, k, v, *threads()))

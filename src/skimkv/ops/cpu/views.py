@@ -1,10 +1,15 @@
-"""Stores as the C structures of skimkv.h: checked when they are made, and made anew when a tensor is replaced."""
+"""Stores as the C structures of skimkv.h: checked when they are made, and made anew when a tensor is replaced.
+
+After a step that was like the one before, little more than the code of the library has to come into the processor's
+caches: what a view remembers of a store and of its last step is therefore compared by identity, or in one comparison.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from operator import is_
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,24 +43,57 @@ def dtype_number(what: str, dtype: torch.dtype) -> int:
     return library.DTYPES[dtype]
 
 
-class View:
-    """A store in C structures, which stays right as long as the store's tensors are the same objects."""
-
-    def __init__(self, store: Store) -> None:
-        self.shape, self.tensors = store.shape, tensors(store)
-        self.lengths = (ctypes.c_int64 * store.shape.B)()
-
-    def is_current(self, store: Store) -> bool:
-        """Whether the store still has the shape and the tensors that this view points into."""
-        now = tensors(store)
-        return self.shape == store.shape and len(now) == len(self.tensors) and all(map(is_, self.tensors, now))
+SPARE_BYTES = 1 << 17  # of outputs that are allocated together
 
 
-class CacheView(View):
-    """A Full or Slots store as one skimkv_cache, with an operation and an append that point to it."""
+class Outputs:
+    """Tensors (B,H,G,D) for the results of a store's steps. Each is given away once: a result stays what it is.
+
+    The first allocation after a model has read its weights takes as long as ten that follow it, so several are made
+    together.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.dtype: torch.dtype | None = None
+        self.spare: list[Tensor] = []
+
+    def take(self, dtype: torch.dtype) -> Tensor:
+        """A tensor of this type whose numbers are not set."""
+        if dtype is not self.dtype or not self.spare:
+            self.dtype = dtype
+            many = max(1, min(16, SPARE_BYTES // (math.prod(self.shape) * dtype.itemsize)))
+            with torch.inference_mode(False):  # such tensors may be used everywhere
+                self.spare = [torch.empty(self.shape, dtype=dtype, device="cpu") for _ in range(many)]
+        return self.spare.pop()
+
+
+Settings = tuple[int, int, int, int, int, int]  # of a method: the fields of skimkv_op from `method` on
+
+
+class Arguments(NamedTuple):
+    """All that a step was asked for, apart from addresses and lengths.
+
+    keep: what becomes of the current token. forms: shapes, strides, types and devices of q, k and v, scale and softcap.
+    """
+
+    settings: Settings
+    keep: int
+    no_token: bool
+    no_sinks: bool
+    forms: tuple[object, ...]
+
+
+class CacheView:
+    """A Full or Slots store as one skimkv_cache, with an operation and an append that point to it.
+
+    It stays right as long as the store's shape and tensors are the same objects, which `is_current` tells.
+    arguments: all that was checked before the last step; while they are the same, so are the operation's fields.
+    """
 
     def __init__(self, store: Full | Slots) -> None:
-        super().__init__(store)
+        self.shape, self.places = store.shape, _places(store)
+        self.lengths = (ctypes.c_int64 * store.shape.B)()
         B, H, G, D = store.shape
         if D > library.MAX_HEAD_SIZE:
             raise ValueError(f"no CPU kernel for D = {D}; it must be at most {library.MAX_HEAD_SIZE}")
@@ -74,7 +112,22 @@ class CacheView(View):
         self.tokens.n = 1
         self.capacity = sum(int(chunk.cap) for chunk in self.chunks)
         self.address = ctypes.addressof(self.op)
-        self.last_arguments: Any = None  # of the last step: while they are the same, so are the operation's fields
+        self.arguments: Arguments | None = None
+        self.outputs = Outputs(tuple(store.shape))
+        self.pool, self.take_step = library.thread_pool(), library.library().skimkv_step
+
+    def is_current(self, store: Store) -> bool:
+        """Whether the store still has the shape and the tensors that this view points into."""
+        a, b, c, d, e = self.places
+        if isinstance(store, Full):
+            same = store.chunks is a and store.tail is b and store.v_mean is c and store.projection is d
+            return same and store.rows_read is e and store.shape is self.shape
+        assert isinstance(store, Slots)
+        return store.k is a and store.v is b and store.score is c and store.pos is d and store.shape is self.shape
+
+    def forget_rows_read(self) -> None:
+        """Set the rows that a step read to none, for a step that counts them."""
+        ctypes.memset(self.op.rows_read, 0, 16 * self.shape.B)
 
     def _rows(self, store: Full | Slots, to: CChunk, start: int, k: Tensor, v: Tensor) -> None:
         shape, dtype = (
@@ -146,18 +199,21 @@ class CacheView(View):
         return chunks
 
 
-class ClustersView(View):
-    """A Clusters store as skimkv_clusters; all of its tensors are contiguous."""
+class ClustersView:
+    """A Clusters store as skimkv_clusters; all of its tensors are contiguous.
+
+    It stays right as long as the store's shape and tensors are the same objects.
+    """
 
     def __init__(self, store: Clusters) -> None:
-        super().__init__(store)
+        self.shape, self.tensors = store.shape, _cluster_tensors(store)
+        self.lengths = (ctypes.c_int64 * store.shape.B)()
         B, H, G, D = store.shape
         self.clusters = c = CClusters()
         c.B, c.H, c.G, c.D, c.t, c.s = B, H, G, D, store.t, store.s
         c.dtype, c.delta, c.seed = dtype_number("a cache", store.dtype), store.delta, store.seed & 0xFFFFFFFF
         c.lengths = ctypes.addressof(self.lengths)
-        for t in tensors(store):
-            assert t is not None
+        for t in self.tensors:
             if not t.is_contiguous() or t.device.type != "cpu":
                 raise ValueError(
                     f"a tensor of the clusters has strides {t.stride()} on {t.device}; must be contiguous on cpu"
@@ -176,30 +232,39 @@ class ClustersView(View):
             to.rep, to.samples, to.size = block.rep.data_ptr(), block.samples.data_ptr(), block.size.data_ptr()
         c.blocks, c.n_blocks = ctypes.addressof(self.blocks), len(self.blocks)
 
+    def is_current(self, store: Clusters) -> bool:
+        """Whether the store still has the shape and the tensors that this view points into."""
+        now = _cluster_tensors(store)
+        return self.shape == store.shape and len(now) == len(self.tensors) and all(map(is_, self.tensors, now))
 
-def tensors(store: Store) -> list[Tensor | None]:
-    """The tensors of a store that a view points into."""
+
+def _places(store: Full | Slots) -> tuple[object, ...]:
+    """The objects of a store that a view points into; chunks do not change, so their tuple stands for their tensors."""
     if isinstance(store, Full):
-        own = [store.tail, store.v_mean, store.projection, store.rows_read]
-        for chunk in store.chunks:
-            own += (chunk.k, chunk.v, chunk.index, chunk.scale, chunk.means)
-    elif isinstance(store, Slots):
-        own = [store.k, store.v, store.score, store.pos]
-    else:
-        assert isinstance(store, Clusters)
-        own = [store.k, store.v, store.m, store.mu]
-        for block in store.blocks:
-            own += (block.rep, block.samples, block.size)
+        return store.chunks, store.tail, store.v_mean, store.projection, store.rows_read
+    return store.k, store.v, store.score, store.pos, None
+
+
+def _cluster_tensors(store: Clusters) -> list[Tensor]:
+    own = [store.k, store.v, store.m, store.mu]
+    for block in store.blocks:
+        own += (block.rep, block.samples, block.size)
     return own
 
 
-def view_of(store: Full | Slots, lengths: list[int]) -> CacheView:
-    """The view of a Full or Slots store, with the lengths of this step. Raises ValueError if they exceed its room."""
-    view = store.view
+def view_of(store: Full | Slots, lengths: list[int], more: int = 0) -> CacheView:
+    """The view of a Full or Slots store, with the lengths of this step, and with room for `more` tokens after them.
+
+    Raises ValueError if the lengths exceed the store's room.
+    """
+    view, longest = store.view, max(lengths)
     if not isinstance(view, CacheView) or not view.is_current(store):
         view = store.view = CacheView(store)
-    if max(lengths) > view.capacity:
-        raise ValueError(f"a row of {max(lengths)} tokens exceeds the capacity of {view.capacity}")
+    if longest + more > view.capacity:
+        if not more:
+            raise ValueError(f"a row of {longest} tokens exceeds the capacity of {view.capacity}")
+        store.reserve(more)
+        view = store.view = CacheView(store)
     view.lengths[:] = lengths  # type: ignore[assignment]
     return view
 

@@ -85,6 +85,10 @@ class GpuKernels:
     name = "gpu"
     max_head_size = LARGEST_HEAD
 
+    def again(self, store: Store) -> None:
+        """None: every step is prepared anew."""
+        return None
+
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Put one token per row into the store: k, v (B,H,D)."""
         B, H, _, D = store.shape

@@ -10,6 +10,8 @@ of a step stays right as the cache grows. The host keeps its own numbers, and wr
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +144,9 @@ class PageView(TableView):
         """Point at the store's chunks as they are now."""
         if self.replaced(_chunk_tensors(store)):
             require_no_capture(self.device)
-            if sum([_make_contiguous(chunk) for chunk in store.chunks]):
+            chunks = tuple(map(_contiguous, store.chunks))
+            if any(new is not old for new, old in zip(chunks, store.chunks, strict=True)):
+                store.chunks = chunks
                 self.replaced(_chunk_tensors(store))
             self.write_table([_page_rows(store, chunk) for chunk in store.chunks])
         self.write_lengths(store.lengths)
@@ -152,19 +156,17 @@ def _chunk_tensors(store: Full) -> list[Tensor]:
     return [t for c in store.chunks for t in (c.k, c.v, c.index, c.scale) if t is not None]
 
 
-def _make_contiguous(chunk: Chunk) -> bool:
-    """Lay the chunk's tensors out in the order that the kernels assume. True if one was not."""
-    changed = False
+def _contiguous(chunk: Chunk) -> Chunk:
+    """The chunk with its tensors in the order that the kernels assume; the same object if they are."""
+    changed: dict[str, Any] = {}
     for name in ("k", "v", "index"):
         tensor = getattr(chunk, name)
         if tensor is not None and not tensor.is_contiguous():
-            setattr(chunk, name, tensor.contiguous())
-            changed = True
+            changed[name] = tensor.contiguous()
     # a channel's scales lie together: (B,H,pages,2,R) in memory as (B,H,R,2,pages)
     if chunk.scale is not None and not chunk.scale.permute(0, 1, 4, 3, 2).is_contiguous():
-        chunk.scale = chunk.scale.permute(0, 1, 4, 3, 2).contiguous().permute(0, 1, 4, 3, 2)
-        changed = True
-    return changed
+        changed["scale"] = chunk.scale.permute(0, 1, 4, 3, 2).contiguous().permute(0, 1, 4, 3, 2)
+    return replace(chunk, **changed) if changed else chunk
 
 
 def _page_rows(store: Full, chunk: Chunk) -> Tensor:

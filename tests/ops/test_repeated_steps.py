@@ -1,0 +1,198 @@
+"""A step like the last one is taken again from what the store remembers of it: with the same result, and not else."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.methods import Dense, SparQ, parse
+from skimkv.ops import Token
+from skimkv.stores.base import Shape
+from support.kernels import NATIVE, on
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+
+SHAPE, SCALE = Shape(2, 2, 2, 16), 0.25
+SPECS = ["Dense()", "SparQ(r=4, k=12, channels='int8')", "TopK(k=9)", "LowRank(r=4, k=9)", "Skim(r=4, k=9)"]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    torch.manual_seed(0)
+    with on(None), torch.no_grad():
+        yield
+
+
+def steps(n, dtype=torch.float32):
+    B, H, G, D = SHAPE
+    return [(torch.randn(B, H, G, D).to(dtype), *torch.randn(2, B, H, D).to(dtype)) for _ in range(n)]
+
+
+def read(method, tokens=270):
+    store = method.store(SHAPE, torch.float32)
+    k, v = torch.randn(2, *SHAPE[:2], tokens, SHAPE.D)
+    store.append(k, v)
+    return store
+
+
+def repeats(store):
+    return store.choice is not None and store.choice.again is not None
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_repeated_steps_are_those_of_a_method_that_remembers_nothing(spec):
+    """Over the end of a chunk and of a group, and after a crop; a new method object remembers nothing."""
+    method = parse(spec)
+    store = read(method, 500)
+    twin = store.fork()
+    for i, token in enumerate(steps(30)):
+        assert torch.equal(method.decode(store, *token, scale=SCALE), parse(spec).decode(twin, *token, scale=SCALE))
+        assert repeats(store)
+        if i == 20:
+            store.crop(9), twin.crop(9)
+    assert store.lengths == twin.lengths == [521, 521] and store.observed() == twin.observed()
+
+
+def test_an_output_that_is_kept_does_not_change():
+    store, method = read(Dense()), Dense()
+    kept = [method.decode(store, *token, scale=SCALE) for token in steps(70)]
+    copies = [y.clone() for y in kept]
+    kept[3].add_(1), copies[3].add_(1)
+    for token in steps(70):
+        method.decode(store, *token, scale=SCALE)
+    assert all(map(torch.equal, kept, copies))
+    assert len({y.untyped_storage().data_ptr() for y in kept}) == 70
+    assert not kept[0].is_inference()
+
+
+BAD_TOKENS = {
+    "q is": lambda q, k, v: (q[..., :8], k, v),
+    "no CPU kernel": lambda q, k, v: (q.double(), k, v),
+    "k is": lambda q, k, v: (q, k[:1], v[:1]),
+    "v is": lambda q, k, v: (q, k, v.half()),
+    "k is .* meta": lambda q, k, v: (q, k.to("meta"), v.to("meta")),
+    "not aligned": lambda q, k, v: (shifted(q), k, v),
+}
+
+
+def shifted(t):
+    raw = torch.zeros(t.nbytes + 1, dtype=torch.uint8).numpy()[1:]
+    return torch.from_numpy(raw.view("float32").reshape(t.shape))
+
+
+@pytest.mark.parametrize("says", BAD_TOKENS)
+def test_what_does_not_fit_is_refused_after_steps_that_did(says):
+    method = Dense()
+    store, tokens = read(method), steps(4)
+    for token in tokens[:2]:
+        method.decode(store, *token, scale=SCALE)
+    twin = store.fork()
+    with pytest.raises(ValueError, match=says):
+        method.decode(store, *BAD_TOKENS[says](*tokens[2]), scale=SCALE)
+    assert store.lengths == twin.lengths
+    assert torch.equal(*(method.decode(s, *tokens[3], scale=SCALE) for s in (store, twin)))
+
+
+def test_strides_that_change_from_step_to_step_are_followed():
+    method = Dense()
+    store = read(method)
+    twin = store.fork()
+    forms = [lambda t: t, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.mT.contiguous().mT]
+    for i, token in enumerate(steps(12)):
+        y = method.decode(store, *map(forms[i // 2 % 3], token), scale=SCALE)
+        assert torch.equal(y, Dense().decode(twin, *token, scale=SCALE))
+
+
+def test_a_tensor_of_the_store_that_was_replaced_is_found():
+    method = SparQ(r=4, k=8, mean_value=True)
+    store = read(method)
+    twin = store.fork()
+    for token in steps(3):
+        method.decode(store, *token, scale=SCALE), method.decode(twin, *token, scale=SCALE)
+    first = store.chunks[0]
+    store.chunks = (replace(first, k=first.k.clone()), *store.chunks[1:])
+    first.k.fill_(torch.nan)
+    store.v_mean = store.v_mean.clone()
+    token = steps(1)[0]
+    assert torch.equal(*(method.decode(s, *token, scale=SCALE) for s in (store, twin)))
+    with pytest.raises(AttributeError):
+        store.chunks[0].k = first.k  # a chunk never changes: whoever remembers its addresses relies on that
+
+
+def test_another_step_between_two_equal_ones():
+    """Of another method, with other options, by the kernels themselves, and by the reference."""
+    method = SparQ(r=4, k=8)
+    store, tokens = read(method), steps(20)
+    twin, softcap = store.fork(), 1.5
+    kernels = ops.kernels_for(store.device)
+
+    def others(s):
+        yield lambda token: Dense().decode(s, *token, scale=SCALE)
+        yield lambda token: method.decode(s, *token, scale=SCALE, softcap=softcap)
+        yield lambda token: method.decode(s, *token, scale=SCALE / 2)
+        yield lambda token: method.decode(s, *token, scale=SCALE, sinks=torch.ones(2, 2))
+        yield lambda token: kernels.dense(s, token[0], Token(*token[1:]), scale=SCALE)
+        yield lambda token: kernels.append(s, *token[1:])
+
+    for i, (a, b) in enumerate(zip(others(store), others(twin), strict=True)):
+        for token in tokens[3 * i : 3 * i + 2]:
+            y = method.decode(store, *token, scale=SCALE)
+            assert repeats(store) and torch.equal(y, SparQ(r=4, k=8).decode(twin, *token, scale=SCALE))
+        x, y = a(tokens[3 * i + 2]), b(tokens[3 * i + 2])
+        assert x is y is None or torch.equal(x, y)
+    with ops.backend("ref"):
+        y = method.decode(store, *tokens[-1], scale=SCALE)
+    assert torch.equal(y, method.step(twin, tokens[-1][0], Token(*tokens[-1][1:]), scale=SCALE, softcap=None))
+    q, k, v = steps(1)[0]
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert method.decode(store, q.requires_grad_(), k, v, scale=SCALE).requires_grad
+
+
+@dataclass(frozen=True, repr=False)
+class Loud(Dense):
+    """Dense attention that counts how often its own `fused` is called."""
+
+    def fused(self, kernels, store, q, token, **softmax):
+        calls.append(store)
+        return super().fused(kernels, store, q, token, **softmax)
+
+
+@dataclass(frozen=True, repr=False)
+class Twice(Dense):
+    """Dense attention whose result is doubled in `attend`."""
+
+    def attend(self, *args, **kwargs):
+        return 2 * super().attend(*args, **kwargs)
+
+
+calls = []
+
+
+def test_a_method_with_a_step_of_its_own_is_always_asked():
+    calls.clear()
+    store = read(Loud())
+    twin = store.fork()
+    loud, twice = Loud(), Twice()
+    for token in steps(3):
+        loud.decode(store, *token, scale=SCALE)
+        Dense().decode(twin, *token, scale=SCALE)
+    assert len(calls) == 3 and not repeats(store)
+    for token in steps(3):
+        assert torch.equal(twice.decode(store, *token, scale=SCALE), 2 * Dense().decode(twin, *token, scale=SCALE))
+
+
+def test_a_copy_remembers_no_step_of_the_store_that_it_was_made_of():
+    method = Dense()
+    store = read(method)
+    for token in steps(2):
+        method.decode(store, *token, scale=SCALE)
+    twin = store.fork()
+    assert repeats(store) and twin.choice is twin.view is None
+    before = store.uncounted("k").clone()
+    method.decode(twin, *steps(1)[0], scale=SCALE)
+    assert torch.equal(store.uncounted("k"), before)
