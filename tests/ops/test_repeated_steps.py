@@ -11,6 +11,7 @@ import torch
 from skimkv import ops
 from skimkv.methods import Dense, SparQ, parse
 from skimkv.ops import Token
+from skimkv.ops.cpu import views
 from skimkv.stores.base import Shape
 from support.kernels import NATIVE, on
 
@@ -66,6 +67,7 @@ def test_an_output_that_is_kept_does_not_change():
         method.decode(store, *token, scale=SCALE)
     assert all(map(torch.equal, kept, copies))
     assert len({y.untyped_storage().data_ptr() for y in kept}) == 70
+    assert 0 < sum(y.nbytes for y in store.view.outputs.spare) <= views.SPARE_BYTES
     assert not kept[0].is_inference()
 
 

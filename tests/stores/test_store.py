@@ -8,6 +8,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
+from skimkv.ops.cpu.views import Outputs
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
@@ -43,7 +44,7 @@ class Memory:
 
 
 def tensors(value):
-    """Every tensor of a store, each storage once."""
+    """Every tensor of a store, each storage once; not the few results that a backend has allocated for its next steps."""
     found, queue = {}, list(vars(value).values())
     while queue:
         item = queue.pop()
@@ -51,7 +52,7 @@ def tensors(value):
             found[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, list | tuple):
             queue += item
-        elif hasattr(item, "__dict__"):
+        elif hasattr(item, "__dict__") and not isinstance(item, Outputs):
             queue += vars(item).values()
     return found
 
