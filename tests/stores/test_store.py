@@ -44,13 +44,13 @@ class Memory:
 
 
 def tensors(value):
-    """Every tensor of a store, each storage once; not the few results that a backend has allocated for its next steps."""
+    """Every tensor of a store, each storage once; not the results that a backend has allocated for its next steps."""
     found, queue = {}, list(vars(value).values())
     while queue:
         item = queue.pop()
         if isinstance(item, torch.Tensor):
             found[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, list | tuple):
+        elif isinstance(item, list) or item is getattr(value, "chunks", ()):
             queue += item
         elif hasattr(item, "__dict__") and not isinstance(item, Outputs):
             queue += vars(item).values()
