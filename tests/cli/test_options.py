@@ -93,3 +93,11 @@ def test_a_folder_or_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
     assert options.check_model(str(tmp_path)) is None
+
+
+def test_numbers_of_bytes() -> None:
+    sizes = [options.number_of_bytes("--memory", size) for size in ("0", "100", "1.5K", "2G")]
+    assert sizes == [0, 100, 1536, 2**31]
+    for text in ("", "much", "-1", "1GB", "1e9"):
+        with pytest.raises(ValueError, match=r"^--memory '.*' must be a number of bytes such as 500M or 2G$"):
+            options.number_of_bytes("--memory", text)

@@ -15,8 +15,7 @@ import torch
 
 import skimkv
 from skimkv import serve
-from skimkv.cli.serve import _bytes
-from support.command_line import SKIMKV, assert_mistake, run
+from support.command_line import SKIMKV, answer, assert_mistake, run
 from support.gguf_files import tiny, write
 
 
@@ -46,8 +45,31 @@ def test_packages_that_are_missing(capsys: pytest.CaptureFixture[str], monkeypat
     assert_mistake(run(capsys, "serve", "builtin"), "serving needs no_such_package: pip install 'skimkv[serve]'")
 
 
-def test_sizes() -> None:
-    assert [_bytes(size) for size in ("0", "100", "1.5K", "2G")] == [0, 100, 1536, 2**31]
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--length", "512"], "--length '512' must be tokens of a prompt + new tokens, such as 512+1024"),
+        (["--length", "0+5"], "--length '0+5' must be"),
+        (["--memory", "5MB"], "--memory '5MB' must be a number of bytes"),
+        (["--shape", "llama-9"], "unknown shape 'llama-9'"),
+        (["--shape", "tiny", "--layers", "1", "--memory", "10"], "one sequence takes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_of_the_benchmark(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    assert_mistake(run(capsys, "bench", "serve", *argv), words)
+
+
+@pytest.mark.slow
+def test_the_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = "--out", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "r.png")
+    setting = "--shape", "tiny", "--layers", "1", "--length", "36+4", "--memory", "100K"
+    rows = answer(capsys, "bench", "serve", *setting, *files)["rows"]
+    assert len(rows) == 2 * 6 and (tmp_path / "r.png").stat().st_size > 10_000
+    status, out, _ = run(capsys, "bench", "serve", *setting, *files)
+    assert status == 0 and "caches within 102,400 bytes: tiny, 1 layer, bfloat16 weights" in out
+    for row in rows:
+        assert f"{row['tokens_per_s']:,.0f}" in out  # read from the file: the same figures
 
 
 class Server:

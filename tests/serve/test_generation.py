@@ -105,6 +105,7 @@ def test_two_conversations_take_turns():
     assert len(made.conversations) == 2
 
 
+@pytest.mark.slow
 def test_without_conversations_nothing_is_reused():
     made, ids = generator("SparQ(r=4, k=16)", count=0), tiny_models.prompt(n=60)
     assert answer(made, ids) == answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
@@ -122,6 +123,7 @@ def test_other_ways_to_generate_start_anew(options: dict[str, Any]) -> None:
     assert made.totals.reused_tokens == 0
 
 
+@pytest.mark.slow
 def test_the_seed_belongs_to_the_request():
     made, ids = generator("Dense()"), tiny_models.prompt(n=60)
 

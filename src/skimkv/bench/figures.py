@@ -131,6 +131,44 @@ def memory(rows: Rows, path: Path, shape: str) -> None:
     save(fig, path)
 
 
+def serve(rows: Rows, path: Path) -> None:
+    """Draw tokens per second at equal memory, with the batch above each bar, and latency at equal batch.
+
+    The rows are those of `bench serve --json`. One group of bars for each length of prompts and answers; its methods
+    are named by their classes, because their budgets depend on the length.
+    """
+    fig = new_figure((13, 5.2))
+    panels = zip(fig.subplots(1, 2), ("memory", "batch"), ("tokens_per_s", "latency_s"), strict=True)
+    names = list(dict.fromkeys(_served_name(row["method"]) for row in rows))
+    styles, width = line_styles(names), 0.8 / len(names)
+    for ax, equal, value in panels:
+        shown = [row for row in rows if row["equal"] == equal]
+        lengths = list(dict.fromkeys((row["prompt"], row["new"]) for row in shown))
+        for row in shown:
+            name = _served_name(row["method"])
+            x = lengths.index((row["prompt"], row["new"])) + (names.index(name) - (len(names) - 1) / 2) * width
+            first = row is next(other for other in shown if _served_name(other["method"]) == name)
+            ax.bar(x, row[value], width, color=styles[name][0], label=name if first else None)
+            ax.text(x, row[value], str(row["batch"]), ha="center", va="bottom", fontsize=8)
+        ax.set_xticks(range(len(lengths)), [f"{prompt:,}+{new:,}" for prompt, new in lengths])
+        limit = "{memory:,} bytes of caches".format(**rows[0]) if equal == "memory" else "dense attention's batch"
+        title = f"{'Throughput' if equal == 'memory' else 'Latency'} at {limit}\nabove the bars: the batch"
+        unit = "tokens per second" if equal == "memory" else "seconds for prompts and answers"
+        label_axes(ax, title, "tokens of prompt + answer", unit, grid=False)
+        handles = ax.get_legend_handles_labels()
+    fig.legend(*handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    fig.suptitle("{shape}, {layers} layers, {weights} weights".format(**rows[0]), x=0.01, ha="left", fontsize=11)
+    save(fig, path)
+
+
+def _served_name(spec: str) -> str:
+    """The class of a method, and the form of its rows where it is not that of the model."""
+    if spec == "transformers":
+        return spec
+    method = parse(spec)
+    return type(method).__name__ + (f" ({method.kv})" if method.kv else "")
+
+
 def _legend_below(fig: Figure, ax: Axes, columns: int) -> None:
     """Put the legend of a panel's lines below all panels, where it hides none of them."""
     handles, names = ax.get_legend_handles_labels()

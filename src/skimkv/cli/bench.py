@@ -1,9 +1,10 @@
-"""`skimkv bench attention | token | memory`: a table for people, one JSON object with --json, a figure with --plot."""
+"""`skimkv bench attention | token | serve | memory`: a table for people, one JSON object with --json, a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,19 @@ import typer
 from ..hf.load import DTYPES
 from . import output
 from .help import App
-from .options import MODEL_OPTIONS, Device, Json, Plot, check_dtype, methods_option, resolve_device, torch_dtype
+from .options import (
+    MODEL_OPTIONS,
+    Device,
+    Json,
+    Plot,
+    check_dtype,
+    methods_option,
+    number_of_bytes,
+    output_file,
+    resolve_device,
+    size_option,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     from ..bench.machine import Machine
@@ -30,6 +43,8 @@ SPARQ = "SparQ(r=32, k=128"
 METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')"]
 MEMORY_METHODS = [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
 LENGTHS = [4096, 16384]
+# prompts and answers of H2O's table 2, 512 + 32, 512 and 1024 tokens, at a quarter
+SERVED_LENGTHS = ["128+8", "128+128", "128+256"]
 
 
 def _milliseconds(ms: float) -> str:
@@ -57,6 +72,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_transformers": ("to trans-\nformers", "{:.2f}".format),
     "speedup_theory": ("to dense\nby bytes", "{:.2f}".format),
     "speedup_allowed": ("to dense\nby bytes", "{:.2f}".format),
+    "prompt": ("prompt\ntokens", "{:,}".format),
+    "new": ("new\ntokens", "{:,}".format),
+    "tokens_per_s": ("tokens\nper s", "{:,.0f}".format),
+    "ratio_dense": ("times\ndense's", "{:.2f}".format),
+    "prompt_s": ("s for\nprompts", "{:.2f}".format),
+    "latency_s": ("s in\nall", "{:.2f}".format),
+    "ms_per_step": ("ms a\nstep", _milliseconds),
     "nbytes": ("bytes\nheld", "{:,}".format),
     "allocated": ("bytes\nallocated", "{:,}".format),
     "peak_rss_growth": ("growth of the\nprocess's peak", "{:,}".format),
@@ -246,6 +268,98 @@ def token(
             "The candidates were measured one after the other: their caches do not fit in memory together, or the "
             "model is compiled."
         )
+
+
+def _served_lengths(values: list[str] | None) -> list[str]:
+    for text in values or ():
+        prompt, _, new = text.partition("+")
+        if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
+            raise ValueError(f"--length {text!r} must be tokens of a prompt + new tokens, such as 512+1024")
+    return values or SERVED_LENGTHS
+
+
+@app.command()
+def serve(
+    method: Annotated[
+        list[str] | None, methods_option("H2O, LMInfinite and SubGen")
+    ] = None,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--length", metavar="P+N", callback=_served_lengths, show_default=" and ".join(SERVED_LENGTHS),
+            help="Tokens of a prompt, and new tokens after it. May be given several times.",
+        ),
+    ] = None,
+    memory: Annotated[str, size_option("The memory that the caches of each method may take, such as 5M or 2G.")] = "5M",
+    threads: Threads = 0,
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", rich_help_panel=MODEL_OPTIONS,
+            help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
+        ),
+    ] = "smollm-135m",
+    layers: Annotated[
+        int, typer.Option(min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all.")
+    ] = 8,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT", rich_help_panel=MODEL_OPTIONS,
+            help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
+        ),
+    ] = "bfloat16",
+    device: Device = "cpu",
+    out: Annotated[
+        Path | None,
+        output_file("File of records (JSON Lines) to add to; what it holds already is not measured again."),
+    ] = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Measure the tokens per second of the largest batch whose caches fit into one memory, for every method.
+
+    A cache that is smaller makes room for more sequences, which share the reading of the weights (H2O, tables 2, 3 and
+    7). Beside it stands the latency at dense attention's batch. All candidates take turns, step by step. Without
+    --method, each method keeps a fifth of all tokens of a sequence, H2O with and without 4-bit rows.
+
+    Example:
+
+        skimkv bench serve --length 128+256 --memory 5M --out serve.jsonl --plot serve.png
+    """
+    from ..bench.shapes import check_model
+
+    weights = DTYPES.get(weights, weights)
+    check_model(shape, weights)
+    methods, machine = _methods(method or []), _machine(device, threads)
+    from ..bench import figures
+    from ..bench.serve import serve as measure
+
+    lengths = [(int(prompt), int(new)) for prompt, _, new in (text.partition("+") for text in length or ())]
+    limit = number_of_bytes("--memory", memory)
+    with _progress() as tick:
+        result = measure(machine, shape, layers or None, weights, lengths, limit, methods, out, tick)
+    if plot is not None:
+        figures.serve(result["rows"], plot)
+    if as_json:
+        output.print_json(result)
+        return
+    columns = [
+        "method",
+        "prompt",
+        "new",
+        "batch",
+        "tokens_per_s",
+        "ratio_dense",
+        "ms_per_step",
+        "prompt_s",
+        "latency_s",
+    ]
+    rows, model = result["rows"], f"{shape}, {output.number(result['rows'][0]['layers'], 'layer')}, {weights} weights"
+    for equal, title in (("memory", f"caches within {limit:,} bytes"), ("batch", "dense attention's batch")):
+        part = {**result, "rows": [row for row in rows if row["equal"] == equal]}
+        more = ["allocated"] if equal == "memory" else []
+        _print_table(part, [*columns, *more], f"{title}: {model}")
 
 
 @app.command()

@@ -155,6 +155,17 @@ def check_method(text: str) -> None:
     (spec.check_method if methods is None else methods.parse)(text)
 
 
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def number_of_bytes(option: str, text: str) -> int:
+    """Return the bytes that a size such as 500M or 1.5G stands for. Raises ValueError if it is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text)
+    if found is None:
+        raise ValueError(f"{option} {text!r} must be a number of bytes such as 500M or 2G")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
 # What typer calls with the option's value when it has parsed it.
 
 
@@ -167,6 +178,11 @@ def _device(value: str) -> str:
         load.check_device(value)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
+    return value
+
+
+def _size(param: typer.CallbackParam, value: str) -> str:
+    number_of_bytes(max(param.opts, key=len), value)
     return value
 
 
@@ -241,6 +257,11 @@ def input_file(help: str, option: str, panel: str | None = None) -> Any:
 def seed_option(help: str, panel: str | None = None) -> Any:
     """Make the option for a random seed, which PyTorch's generators take as 64 bits."""
     return typer.Option("--seed", help=help, callback=_seed, rich_help_panel=panel)
+
+
+def size_option(help: str, panel: str | None = None) -> Any:
+    """Make an option for a number of bytes, which may be written as 500M or 2G; see `number_of_bytes`."""
+    return typer.Option(metavar="BYTES", callback=_size, help=help, rich_help_panel=panel)
 
 
 def methods_option(default: str | bool = True) -> Any:

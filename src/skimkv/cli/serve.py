@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Annotated
 
@@ -15,13 +14,14 @@ from .options import (
     Method,
     check_environment,
     check_model,
+    number_of_bytes,
     quiet,
     resolve_device,
+    size_option,
 )
 
 SERVER_OPTIONS = "Server options"
 REUSE_OPTIONS = "Options for the next turn of a conversation"
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 LOCAL = ("localhost", "::1")
 
 
@@ -31,17 +31,6 @@ def _model(value: str) -> str:
     except ValueError as error:
         raise ValueError(str(error).removeprefix("--model ")) from None
     return value
-
-
-def _size(value: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]?", value):
-        raise ValueError(f"--conversation-memory {value!r} must be a number of bytes such as 500M or 2G")
-    return value
-
-
-def _bytes(size: str) -> int:
-    number, unit = re.fullmatch(r"([\d.]+)([KMGT]?)", size).groups()  # type: ignore[union-attr]
-    return int(float(number) * UNITS[unit])
 
 
 def serve(
@@ -89,10 +78,7 @@ def serve(
     ] = 4,
     conversation_memory: Annotated[
         str,
-        typer.Option(
-            metavar="BYTES", callback=_size, rich_help_panel=REUSE_OPTIONS,
-            help="The largest memory that the kept conversations take together, such as 500M or 2G.",
-        ),
+        size_option("The largest memory that the kept conversations take together, such as 500M or 2G.", REUSE_OPTIONS),
     ] = "1G",
 ) -> None:  # fmt: skip
     """Serve a model to OpenAI clients on this machine, one request at a time.
@@ -121,7 +107,7 @@ def serve(
     from ..serve.generation import Generator
 
     Cache(network, parsed, max_tokens)  # raises for a model that is not supported
-    kept = Conversations(conversations, _bytes(conversation_memory))
+    kept = Conversations(conversations, number_of_bytes("--conversation-memory", conversation_memory))
     generator = Generator(network, parsed, kept, max_tokens, log=lambda line: print(line, file=sys.stderr, flush=True))
     app = server.build_application(generator, tokenizer, model)
     opened = server.listen(host, port)

@@ -1,0 +1,252 @@
+"""`skimkv bench serve`: memory that a method frees becomes batch, and batch becomes tokens per second (H2O, table 2).
+
+Every candidate has the same memory for its caches and decodes the largest batch that fits into it; besides, all decode
+dense attention's batch, for the latency. The model has the shape of a real one and random weights, prompts are random.
+All candidates take turns, step by step: each reads its prompts, then each generates its first token, and so on. Tokens
+per second are generated tokens over the time of prompt and generation, as in the paper.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+from ..hf.attach import Cache
+from ..methods import Dense, parse
+from ..methods.base import Method
+from ..stores.base import Shape
+from .caches import empty_store
+from .machine import Call, Machine, nothing
+from .token import cache_shape, random_llama
+
+WARM_UP = 3  # new tokens before the clock, after the same prompts: libraries prepare themselves for every size
+MEMORY, BATCH = "memory", "batch"  # what the candidates of a comparison have in common
+SHARE = 0.2  # of all tokens of a sequence: the budget in the paper's tables
+
+
+class Setting(NamedTuple):
+    """One comparison: a model, prompts and answers of one length, and the bytes that caches may take."""
+
+    shape: str
+    layers: int
+    weights: str
+    prompt: int
+    new: int
+    memory: int
+    equal: str  # MEMORY or BATCH
+
+
+class Candidate(NamedTuple):
+    """One way to decode so many sequences: by a method, or for None as transformers does."""
+
+    method: Method | None
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """The method's spec, or `transformers`."""
+        return "transformers" if self.method is None else repr(self.method)
+
+
+class Models(NamedTuple):
+    """One model twice, over the same weights: with our attention functions, and as transformers has it."""
+
+    ours: LlamaForCausalLM
+    plain: LlamaForCausalLM
+
+    @classmethod
+    def random(cls, shape: str, layers: int | None, weights: str, positions: int, machine: Machine) -> Models:
+        """Make a model with random weights. Raises ValueError if the shape or the format of the weights is unknown."""
+        plain = random_llama(shape, layers, weights, positions, machine.device)
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*plain.parameters(), *plain.buffers())}
+        return cls(copy.deepcopy(plain, shared), plain)
+
+
+class Sequences:
+    """A batch of sequences that a candidate generates, and the seconds that it took.
+
+    prompts: tokens (B,n).
+    """
+
+    def __init__(self, machine: Machine, models: Models, candidate: Candidate, prompts: Tensor) -> None:
+        self.machine, self.tokens = machine, prompts
+        self.model = models.plain if candidate.method is None else models.ours
+        self.cache: Any = DynamicCache(config=self.model.config)
+        if candidate.method is not None:
+            self.cache = Cache(self.model, candidate.method)
+        self.prompt_seconds, self.step_seconds = 0.0, 0.0
+
+    def read_prompts(self) -> None:
+        """Read all prompts, and choose the first new token of each."""
+        self.prompt_seconds += self._forward()
+
+    def step(self) -> None:
+        """Choose the next token of every sequence."""
+        self.step_seconds += self._forward()
+
+    def _forward(self) -> float:
+        """Run the model on the tokens that it has not read, and return the seconds."""
+
+        def forward() -> None:
+            with torch.inference_mode():
+                logits = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+                self.tokens = logits[:, -1].argmax(-1, keepdim=True)
+
+        return self.machine.wall_seconds(forward)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that the cache has allocated."""
+        if isinstance(self.cache, Cache):
+            return self.cache.allocated
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+
+def sequence_bytes(method: Method | None, shape: Shape, dtype: torch.dtype, prompt: int, new: int) -> int:
+    """Return the bytes that one layer's cache of one sequence holds at the end: it is filled with random tokens.
+
+    For None: the rows of all tokens, which is what transformers keeps.
+    """
+    _, H, G, D = shape
+    if method is None:
+        return 2 * H * D * (prompt + new) * dtype.itemsize
+    store, draw = empty_store(method, Shape(1, H, G, D), dtype), torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw).to(dtype)
+
+    with torch.inference_mode():
+        method.prefill(store, random(1, H, G, prompt, D), random(1, H, prompt, D), random(1, H, prompt, D), scale=1.0)
+        for _ in range(new):
+            method.decode(store, random(1, H, G, D), random(1, H, D), random(1, H, D), scale=1.0)
+    return store.nbytes
+
+
+def default_methods(prompt: int, new: int) -> list[str]:
+    """Return the specs of the paper's comparison: a fifth of all tokens of a sequence as budget."""
+    k = max(8, round(SHARE * (prompt + new)))
+    h2o = f"H2O(k={k}, local={k // 2}"
+    window = f"LMInfinite(k={k}, initial={min(16, k // 4)})"
+    return [f"{h2o})", f"{h2o}, kv='int4')", window, f"SubGen(k={k - k // 4}, recent={k // 4})"]
+
+
+def serve(
+    machine: Machine,
+    shape: str,
+    layers: int | None,
+    weights: str,
+    lengths: Sequence[tuple[int, int]],
+    memory: int,
+    methods: Sequence[str] = (),
+    records: Path | None = None,
+    tick: Call = nothing,
+) -> dict[str, Any]:
+    """Return the rows of the JSON contract: for each (prompt, new), all candidates at one memory, and at one batch.
+
+    methods: none stands for `default_methods`. records: a file of rows (JSON Lines), to which new rows are added after
+    each comparison; those that it holds are not measured again.
+    Raises ValueError if shape or weights are unknown, or if a candidate has no room for one sequence.
+    """
+    kept = _read(records) if records is not None else []
+    rows: list[dict[str, Any]] = []
+    models = Models.random(shape, layers, weights, max(map(sum, lengths)), machine)
+    for prompt, new in lengths:
+        specs = [None, Dense(), *map(parse, methods or default_methods(prompt, new))]
+        for equal in (MEMORY, BATCH):
+            setting = Setting(shape, len(models.plain.model.layers), weights, prompt, new, memory, equal)
+            chosen = _candidates(models.plain, setting, list(dict.fromkeys(specs)))
+            known = [_find(kept, machine, setting, candidate) for candidate in chosen]
+            measured = [row for row in known if row is not None]
+            if len(measured) < len(chosen):
+                measured = list(_measure(machine, models, setting, chosen, tick))
+                if records is not None:
+                    _append(records, measured)
+            rows += measured
+    return {"machine": machine.name, "rows": rows}
+
+
+def _candidates(model: LlamaForCausalLM, setting: Setting, specs: Sequence[Method | None]) -> list[Candidate]:
+    """The candidates with their batches. Raises ValueError if one sequence takes more than the memory."""
+    shape, batches = cache_shape(model), dict[Method | None, int]()
+    for method in specs:
+        size = setting.layers * sequence_bytes(method, shape, model.dtype, setting.prompt, setting.new)
+        batches[method] = setting.memory // size
+        if size > setting.memory:
+            name = Candidate(method, 1).name
+            raise ValueError(f"{name}: one sequence takes {size:,} bytes, and the limit is {setting.memory:,}")
+    dense = batches[Dense()]
+    return [Candidate(method, batches[method] if setting.equal == MEMORY else dense) for method in specs]
+
+
+def _measure(
+    machine: Machine, models: Models, setting: Setting, candidates: Sequence[Candidate], tick: Call
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each candidate, after all have generated their tokens in turn."""
+
+    def prompts(batch: int) -> Tensor:
+        draw, vocabulary = torch.Generator().manual_seed(0), models.plain.config.vocab_size
+        return torch.randint(vocabulary, (batch, setting.prompt), generator=draw).to(machine.device)
+
+    def take_turns(new: int) -> list[Sequences]:
+        all_sequences = [Sequences(machine, models, one, prompts(one.batch)) for one in candidates]
+        for sequences in all_sequences:
+            sequences.read_prompts()
+            tick()
+        for _ in range(new - 1):
+            for sequences in all_sequences:
+                sequences.step()
+            tick()
+        return all_sequences
+
+    take_turns(min(WARM_UP, setting.new))
+    finished = take_turns(setting.new)
+    rates = []
+    for candidate, sequences in zip(candidates, finished, strict=True):
+        seconds = sequences.prompt_seconds + sequences.step_seconds
+        rates.append(candidate.batch * setting.new / seconds)
+    dense = next(i for i, candidate in enumerate(candidates) if candidate.method == Dense())
+    for candidate, sequences, rate in zip(candidates, finished, rates, strict=True):
+        yield {
+            "method": candidate.name, **setting._asdict(), "batch": candidate.batch,
+            "tokens_per_s": rate, "prompt_s": sequences.prompt_seconds, "decode_s": sequences.step_seconds,
+            "latency_s": sequences.prompt_seconds + sequences.step_seconds,
+            "ms_per_step": sequences.step_seconds / max(1, setting.new - 1) * 1e3,
+            "allocated": sequences.allocated, "ratio_dense": rate / rates[dense], "machine": machine.name,
+        }  # fmt: skip
+
+
+def _find(
+    rows: Sequence[Mapping[str, Any]], machine: Machine, setting: Setting, candidate: Candidate
+) -> dict[str, Any] | None:
+    """The row that was measured for this candidate in this setting on this machine; None if there is none."""
+    wanted = {**setting._asdict(), "method": candidate.name, "batch": candidate.batch, "machine": machine.name}
+    return next((dict(row) for row in reversed(rows) if all(row.get(k) == v for k, v in wanted.items())), None)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; none if it does not exist. Raises ValueError if it holds something else."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or "tokens_per_s" not in row:
+            raise ValueError(f"{path}, line {number}: not a record of skimkv bench serve; give another --out")
+        rows.append(row)
+    return rows
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add the rows of one comparison to a file, in one write."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
