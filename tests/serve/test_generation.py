@@ -188,7 +188,8 @@ def test_lengths_are_made_to_fit():
         with pytest.raises(ValueError, match=words):
             made.fit(n, config())
     assert generator("Dense()", max_tokens=90).max_tokens == 90
-    assert generator("Dense()", max_tokens=900).max_tokens == 160
+    with pytest.raises(ValueError, match="max_tokens = 161: LlamaForCausalLM was made for 160 positions"):
+        generator("Dense()", max_tokens=161)
     assert generator("LMInfinite(k=32, positions='cache')").max_tokens is None
     unlimited = config(max_new_tokens=None)
     generator("LMInfinite(k=32, positions='cache')").fit(10**6, unlimited)

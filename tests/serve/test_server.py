@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -132,6 +134,32 @@ def test_mistakes(server: Running) -> None:
     for raw in (b"{nonsense", b"[1]", b"", b"\xff\xfe"):
         assert server.request("/v1/completions", raw)[0] in (400, 422), raw
     assert server.request("/v1/nonsense")[0] == 404
+
+
+def test_an_error_in_a_stream_is_json(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(gone: threading.Event, **options: Any) -> torch.Tensor:
+        raise ValueError('the "cache"\nis full')
+
+    monkeypatch.setattr(server.generator, "generate", fail)
+    request = {"model": NAME, "prompt": words(40)}
+    assert server.request("/v1/completions", json.dumps(request).encode()) == (400, {"detail": 'the "cache" is full'})
+    with pytest.raises(openai.APIError) as caught:
+        list(server.client.completions.create(**request, stream=True))
+    assert caught.value.body == 'the "cache" is full'
+
+
+def test_only_this_folder_imports_the_server_of_the_library() -> None:
+    package = Path(serve.__file__).parents[1]
+    importing = re.compile(r"^ *(?:from|import) (fastapi|starlette|uvicorn|openai|transformers\.cli)\b", re.MULTILINE)
+    found = {
+        str(path.relative_to(package)): set(importing.findall(path.read_text(encoding="utf-8")))
+        for path in package.rglob("*.py")
+        if "vllm" not in path.parts
+    }
+    assert {path: names for path, names in found.items() if names} == {
+        "serve/__init__.py": {"uvicorn"},
+        "serve/library.py": {"fastapi", "transformers.cli"},
+    }
 
 
 @pytest.mark.slow

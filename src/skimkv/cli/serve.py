@@ -102,11 +102,9 @@ def serve(
 
     parsed = parse(method)
     network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device))
-    from ..hf.attach import Cache
     from ..serve.conversations import Conversations
     from ..serve.generation import Generator
 
-    Cache(network, parsed, max_tokens)  # raises for a model that is not supported
     kept = Conversations(conversations, number_of_bytes("--conversation-memory", conversation_memory))
     generator = Generator(network, parsed, kept, max_tokens, log=lambda line: print(line, file=sys.stderr, flush=True))
     app = server.build_application(generator, tokenizer, model)

@@ -37,6 +37,7 @@ class Generator:
 
     max_tokens: of a prompt and its answer together; None stands for the positions that the model was made for.
     log: is called with one line for each request that has ended.
+    Raises ValueError if max_tokens are more than these positions, or if the model is not supported.
     """
 
     def __init__(
@@ -49,8 +50,11 @@ class Generator:
     ) -> None:
         self.model, self.method, self.conversations, self.log = model, method, conversations, log
         positions, self.totals = positions_of(model), Totals()
-        limits = [max_tokens, positions.table, None if counts_in_cache(method) else positions.limit]
-        self.max_tokens = min((limit for limit in limits if limit is not None), default=None)
+        most = positions.table if counts_in_cache(method) else positions.limit
+        if max_tokens is not None and most is not None and max_tokens > most:
+            raise ValueError(f"max_tokens = {max_tokens}: {positions.name} was made for {most} positions")
+        self.max_tokens = most if max_tokens is None else max_tokens
+        Cache(model, method, self.max_tokens)
 
     def fit(self, prompt_tokens: int, generation_config: Any) -> None:
         """Lower the number of new tokens to what fits after a prompt. Raises ValueError if nothing fits after it."""
@@ -85,7 +89,7 @@ class Generator:
         prompt, is_plain = ids[0].cpu(), _is_plain(config)
         cache = self.conversations.take(prompt) if is_plain else None
         reused = 0 if cache is None else cache.get_seq_length()
-        cache = Cache(self.model, self.method) if cache is None else cache
+        cache = Cache(self.model, self.method, self.max_tokens) if cache is None else cache
         watch = _Watch(cancelled, cache, self.conversations if is_plain else None)
         tokens: Tensor = self.model.generate(
             past_key_values=cache, stopping_criteria=StoppingCriteriaList([watch]), **options

@@ -6,6 +6,7 @@ is used in this file only. Import it through `skimkv.serve.build_application`, w
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -59,8 +60,13 @@ class _Bound:
         self.generator, self.gone = generator, gone
 
     def generate(self, **options: Any) -> Any:
-        """Generate with the method, in the library's thread."""
-        return self.generator.generate(self.gone, **options)
+        """Generate with the method, in the library's thread. An error in a stream has a text that fits into JSON."""
+        try:
+            return self.generator.generate(self.gone, **options)
+        except Exception as error:
+            if options.get("streamer") is None:
+                raise
+            raise RuntimeError(json.dumps(" ".join(str(error).split()))[1:-1]) from error
 
 
 class _OneAfterAnother(GenerateManager):
