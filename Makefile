@@ -33,7 +33,7 @@ test-oldest: $(VENV)/oldest/.installed
 # What needs the extra `eval`: lm-evaluation-harness through the adapter, and ROUGE.
 test-eval: $(VENV)/.dev
 	$(PIP) --editable '.[test,eval]'
-	$(TEST) tests/eval/test_lm_eval.py tests/eval/test_tasks.py $(ARGS)
+	$(TEST) tests/eval/test_lm_eval.py tests/eval/test_tasks.py tests/eval/test_task_runs.py $(ARGS)
 
 # skimkv inside vLLM's build for CPUs, which brings its own versions of everything: 3.5 GB in an environment of its own.
 VLLM := .venv-vllm

@@ -27,8 +27,12 @@ def test_modes_read_the_same_tokens():
 
 def test_a_plan_has_every_task_in_every_mode_once():
     setup, job = small_job()
-    task = tasks.parse(TASK)
-    plan = plan_evaluation(setup, [task, task], [skimkv.parse("Dense()")], mode="both", limit=6)
+    task, planned_tasks = tasks.parse(TASK), list[object]()
+    methods = [skimkv.parse("Dense()")]
+    plan = plan_evaluation(
+        setup, [task, task], methods, mode="both", limit=6, on_task=lambda *now: planned_tasks.append(now)
+    )
+    assert planned_tasks == [(0, TASK), (1, TASK)]
     assert [(job.task.spec, job.mode) for job in plan.jobs] == [(TASK, mode) for mode in sweeps.MODES]
     sources = plan.sources(setup)
     assert len(sources) == 12 and {key.method for key in sources} == {"Dense()"}

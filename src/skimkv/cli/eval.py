@@ -151,7 +151,15 @@ def evaluate(
         from ..eval.plan import plan_evaluation
         from ..eval.run import run_evaluation
 
-        plan = plan_evaluation(setup, parsed_tasks, methods, sweep and sweep.value, mode.value, data, limit)
+        with output.progress_bar() as bar:
+            preparing = bar.add_task("", total=len(parsed_tasks))
+
+            def show_task(done: int, task: str) -> None:
+                bar.update(preparing, completed=done, description=f"prepares {task}")
+
+            plan = plan_evaluation(
+                setup, parsed_tasks, methods, sweep and sweep.value, mode.value, data, limit, show_task
+            )
         times: StepTimes = {}
         console = output.console(stderr=as_json)
         for note in plan.notes:

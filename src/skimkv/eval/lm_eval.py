@@ -44,7 +44,7 @@ class BadMethodError(ValueError):
     """The argument `method` of SkimLM is missing, or is not the spec of a method."""
 
 
-@register_model("skimkv")  # type: ignore[untyped-decorator]
+@register_model("skimkv")
 class SkimLM(HFLM):  # type: ignore[misc]
     """The harness's model class for causal models, with a method that decodes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,11 +118,13 @@ def plan_evaluation(
     mode: str = "blind",
     data: Path | None = None,
     limit: int = 20,
+    on_task: Callable[[int, str], None] = lambda done, task: None,
 ) -> Plan:
     """Plan the first `limit` examples of every task, by a sweep's methods and those that were named.
 
-    mode: one of sweeps.MODES, or "both". sweep: a name of sweeps.SWEEPS. A method of a sweep that does not fit the
-    model is left out. Raises ValueError if a method that was named does not fit, or if no example of a task does.
+    mode: one of sweeps.MODES, or "both". sweep: a name of sweeps.SWEEPS. on_task is called with the number of tasks
+    that are planned and the spec of the next one. A method of a sweep that does not fit the model is left out. Raises
+    ValueError if a method that was named does not fit, or if no example of a task does.
     """
     _, misfits = supported_methods(setup, methods)
     if misfits:
@@ -130,7 +132,8 @@ def plan_evaluation(
     grid, misfits = supported_methods(setup, [parse(spec) for spec in SWEEPS[sweep]] if sweep else [])
     jobs: list[Job] = []
     notes = [f"Left out: {misfit}" for misfit in misfits]
-    for task in tasks:
+    for done, task in enumerate(tasks):
+        on_task(done, task.spec)
         for task_mode in MODES if mode == "both" else (mode,):
             job = plan_job(setup, task, task_mode, [*grid, *methods], data, limit)
             if any((job.task.spec, job.mode) == (other.task.spec, other.mode) for other in jobs):
