@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import skimkv
+from skimkv.eval import tasks
 from skimkv.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,15 @@ def test_every_method_is_described(name):
     assert "Reads" in section[1]
     assert re.search(rf"^\| .*`{name}\(", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert f".. autoclass:: skimkv.{name}\n" in (DOCS / "api.md").read_text(encoding="utf-8")
+
+
+def test_every_task_is_described():
+    """docs/tasks.md has a row for every task, of those with more sizes than a length with all defaults."""
+    page = (DOCS / "tasks.md").read_text(encoding="utf-8")
+    for name in tasks.TASKS:
+        sizes = tasks.parse(name).sizes
+        spec = name if sizes == "length=4096" else f"{name}({sizes})"
+        assert f"\n| `{spec}` | " in page
 
 
 def test_every_public_name_is_in_the_reference():
