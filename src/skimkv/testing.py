@@ -144,8 +144,11 @@ def padding_is_invisible(method: Method) -> None:
 
 
 def appends_add_up(method: Method) -> None:
-    """A store does not see how its tokens were cut into blocks (methods that keep all of a prompt block)."""
-    if type(method).take is not Method.take:
+    """A store does not see how its tokens were cut into blocks (methods that keep all of a prompt block).
+
+    A budget that is a share of the prompt depends on where the prompt ends.
+    """
+    if type(method).take is not Method.take or isinstance(getattr(method, "k", None), float):
         return
     for blocks in ((1,) * 30, (256, 44), (7, 250, 43), (255, 1, 1, 43)):
         n = sum(blocks)

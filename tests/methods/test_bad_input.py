@@ -130,8 +130,9 @@ def test_a_nan_key_makes_its_head_nan_and_no_other(method, when):
     y = outputs(method, k, v, q, 260)
     first = max(when - 260, 0)  # the step that sees it first
     if isinstance(method, Strided | Fixed):  # a later token took its slot
-        slot = empty_store(method, SHAPE, k.dtype).slot_of
-        last = max(first, next((p for p in range(when + 1, 264) if slot(p) == slot(when)), 264) - 260)
+        store = empty_store(method, SHAPE, k.dtype)
+        taken = [store.slot_of(p, method.k) for p in range(264)]
+        last = max(first, next((p for p in range(when + 1, 264) if taken[p] == taken[when]), 264) - 260)
     elif isinstance(method, SnapKV | TOVA) and when < 260:
         last = first  # it may have been dropped with the prompt
     elif isinstance(method, TOVA):

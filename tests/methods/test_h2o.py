@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from skimkv import ops
 from skimkv.methods import H2O
+from skimkv.methods.sparse_transformer import fixed, strided
 from skimkv.stores.base import Shape
+from skimkv.testing import Sequences, decode, prompt
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -261,3 +263,40 @@ def test_of_equal_scores_a_prompt_keeps_the_newer_tokens(monkeypatch):
             assert store.pos[0].tolist() == [[4, 5, 6, 7, 8]] * 2
             store.score.zero_()
     assert store.pos[0].tolist() == [[9, 10, 11, 12, 13]] * 2
+
+
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+def test_half_of_the_budget_is_a_pattern_and_the_others_are_heavy(pattern):
+    """Of 20 prompt tokens and each of 40 after it: the pattern's are all there, in every head."""
+    method, x = H2O(k=12, pattern=pattern), Sequences.random(Shape(1, 2, 2, 16), 60)
+    order = strided(6, 3) if pattern == "strided" else fixed(6, 3, 1)
+    store, scores = prompt(method, x.tokens(0, 20)), prompt(H2O(k=60), x.tokens(0, 20))
+    for h in range(2):
+        others = [p for p in range(20) if p not in order.kept(20)]
+        heavy = sorted(others, key=lambda p: -float(scores.score[0, h, p]))[:6]
+        assert sorted(store.pos[0, h].tolist()) == sorted([*order.kept(20), *heavy])
+    for n in range(20, 60):
+        decode(method, store, x.tokens(n, n + 1))
+        assert all(set(order.kept(n + 1)) <= set(store.pos[0, h].tolist()) for h in range(2)) and store.filled == [12]
+
+
+def test_half_of_the_budget_is_what_the_last_query_attended_to_most():
+    """Values do not matter; the current key is most like its query, and old keys differ in their scores only."""
+    shape = Shape(1, 1, 1, 4)
+    k, q = torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 1, 9, 4)
+    k[0, 0, :, 0] = torch.tensor([5.0, 5, 0, 0, 0, 0, 0, 0, 0])
+    k[0, 0, :, 1] = torch.tensor([0.0, 0, 9, 8, 0, 0, 0, 0, 0])
+    q[0, 0, 0, :7, 0], q[0, 0, 0, 7:, 1] = 1, 1  # the first queries like tokens 0 and 1, the last ones 2 and 3
+    method, store = H2O(k=4, pattern="top"), H2O(k=4, pattern="top").store(shape, torch.float32)
+    method.prefill(store, q[..., :8, :], k[:, :, :8], k[:, :, :8], scale=1.0)
+    assert sorted(store.pos[0, 0].tolist()) == [0, 1, 2, 3]
+    method.decode(store, q[..., 8, :], k[:, :, 8], k[:, :, 8], scale=1.0)
+    assert {2, 3, 8} < set(store.pos[0, 0].tolist()), "of the heavy ones one goes for the current token"
+
+
+def test_patterns_have_no_kernel_and_wrong_ones_are_named():
+    assert H2O(k=8).uses_kernel("cpu") and not H2O(k=8, pattern="top").uses_kernel("cpu")
+    with pytest.raises(ValueError, match="pattern = 'best' must be one of recent, strided, fixed, top"):
+        H2O(k=8, pattern="best")
+    with pytest.raises(ValueError, match="local = 0"):
+        H2O(k=8, local=0, pattern="strided")

@@ -156,7 +156,9 @@ def test_stream_is_near_dense():
     assert 4 < error[0] / error[1] < 16  # sqrt(4096 / 64) = 8
 
 
-@pytest.mark.parametrize("spec", [s for s in SMALL if not s.startswith(("H2O", "SnapKV", "SubGen", "TOVA"))])
+@pytest.mark.parametrize(
+    "spec", [s for s in SMALL if not s.startswith(("H2O", "SnapKV", "SubGen", "TOVA")) and "k=0." not in s]
+)
 def test_padding_over_several_prompt_blocks(spec, backend):
     """Not the methods that drop tokens between blocks: there the cut of the prompt is part of the method."""
     method, shape, pad = parse(spec), Shape(2, 2, 2, 16), 60

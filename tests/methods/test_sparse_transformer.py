@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from skimkv.methods import Fixed, LMInfinite, Strided, parse
+from skimkv.methods import Fixed, LMInfinite, StreamingLLM, Strided, parse
 from skimkv.stores.base import Shape
+from skimkv.testing import Sequences, decode, prompt
 from support.hand_worked import D, run
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -102,3 +103,24 @@ def test_a_window_is_its_special_case():
 def test_bad_input(spec, named):
     with pytest.raises(ValueError, match=named):
         parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("method", "budgets"),
+    [
+        (Strided(k=0.25), [10, 5, 1]),
+        (Fixed(k=0.25, c=2), [10, 5, 4]),  # a block has its columns, and is half of the budget
+        (LMInfinite(k=0.25, initial=6), [10, 7, 7]),  # the first ones and another
+        (StreamingLLM(k=0.25), [10, 5, 5]),
+    ],
+)
+def test_a_share_is_of_each_row_s_prompt_and_stays(method, budgets):
+    """Prompts of 40, 20 and 4 tokens; 30 tokens more change no budget, and the newest tokens are kept."""
+    x, pad = Sequences.random(Shape(3, 1, 1, 16), 70), [0, 20, 36]
+    store = prompt(method, x.tokens(0, 40), pad)
+    assert store.budget == budgets and store.filled == [min(c, n) for c, n in zip(budgets, (40, 20, 4), strict=True)]
+    decode(method, store, x.tokens(40, 70))
+    assert store.budget == store.filled == budgets
+    for b, p in enumerate(pad):
+        newest = store.slot_of(69 - p, budgets[b])
+        torch.testing.assert_close(store.stored(b)[0][0, newest], x.k[b, 0, 69])

@@ -55,6 +55,9 @@ def filled_store(method: Method, base: Full, more: int = 1) -> Store:
         return store
     if isinstance(store, Full):
         store.reserve(n + more)
+    if isinstance(store, Slots) and store.budget_of is not None:  # the blocks are one prompt
+        store.set_budget([store.budget_of(n)] * base.shape.B)
+        store.budget_of = None
     # the fixed slots of SubGen may hold any keys: it need not choose its centres
     chosen = isinstance(store, Slots) and type(method).take is not Method.take and not store.fixed
     size, (k, v) = SCORED_BLOCK if chosen else BLOCK, keys_values(base)

@@ -37,6 +37,7 @@ RIVALS = (
     *(f"{name}(k={k})" for name in ("SnapKV", "TOVA", "H2O", "StreamingLLM") for k in (192, 256, 384, 512, 768)),
     *(f"SnapKV(k={k}, pool=13)" for k in (192, 256, 384, 512, 768)),  # where a token is a character or two
     *(f"H2O(k={k}, score='mean')" for k in (192, 256, 384, 512, 768)),
+    *(f"H2O(k={k}, pattern='{pattern}')" for pattern in ("strided", "fixed", "top") for k in (192, 384, 768)),
     *(f"Quest(page=16, k={k})" for k in (64, 128, 256, 512)),
     *(f"TopK(k={k}, mean_value=True)" for k in (2, 8, 32, 128, 256)),
 )

@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 from ..ops import Kernels, SoftmaxOptions, Token
 from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import Traffic, check_whole
-from .slots import SlotMethod, needed
+from .base import Traffic
+from .slots import SlotMethod, check_at_most, needed
 
 POSITIONS = ("text", "cache")
 
@@ -34,9 +34,14 @@ class FirstAndRecent(SlotMethod):
     def counts_in_cache(self) -> bool:
         """Whether positions are counted in the cache, and not in the text."""
 
+    @property
+    def least(self) -> int:
+        """The least number of tokens with which the method works: the first ones and another."""
+        return self.first + 1
+
     def positions_used(self, n: int) -> int:
         """How many of the model's positions a step uses: k + 1 at most if they are counted in the cache, else n + 1."""
-        return min(n, self.k) + 1 if self.counts_in_cache else n + 1
+        return min(n, self.budget(n)) + 1 if self.counts_in_cache else n + 1
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k slots, of which the first ones are never overwritten.
@@ -44,7 +49,10 @@ class FirstAndRecent(SlotMethod):
         Where positions are counted in the cache, its `rotation` must be set before it drops a token; skimkv.Cache sets
         the model's.
         """
-        return Slots(shape, dtype, device, self.k, fixed=self.first, kv=self.kv, moves_fixed=self.counts_in_cache)
+        return Slots(
+            shape, dtype, device, self.budget(1), fixed=self.first, kv=self.kv, moves_fixed=self.counts_in_cache,
+            budget_of=self.budget,
+        )  # fmt: skip
 
     def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the kept tokens and to the current one, which then takes the slot of the oldest recent one.
@@ -76,7 +84,7 @@ class FirstAndRecent(SlotMethod):
         if not self.counts_in_cache:
             return step
         kept = 1 if n < self.first else 0  # the key of a new first token is written twice
-        turned = 2 * self.first if n > self.k else 0
+        turned = 2 * self.first if n > self.budget(n) else 0
         moved = Traffic.of(shape.B * shape.H, 0, *self.row_format(shape.D).traffic(kept + turned, dtype))
         return Traffic(step.elements + moved.elements, step.bytes + moved.bytes, step.paper)
 
@@ -102,8 +110,7 @@ class LMInfinite(FirstAndRecent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("k", self.k, 1)
-        check_whole("initial", self.initial, 0, self.k - 1)
+        check_at_most("initial", self.initial, 0, self.k, 1)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions = {self.positions!r} must be 'text' or 'cache'")
 

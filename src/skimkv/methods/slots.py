@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,19 +22,36 @@ from .base import Method, Traffic, check_whole
 class SlotMethod(Method[Slots]):
     """A method whose tokens take slots by their positions: the store knows which token a new one replaces.
 
-    k: how many slots there are, or how many of them are the method's own choice (see `slots`).
+    k: how many slots there are, or how many of them are the method's own choice (see `slots`). A whole number counts
+    tokens. A float is a share of the prompt's tokens, which is decided when the prompt ends, and stays; such settings
+    have no kernel on a GPU, whose rows all have one budget.
     """
 
-    k: int
+    k: int | float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_budget("k", self.k)
 
     @property
-    def slots(self) -> int:
-        """How many tokens the store keeps."""
-        return self.k
+    def least(self) -> int:
+        """The least number of tokens with which the method works."""
+        return 1
+
+    def budget(self, prompt: int) -> int:
+        """Give k in tokens, for a prompt of so many tokens."""
+        return max(self.least, budget_in_tokens(self.k, prompt))
+
+    def slots(self, prompt: int) -> int:
+        """How many tokens the store keeps, for a prompt of so many tokens."""
+        return self.budget(prompt)
 
     def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the kept tokens and to the current one, which then takes its slot."""
-        return attend_and_append(store, q, token, **softmax)
+        token = needed(token)
+        y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
+        store.append_token(*token)
+        return y.to(q.dtype)
 
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
@@ -40,22 +59,67 @@ class SlotMethod(Method[Slots]):
         """The same step by a backend's kernel."""
         return kernels.ring_slots(store, q, needed(token), **softmax)
 
+    def uses_kernel(self, backend: str | None = None) -> bool:
+        """Whether this setting has a kernel, in this backend or in any: a GPU's slots have one budget for all rows."""
+        return super().uses_kernel(backend) and not (backend == "gpu" and isinstance(self.k, float))
+
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Count 2kD + 2D elements for k slots, of which min(k, n) are in use."""
-        rows = self.row_format(shape.D).traffic(2 * min(self.slots, n) + 2, dtype)
-        return Traffic.of(shape.B * shape.H, 2 * self.slots * shape.D + 2 * shape.D, *rows)
+        """Count 2kD + 2D elements for k slots, of which min(k, n) are in use.
+
+        Where k is a share, n is also taken as the length of the prompt; so it is in `bound`.
+        """
+        slots = self.slots(n)
+        rows = self.row_format(shape.D).traffic(2 * min(slots, n) + 2, dtype)
+        return Traffic.of(shape.B * shape.H, 2 * slots * shape.D + 2 * shape.D, *rows)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of min(k, n) rows of K and V for k slots."""
-        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * min(self.slots, n), dtype)
+        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * min(self.slots(n), n), dtype)
 
 
-def attend_and_append(store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
-    """Attend to the kept tokens and to the current one, which then takes its slot: q (B,H,G,D) -> (B,H,G,D)."""
-    token = needed(token)
-    y, _ = attend_slots(store, q.to(compute_dtype(store.dtype)), token, **softmax)
-    store.append_token(*token)
-    return y.to(q.dtype)
+class ChoosingMethod(SlotMethod):
+    """A method that chooses which tokens of a prompt stay, for each row of the batch by itself."""
+
+    def take(
+        self,
+        store: Slots,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pad: Sequence[int] | None = None,
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> None:
+        """Choose among the tokens that the store has and those of the block, and keep no others."""
+        n, pads = k.shape[2], store.validate(k, v, pad)
+        seen = [length + n - p for length, p in zip(store.lengths, pads, strict=True)]
+        self.make_room(store, [c + n - p for c, p in zip(store.filled, pads, strict=True)], seen)
+        for b, p in enumerate(pads):
+            if p == n:
+                continue
+            kept_k, kept_v = store.stored(b)[:2]
+            keys = torch.cat([kept_k, store.row_format.encode(k[b, :, p:])], 1)
+            values = torch.cat([kept_v, store.row_format.encode(v[b, :, p:])], 1)
+            decoded = store.row_format.decode(keys, k.dtype)
+            index, more = self.choose(store, b, q[b, :, :, p:], decoded, seen[b], **softmax)
+            store.replace(b, index, (keys, values, *more), seen[b])
+
+    def uses_kernel(self, backend: str | None = None) -> bool:
+        """Whether this setting has a kernel, in this backend or in any: the method gives every row its budget."""
+        return self.has_kernel(backend)
+
+    def make_room(self, store: Slots, candidates: Sequence[int], seen: Sequence[int]) -> None:
+        """Set the budgets of the rows of a batch, which have so many tokens to choose from and have seen so many."""
+        store.set_budget([self.budget(length) for length in seen])
+
+    @abc.abstractmethod
+    def choose(
+        self, store: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Unpack[SoftmaxOptions]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Which tokens of row b stay: their indices (H,c), and what the store keeps of all candidates besides K and V.
+
+        q (H,G,n,D): the block's queries · keys (H,m+n,D): those of the m tokens that the store has, then the block's.
+        """
 
 
 def attend_slots(store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> tuple[Tensor, Tensor]:
@@ -87,6 +151,14 @@ def check_budget(name: str, value: int | float) -> None:
         raise ValueError(f"{name} = {value} must be a fraction from 0 to 1, or a whole number of tokens")
 
 
+def check_at_most(name: str, value: int, low: int, k: int | float, less: int = 0) -> None:
+    """Raise ValueError unless value is a whole number from low to k - less; a share k has room for any."""
+    if isinstance(k, float):
+        check_whole(name, value, low)
+    else:
+        check_whole(name, value, low, k - less)
+
+
 def budget_in_tokens(k: int | float, prompt: int) -> int:
     """The budget k in tokens: a whole number counts tokens, a fraction is a share of a prompt of so many tokens."""
     return max(1, math.ceil(round(k * prompt, 6))) if isinstance(k, float) else k  # 0.07 of 100: 7
@@ -97,12 +169,3 @@ def best(rank: Tensor, pos: Tensor, n: int) -> Tensor:
     newest_first = pos.argsort(dim=-1, descending=True, stable=True)
     order = rank.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
     return newest_first.gather(-1, order[:, :n]).sort(-1).values
-
-
-def with_block(store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Stored rows of K and V that row b keeps and those of a prompt block: k, v (H,n,D) -> (H,m+n,width) twice.
-
-    For stores without scores.
-    """
-    kept_k, kept_v = store.stored(b)
-    return torch.cat([kept_k, store.row_format.encode(k)], 1), torch.cat([kept_v, store.row_format.encode(v)], 1)

@@ -11,17 +11,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import ops
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import SoftmaxOptions
 from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import Method, Traffic, check_whole
-from .slots import attend_and_append, best, budget_in_tokens, check_budget, needed, with_block
+from .base import Traffic, check_whole
+from .slots import ChoosingMethod, best
 
 WINDOW = 32  # the default of the authors' code
 
 
 @dataclass(frozen=True, repr=False)
-class SnapKV(Method[Slots]):
+class SnapKV(ChoosingMethod):
     """Keep k tokens of the prompt, chosen once at its end, and every token after it. Reads 2(k + g)D + 2D elements.
 
     g is the number of tokens since the prompt: the cache grows with them, as in the paper, which compresses prompts
@@ -34,13 +34,11 @@ class SnapKV(Method[Slots]):
     prompt block chooses anew among all that the store has and the block.
     """
 
-    k: int | float
     window: int | None = None
     pool: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget("k", self.k)
         if self.window is not None:
             check_whole("window", self.window, 1, 2**31 - 1 if isinstance(self.k, float) else self.k)
         check_whole("pool", self.pool, 1)
@@ -55,49 +53,27 @@ class SnapKV(Method[Slots]):
         """An empty store of slots that grows."""
         return Slots(shape, dtype, device, 0, kv=self.kv, grows=True)
 
-    def take(
-        self,
-        store: Slots,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pad: Sequence[int] | None = None,
-        **softmax: Unpack[SoftmaxOptions],
-    ) -> None:
-        """Keep k of the tokens that the store has and those of the block; a prompt of no more than k stays whole."""
-        n, pads = k.shape[2], store.validate(k, v, pad)
-        seen = [length + n - p for length, p in zip(store.lengths, pads, strict=True)]
-        held = [c + n - p for c, p in zip(store.filled, pads, strict=True)]
-        kept = [min(budget_in_tokens(self.k, s), m) for s, m in zip(seen, held, strict=True)]
+    def make_room(self, store: Slots, candidates: Sequence[int], seen: Sequence[int]) -> None:
+        """Make room for what stays of a prompt; what comes after it makes room for itself."""
+        kept = (min(self.budget(s), m) for s, m in zip(seen, candidates, strict=True))
         store.reserve(max(c - f for c, f in zip(kept, store.filled, strict=True)))
-        for b, p in enumerate(pads):
-            if p == n:
-                continue
-            keys, values = with_block(store, b, k[b, :, p:], v[b, :, p:])
-            chosen = torch.arange(held[b], device=k.device).expand(store.shape.H, -1)
-            if kept[b] < held[b]:
-                window = self.observed_tokens(kept[b])
-                queries = q[b, :, :, p:][:, :, -window:]
-                weight = ops.key_scores(queries, store.row_format.decode(keys, k.dtype), **softmax)
-                pooled = self.pooled(weight[:, :-window])
-                clusters = best(pooled, chosen[:, :-window], kept[b] - window)
-                chosen = torch.cat([clusters, chosen[:, -window:]], 1)
-            store.replace(b, chosen, (keys, values), seen[b])
+
+    def choose(
+        self, store: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Unpack[SoftmaxOptions]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The window and the tokens to which its queries attend most; a prompt of no more than k stays whole."""
+        tokens = torch.arange(keys.shape[1], device=keys.device).expand(store.shape.H, -1)
+        kept = min(self.budget(seen), keys.shape[1])
+        if kept == keys.shape[1]:
+            return tokens, ()
+        window = self.observed_tokens(kept)
+        weight = self.pooled(ops.key_scores(q[:, :, -window:], keys, **softmax)[:, :-window])
+        clusters = best(weight, tokens[:, :-window], kept - window)
+        return torch.cat([clusters, tokens[:, -window:]], 1), ()
 
     def pooled(self, weight: Tensor) -> Tensor:
         """Average over `pool` neighbouring positions; beyond both ends there are zeros: (H,m) -> (H,m)."""
         return F.avg_pool1d(weight, self.pool, stride=1, padding=self.pool // 2)
-
-    def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
-        """Attend to the kept tokens and to the current one, which takes a new slot."""
-        return attend_and_append(store, q, token, **softmax)
-
-    def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.ring_slots(store, q, needed(token), **softmax)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype, dropped: int | None = None) -> Traffic:
         """Count 2(k + g)D + 2D elements.
@@ -106,13 +82,13 @@ class SnapKV(Method[Slots]):
         length of the prompt, and nothing was generated since.
         """
         B, H, _, D = shape
-        rows = H * (2 * self._held(n, B, dropped) + 2 * B)
+        rows = H * (2 * self._kept_tokens(n, B, dropped) + 2 * B)
         return Traffic.of(1, rows * D, *self.row_format(D).traffic(rows, dtype))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype, dropped: int | None = None) -> int:
         """The bytes of k rows of K and V for a prompt of n tokens; with `dropped`, as of `traffic`, of k + g rows."""
-        return self.row_format(shape.D).nbytes(2 * shape.H * self._held(n, shape.B, dropped), dtype)
+        return self.row_format(shape.D).nbytes(2 * shape.H * self._kept_tokens(n, shape.B, dropped), dtype)
 
-    def _held(self, n: int, batch: int, dropped: int | None) -> int:
-        """Tokens that the rows of the batch hold, over all of them."""
-        return batch * min(budget_in_tokens(self.k, n), n) if dropped is None else batch * n - dropped
+    def _kept_tokens(self, n: int, batch: int, dropped: int | None) -> int:
+        """How many tokens the rows of the batch keep, over all of them."""
+        return batch * min(self.budget(n), n) if dropped is None else batch * n - dropped

@@ -18,8 +18,7 @@ import torch
 
 from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import check_whole
-from .slots import SlotMethod
+from .slots import SlotMethod, check_at_most
 
 
 def exponent(p: int) -> int:
@@ -56,17 +55,28 @@ class Order:
             self._seen = max(self._seen, self.free(new))
             self._slots.append(self._slots[heappop(self._droppable)[1]])
 
+    @functools.lru_cache(256)  # noqa: B019 (every order lives as long as the process, in the caches below)
+    def kept(self, seen: int) -> list[int]:
+        """The positions of the tokens that are kept after `seen` tokens, the least first."""
+        if seen:
+            self(seen - 1)
+        last = dict(zip(self._slots[:seen], range(seen), strict=True))  # of each slot
+        return sorted(last.values())
+
     def __deepcopy__(self, memo: object) -> Order:
         return self
 
 
 @functools.lru_cache(64)
-def _strided(k: int, local: int) -> Order:
+def strided(k: int, local: int) -> Order:
+    """The order of `Strided`: {j > i - local} and {j : j mod s = 0}, k in all."""
     return Order(k, lambda n: n - local + 1, exponent)
 
 
 @functools.lru_cache(64)
-def _fixed(k: int, block: int, c: int) -> Order:
+def fixed(k: int, block: int, c: int) -> Order:
+    """The order of `Fixed`: the block of the query and c columns at the end of each block, k in all."""
+
     def level(p: int) -> int:
         """-1 for a token that is no column, which goes first; for a column, the larger the longer it stays."""
         return -1 if p % block < block - c else exponent(p // block + 1)
@@ -86,14 +96,21 @@ class Strided(SlotMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("k", self.k, 1)
         if self.local is not None:
-            check_whole("local", self.local, 1, self.k)
+            check_at_most("local", self.local, 1, self.k)
+
+    @property
+    def least(self) -> int:
+        """The least number of tokens with which the method works: the window."""
+        return self.local or 1
+
+    def slot(self, budget: int, p: int) -> int:
+        """The slot of token p where there are so many."""
+        return strided(budget, max(1, budget // 2) if self.local is None else self.local)(p)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k slots, in the order of this pattern."""
-        local = max(1, self.k // 2) if self.local is None else self.local
-        return Slots(shape, dtype, device, self.k, order=_strided(self.k, local), kv=self.kv)
+        return Slots(shape, dtype, device, self.budget(1), order=self.slot, kv=self.kv, budget_of=self.budget)
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,16 +127,22 @@ class Fixed(SlotMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("k", self.k, 1)
         if self.l is not None:
-            check_whole("l", self.l, 1, self.k)
+            check_at_most("l", self.l, 1, self.k)
         if self.c is not None:
-            check_whole("c", self.c, 1, self._sizes()[0])
+            half = self.k if isinstance(self.k, float) else max(1, self.k // 2)
+            check_at_most("c", self.c, 1, self.l or half)
 
-    def _sizes(self) -> tuple[int, int]:
-        size = max(1, self.k // 2) if self.l is None else self.l
-        return size, max(1, size // 16) if self.c is None else self.c
+    @property
+    def least(self) -> int:
+        """The least number of tokens with which the method works: a block, which has the columns at its end."""
+        return self.l or 2 * (self.c or 0) or 1
+
+    def slot(self, budget: int, p: int) -> int:
+        """The slot of token p where there are so many."""
+        size = max(1, budget // 2) if self.l is None else self.l
+        return fixed(budget, size, max(1, size // 16) if self.c is None else self.c)(p)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k slots, in the order of this pattern."""
-        return Slots(shape, dtype, device, self.k, order=_fixed(self.k, *self._sizes()), kv=self.kv)
+        return Slots(shape, dtype, device, self.budget(1), order=self.slot, kv=self.kv, budget_of=self.budget)

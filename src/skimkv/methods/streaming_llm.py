@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import check_whole
 from .lm_infinite import FirstAndRecent
+from .slots import check_at_most
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,8 +20,7 @@ class StreamingLLM(FirstAndRecent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("k", self.k, 1)
-        check_whole("sinks", self.sinks, 0, self.k - 1)
+        check_at_most("sinks", self.sinks, 0, self.k, 1)
 
     @property
     def first(self) -> int:

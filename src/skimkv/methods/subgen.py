@@ -63,14 +63,14 @@ class SubGen(SlotMethod):
         check_whole("k", self.k, 1)
         check_whole("recent", self.recent, 1)
 
-    @property
-    def slots(self) -> int:
-        """The centres and the recent tokens."""
-        return self.k + self.recent
+    def slots(self, prompt: int) -> int:
+        """The centres and the recent tokens, for a prompt of any length."""
+        return self.budget(prompt) + self.recent
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k + recent slots, of which the first k are never overwritten."""
-        return Slots(shape, dtype, device, self.slots, fixed=self.k, kv=self.kv)
+        k = self.budget(1)
+        return Slots(shape, dtype, device, k + self.recent, fixed=k, kv=self.kv)
 
     def take(
         self,
@@ -83,7 +83,7 @@ class SubGen(SlotMethod):
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Choose k centres of the keys that the store has and those of the block, and keep the most recent tokens."""
-        pads = store.validate(k, v, pad)
+        pads, centres = store.validate(k, v, pad), store.fixed
         store.reserve()
         for b, p in enumerate(pads):
             keys, values = self._in_order_of_time(store, b, k[b, :, p:], v[b, :, p:])
@@ -93,16 +93,17 @@ class SubGen(SlotMethod):
             else:
                 m = keys.shape[1]
                 # the ring slot of token t is fixed + (t - fixed) % recent: put the last `recent` in that order
-                ring = sorted(range(seen - self.recent, seen), key=store.slot_of)
+                ring = sorted(range(seen - self.recent, seen), key=lambda t: store.slot_of(t, store.capacity))
                 last = torch.tensor([t - seen + m for t in ring], device=k.device).expand(store.shape.H, -1)
                 candidates = store.row_format.decode(keys[:, : m - self.recent], k.dtype)
-                index = torch.cat([k_centres(candidates, self.k), last], 1)
+                index = torch.cat([k_centres(candidates, centres), last], 1)
             store.replace(b, index, (keys, values), seen)
 
     def _in_order_of_time(self, store: Slots, b: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stored rows of what row b keeps and of the block: the centres, the ring, oldest first, and the new tokens."""
-        c, n = store.filled[b], store.lengths[b]
-        order = list(range(min(c, self.k))) + [store.slot_of(t) for t in range(max(self.k, n - self.recent), n)]
+        c, n, centres = store.filled[b], store.lengths[b], store.fixed
+        order = list(range(min(c, centres)))
+        order += [store.slot_of(t, store.capacity) for t in range(max(centres, n - self.recent), n)]
         keys, values = store.stored(b, order)
         return torch.cat([keys, store.row_format.encode(k)], 1), torch.cat([values, store.row_format.encode(v)], 1)
 

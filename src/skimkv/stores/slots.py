@@ -19,7 +19,8 @@ class Slots(Store):
     """A budget of C tokens per KV head; a new token overwrites the slot of a dropped one, and nothing else moves.
 
     k, v (B,H,C,width of a stored row). Slots 0 .. filled[b]-1 of row b are in use, of budget[b] <= C. Token p goes to
-    slot order(p); without an order the slots are a ring that never overwrites the `fixed` first ones.
+    slot order(budget[b], p); without an order the slots are a ring that never overwrites the `fixed` first ones.
+    budget_of: the budget of a row whose first tokens, the prompt, are so many; by default it is the capacity.
     With `moves_fixed`, the keys of the fixed tokens are turned to other positions before a step (`move_fixed`): by
     `rotation`, which belongs to the model and is put here by whoever knows it; fixed_k (B,H,fixed,width) keeps these
     keys as they came.
@@ -37,12 +38,14 @@ class Slots(Store):
         capacity: int,
         fixed: int = 0,
         scored: bool = False,
-        order: Callable[[int], int] | None = None,
+        order: Callable[[int, int], int] | None = None,
         kv: str | None = None,
         moves_fixed: bool = False,
         grows: bool = False,
+        budget_of: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
+        self.budget_of = budget_of
         self.capacity, self.fixed, self.order, self.grows = capacity, fixed, order, grows
         self.rotation: KeyRotation | None = None
         self._filled, self._budget = [0] * shape.B, [capacity] * shape.B
@@ -97,30 +100,39 @@ class Slots(Store):
 
     def next_slots(self) -> list[int]:
         """The slot that the next token of every row takes in a store without scores."""
-        return list(self._filled) if self.grows else [self.slot_of(n) for n in self._lengths]
+        if self.grows:
+            return list(self._filled)
+        return [self.slot_of(n, budget) for n, budget in zip(self._lengths, self._budget, strict=True)]
 
-    def slot_of(self, p: int) -> int:
-        """The slot that token p takes in a store whose slots are a ring or have an order."""
+    def slot_of(self, p: int, budget: int) -> int:
+        """The slot that token p takes in a row of that budget, in a store whose slots are a ring or have an order."""
         if self.order is not None:
-            return self.order(p)
-        C, fixed = self.capacity, self.fixed
-        return p if p < C else fixed + (p - fixed) % (C - fixed)
+            return self.order(budget, p)
+        return p if p < budget else self.fixed + (p - self.fixed) % (budget - self.fixed)
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Put each token into its slot; tokens that a later one of the block would overwrite are skipped."""
         if self.grows:
             self._extend(rows, k, v)
             return
+        if self.budget_of is not None and start == 0:
+            self._budget[rows] = [self.budget_of(k.shape[2])] * (rows.stop - rows.start)
+            self.capacity = max(self.capacity, *self._budget)
+        if len(set(self._budget[rows])) > 1:
+            for i, b in enumerate(range(rows.start, rows.stop)):
+                self._append(slice(b, b + 1), start, k[i : i + 1], v[i : i + 1])
+            return
         self.reserve()
-        end, ring = start + k.shape[2], self.capacity - self.fixed
+        budget = self._budget[rows.start]
+        end, ring = start + k.shape[2], budget - self.fixed
         stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
-        last = {self.slot_of(p): p - start for p in (stay if self.order is None else range(start, end))}
+        last = {self.slot_of(p, budget): p - start for p in (stay if self.order is None else range(start, end))}
         slots, source = list(last), list(last.values())
         self.k[rows, :, slots], self.v[rows, :, slots] = (self.row_format.encode(x[:, :, source]) for x in (k, v))
         self.count_rows(2 * k.shape[0] * k.shape[1] * len(source))
         self._keep_fixed(rows, range(start, min(end, self.fixed)))
         for b in range(rows.start, rows.stop):
-            self._filled[b] = min(end, self.capacity)
+            self._filled[b] = min(end, budget)
 
     def _extend(self, rows: slice, k: Tensor, v: Tensor) -> None:
         """Put each token into a new slot."""
@@ -141,11 +153,11 @@ class Slots(Store):
     def move_fixed(self) -> None:
         """Turn the keys of the fixed tokens to the positions just before those of the ring, in the fixed slots.
 
-        In a row that has seen n tokens, n - C were dropped between the two: so far the keys, as they came, are turned
-        on. Reads and writes `fixed` rows of K in each KV head of a row that has dropped tokens.
+        In a row of budget C that has seen n tokens, n - C were dropped between the two: so far the keys, as they came,
+        are turned on. Reads and writes `fixed` rows of K in each KV head of a row that has dropped tokens.
         Raises ValueError if no rotation was put here.
         """
-        dropped = [max(0, n - self.capacity) for n in self._lengths]
+        dropped = [max(0, n - budget) for n, budget in zip(self._lengths, self._budget, strict=True)]
         if self.fixed_k is None or not any(dropped):
             return
         if self.rotation is None:
