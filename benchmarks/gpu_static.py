@@ -56,7 +56,7 @@ BANDWIDTH = 4.3e12  # bytes per second that an H200's memory delivers
 REGISTERS, SHARED_BYTES, WARPS, BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor
 RESERVED_SHARED = 1 << 10  # bytes that every block takes besides its own
 CLUSTERS = 256  # of a KV head, where SubGenStream is counted
-BISECTIONS = 15  # rounds of a search for a threshold by bisection
+BISECTIONS = 4  # rounds of a search for a threshold after two histograms, which leave a few numbers in a bin
 GROUP = tables.PAGE_TOKENS
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPE = torch.float16
@@ -97,15 +97,14 @@ class Loop(NamedTuple):
     last: int
 
 
-def pages(launch_: Launch) -> int:
-    """Return the pages that one program of a split kernel walks over: the most that any of them does."""
-    return -(-launch_.case.length // GROUP // launch_.arguments.programs)
+def pages(launch_: Launch) -> float:
+    """Return the pages that an average program of a split kernel walks over."""
+    return -(-launch_.case.length // GROUP) / launch_.arguments.programs
 
 
-def tiles(launch_: Launch) -> int:
-    """Return the tiles of positions that one program of the choice walks over: the most that any of them does."""
-    every = -(-launch_.case.length // launch_.arguments.TILE)
-    return -(-every // launch_.arguments.programs)
+def tiles(launch_: Launch) -> float:
+    """Return the tiles of positions that an average program of the choice walks over."""
+    return -(-launch_.case.length // launch_.arguments.TILE) / launch_.arguments.programs
 
 
 def candidates(launch_: Launch) -> int:
@@ -114,10 +113,10 @@ def candidates(launch_: Launch) -> int:
     return -(-launch_.case.length // a.TILE) * min(a.candidates.k, a.TILE)
 
 
-def slots(launch_: Launch) -> int:
-    """Return the slots that one program walks over, in blocks."""
+def slots(launch_: Launch) -> float:
+    """Return the slots that an average program walks over, in blocks."""
     a = launch_.arguments
-    return -(-a.slots.C // a.programs // a.BLOCK)
+    return float(a.slots.C / a.programs / a.BLOCK)
 
 
 # How often the loops of the kernels take a turn: by the function and the text of the loop's head.
@@ -142,8 +141,11 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     # at the lengths of the targets no group of tokens is open
     "scores_kernel: for i in range(tl.maximum(closed, start), stop, BLOCK)": lambda at: 0,
     "best_of_tile: for head in range(0, query.G)": lambda at: at.arguments.query.G,
-    "threshold_of_tile: while high - low > 1": lambda at: BISECTIONS,
-    "threshold_of_list: while high - low > 1": lambda at: BISECTIONS,
+    "threshold_of_tile: for _ in range(2)": lambda at: 2,
+    "threshold_of_list: for _ in range(2)": lambda at: 2,
+    "threshold_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
+    "threshold_of_tile: while low < high": lambda at: BISECTIONS,
+    "threshold_of_list: while low < high": lambda at: BISECTIONS,
     "count_reaching: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
     "best_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
     "best_of_tile: for j in range(tl.minimum(want, TILE), tl.minimum(k, TILE), TILE)": lambda at: 0,
@@ -160,6 +162,7 @@ TURNS: dict[str, Callable[[Launch], float]] = {
 }  # fmt: skip
 # Functions that only the program which arrives last at a row and KV head runs.
 BY_THE_LAST = {"attend_chosen", "best_of_list", "merge_parts", "find_victim", "add_scores"}
+OF_SEVERAL_TILES = {"best_of_list"}
 ONCE_A_GROUP = {"quantise_group"}  # functions that only the last token of a group of GROUP tokens runs
 
 
@@ -268,14 +271,19 @@ def source_loops(instruction: Instruction) -> list[str]:
     ]
 
 
-def share_of_runs(instruction: Instruction, programs: int) -> float:
-    """Return by which share of the programs that share a KV head, and of the steps, an instruction is run."""
+def share_of_runs(instruction: Instruction, programs: int, one_tile: bool) -> float:
+    """Return by which share of the programs that share a KV head, and of the steps, an instruction is run.
+
+    one_tile: the choice has all positions in one tile.
+    """
     functions = {
         name
         for file, line in source_frames(instruction)
         for first, last, name in functions_of_source(file)
         if first <= line <= last
     }
+    if functions & OF_SEVERAL_TILES and one_tile:
+        return 0
     return (1 / programs if functions & BY_THE_LAST else 1) * (1 / GROUP if functions & ONCE_A_GROUP else 1)
 
 
@@ -308,9 +316,12 @@ def count(launch_: Launch, instructions: list[Instruction], loops: list[Loop]) -
             raise ValueError(f"{launch_.name}: TURNS does not say how often this loop turns: {heads[loop]}")
         turns[loop] = TURNS[heads[loop]](launch_)
     total = over_positions = barriers = 0.0
+    one_tile = launch_.case.length <= getattr(launch_.arguments, "TILE", 0)
     for instruction in instructions:
         around = [loop for loop in loops if loop.first <= instruction.address <= loop.last]
-        weight = math.prod(turns[loop] for loop in around) * share_of_runs(instruction, launch_.arguments.programs)
+        weight = math.prod(turns[loop] for loop in around) * share_of_runs(
+            instruction, launch_.arguments.programs, one_tile
+        )
         total += weight
         if any(heads[loop] in OVER_POSITIONS for loop in around):
             over_positions += weight

@@ -297,7 +297,7 @@ def _sizes(store: Store, q: Tensor) -> dict[str, Any]:
 
 def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
     """Run steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
-    (B, H, _, _), view = store.shape, device.page_view(store)
+    (B, H, G, _), view = store.shape, device.page_view(store)
     pages, settings = _cached_pages(store, view), SETTINGS.choose
     scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
     if _one_warp_scores(store, selection):
@@ -308,7 +308,7 @@ def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
     choose_kernel[B * H, programs](
         query, pages, scores, _candidates(store, selection, view.room, settings.tile, programs),
         **_sizes(store, query.q), **_variants(query), TYPE=types()[store.dtype], SP=pad(scores.splits, 2),
-        RENORMALISE=selection.renormalise, MEAN=selection.mean, TILE=settings.tile,
+        RENORMALISE=selection.renormalise, MEAN=selection.mean, ALONE=G == 1, TILE=settings.tile,
         CHOSEN_BLOCK=fit_block(settings.block, _row_bytes(store)), num_warps=settings.warps,
     )  # fmt: skip
     return query.y

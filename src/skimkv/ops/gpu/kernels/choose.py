@@ -2,7 +2,8 @@
 
 Positions are chosen by a threshold, in tiles: programs cut the tiles in parallel, each to its own best, and the program
 that arrives last cuts their candidates to the best of all and attends to them. Ties at a threshold go to the lower
-position. Weights are compared by their bits, which for floats >= 0 order as integers; -1 is below all of them.
+position. Where one query head has the KV head to itself, its logits are ranked; else the sum of the softmaxes over the
+group. Both are compared as integers that order as the floats do: `order_of`.
 TopK (FlexGen's, Sheng et al. 2023) and LowRank (figure 7a of SparQ) choose in the same way.
 """
 
@@ -28,9 +29,16 @@ from .shared import (
     sink_weight,
 )
 
-BELOW_ALL = constant(-1)  # the bits of no weight
-ABSENT = constant(-2)  # below what any threshold can be
-ABOVE_ALL = constant(0x7F800001)  # above the bits of +inf
+BELOW_ALL = constant(-2147483647)  # the order of no float
+ABSENT = constant(-2147483648)  # below what any threshold can be
+HIGHEST = constant(0x7F800000)  # the order of +inf
+MAGNITUDE = constant(0x7FFFFFFF)  # all bits of a float32 but its sign
+HALF = constant(16)  # bits of a count of the numbers of a tile, at most
+LOW_HALF = constant(65535)
+BINS = constant(256)
+BIN_BITS = constant(8)
+FLOAT_BIAS = constant(127)
+FLOAT_BITS = constant(23)  # of a float32 below its exponent
 
 
 @triton.jit
@@ -54,19 +62,72 @@ def normaliser(query, scores, bh, g, SP: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
+def order_of(x):
+    """Return integers that order as these floats do; a NaN comes after all others."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, tl.where(bits < 0, bits ^ MAGNITUDE, bits), BELOW_ALL + 1)
+
+
+@triton.jit
+def shift_to_bins(low, high):
+    """Return by how many bits a distance from low, up to high, is shifted to become the number of a bin."""
+    distance = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    exponent = (distance.to(tl.float32).to(tl.int32, bitcast=True) >> FLOAT_BITS) - FLOAT_BIAS
+    return tl.maximum(exponent - (BIN_BITS - 1), 0)
+
+
+@triton.jit
+def count_by_bins(x, low, high, shift):
+    """Count the numbers from low to high, by their distance from low: (BINS,)."""
+    inside = (x >= low) & (x <= high)
+    distance = x.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    bins = tl.where(inside, (distance >> shift).to(tl.int32), 0)
+    return tl.histogram(bins, BINS, inside)
+
+
+@triton.jit
+def narrow(counts, low, high, shift, want):
+    """Narrow low .. high, in which the want-th largest number lies, to its bin.
+
+    Returns the new low and high, and how many numbers of the bin are wanted. Where that is all of them, high is low: as
+    a threshold it serves as well as the least of them.
+    """
+    bins = tl.arange(0, BINS)
+    reaching = tl.cumsum(counts, 0, reverse=True)
+    chosen = tl.max(tl.where(reaching >= want, bins, 0), 0)
+    want -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
+    is_whole = tl.sum(tl.where(bins == chosen, counts, 0), 0) == want
+    first = chosen.to(tl.uint32) << shift
+    distance = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    last = tl.minimum(distance, first + ((tl.full([], 1, tl.uint32) << shift) - 1))
+    start = low.to(tl.uint32, bitcast=True)
+    new_low, new_high = (start + first).to(tl.int32, bitcast=True), (start + last).to(tl.int32, bitcast=True)
+    return new_low, tl.where(is_whole, new_low, new_high), want
+
+
+@triton.jit
+def middle_of(low, high):
+    """Return the number between low and high, which is above low where high is."""
+    return (low >> 1) + (high >> 1) + ((low | high) & 1)
+
+
+@triton.jit
 def bisect(low, high, reached, middle, want):
-    """Take one step of the bisection for a threshold; where exactly `want` numbers reach it, the search ends."""
+    """Take one step of the bisection of low .. high for a threshold; where `want` numbers reach it, the search ends."""
     low = tl.where(reached >= want, middle, low)
-    high = tl.where(reached >= want, high, middle)
-    return low, tl.where(reached == want, low + 1, high)
+    high = tl.where(reached > want, high, tl.where(reached == want, middle, middle - 1))
+    return low, high
 
 
 @triton.jit
 def threshold_of_tile(x, want):
-    """Find the largest number that at least `want` of x (TILE,) reach."""
-    low, high = tl.full([], BELOW_ALL, tl.int32), tl.max(x, 0) + 1
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    """Find a number that `want` of x (TILE,) reach, or, of equal ones, the least of them that as many reach."""
+    low, high, left = tl.min(x, 0), tl.max(x, 0), want
+    for _ in range(2):
+        shift = shift_to_bins(low, high)
+        low, high, left = narrow(count_by_bins(x, low, high, shift), low, high, shift, left)
+    while low < high:
+        middle = middle_of(low, high)
         low, high = bisect(low, high, tl.sum((x >= middle).to(tl.int32), 0), middle, want)
     return low
 
@@ -83,38 +144,58 @@ def count_reaching(weights, n, threshold, TILE: tl.constexpr):
 
 @triton.jit
 def threshold_of_list(weights, n, want, TILE: tl.constexpr):
-    """Find the largest number that at least `want` of n numbers in memory reach."""
-    low, high = tl.full([], BELOW_ALL, tl.int32), tl.full([], ABOVE_ALL, tl.int32)
-    while high - low > 1:
-        middle = low + (high - low) // 2
+    """Find such a number for n numbers in memory."""
+    t = tl.arange(0, TILE)
+    low, high, left = tl.full([], BELOW_ALL, tl.int32), tl.full([], HIGHEST, tl.int32), want
+    for _ in range(2):
+        shift = shift_to_bins(low, high)
+        counts = tl.zeros([BINS], tl.int32)
+        for i in range(0, n, TILE):
+            counts += count_by_bins(tl.load(weights + i + t, i + t < n, ABSENT), low, high, shift)
+        low, high, left = narrow(counts, low, high, shift, left)
+    while low < high:
+        middle = middle_of(low, high)
         low, high = bisect(low, high, count_reaching(weights, n, middle, TILE), middle, want)
     return low
 
 
 @triton.jit
-def best_of_tile(
-    query, scores, weights, positions, bh, i, n, k, SP: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr
-):
-    """Find the k best of positions i .. i+TILE-1 below n, by the sum of s_hat over the group.
+def places(above, ties, room):
+    """Return which numbers are taken, those above the threshold and the first `room` ties, and a place for each."""
+    both = tl.cumsum(above.to(tl.int32) | (ties.to(tl.int32) << HALF), 0)  # two counts in one scan
+    ties_before = both >> HALF
+    taken = above | (ties & (ties_before <= room))
+    return taken, (both & LOW_HALF) + tl.minimum(ties_before, room) - 1
 
-    The bits of their weights and their positions are stored, (k,) each; where there are fewer, weights are BELOW_ALL.
+
+@triton.jit
+def best_of_tile(
+    query, scores, weights, positions, bh, i, n, k,
+    SP: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """Find the k best of positions i .. i+TILE-1 below n, by the sum of s_hat over the group. ALONE: the group is one.
+
+    The order of their weights and their positions are stored, (k,) each; where there are fewer, weights are BELOW_ALL.
     """
-    t, first_head = tl.arange(0, TILE), tl.arange(0, 1)
+    t = tl.arange(0, TILE)
     cached = i + t < n
-    s_hat = tl.zeros([TILE], tl.float32)
-    for head in range(0, query.G):
-        reference, total, _ = normaliser(query, scores, bh, first_head + head, SP, SINKS)
-        source = scores.logits + (bh * query.G + head) * scores.width + i + t
-        logits = tl.load(tl.multiple_of(source, ALIGNMENT))  # not masked: the scratch memory goes on past the end
-        s_hat += tl.exp(logits - reference) / total
-    x = tl.where(s_hat == s_hat, s_hat, 0.0).to(tl.int32, bitcast=True)
+    source = scores.logits + bh * query.G * scores.width + i + t  # not masked: the scratch memory goes on past the end
+    if ALONE:
+        x = order_of(tl.load(tl.multiple_of(source, ALIGNMENT)))
+    else:
+        s_hat = tl.zeros([TILE], tl.float32)
+        for head in range(0, query.G):
+            reference, total, _ = normaliser(query, scores, bh, tl.arange(0, 1) + head, SP, SINKS)
+            logits = tl.load(tl.multiple_of(source + head * scores.width, ALIGNMENT))
+            s_hat += tl.exp(logits - reference) * (1 / total)
+        x = order_of(tl.where(s_hat == s_hat, s_hat, 0.0))
     x = tl.where(cached, x, BELOW_ALL)
     want = tl.minimum(k, n - i)
     threshold = threshold_of_tile(x, want)
     ties = (x == threshold) & cached
-    room = want - tl.sum((x > threshold).to(tl.int32), 0)
-    taken = (x > threshold) | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
-    target = tl.cumsum(taken.to(tl.int32), 0) - 1
+    above = x > threshold
+    room = want - tl.sum(above.to(tl.int32), 0)
+    taken, target = places(above, ties, room)
     tl.store(weights + target, x, taken)
     tl.store(positions + target, i + t, taken)
     for j in range(tl.minimum(want, TILE), tl.minimum(k, TILE), TILE):
@@ -131,8 +212,8 @@ def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
     for i in range(0, n, TILE):
         x = tl.load(weights + i + t, i + t < n, ABSENT)
         ties = x == threshold
-        taken = (x > threshold) | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
-        target = filled + tl.cumsum(taken.to(tl.int32), 0) - 1
+        taken, target = places(x > threshold, ties, room)
+        target += filled
         tl.store(chosen + target, tl.load(positions + i + t, taken, 0), taken)
         room -= tl.sum((ties & taken).to(tl.int32), 0)
         filled += tl.sum(taken.to(tl.int32), 0)
@@ -201,7 +282,7 @@ def choose_kernel(
     query, pages, scores, candidates,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr,
     CHOSEN_BLOCK: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Choose candidates.k positions besides the candidates.local last ones and the current one, and attend to all.
 
@@ -218,7 +299,7 @@ def choose_kernel(
     if want > 0:
         for i in range(program, tiles, candidates.programs):
             to = i * most
-            best_of_tile(query, scores, weights + to, positions + to, bh, i * TILE, free, most, SP, TILE, SINKS)
+            best_of_tile(query, scores, weights + to, positions + to, bh, i * TILE, free, most, SP, TILE, SINKS, ALONE)
     if is_last_program(candidates.counter + bh, candidates.programs):
         chosen = positions
         if want > 0 and tiles > 1:
