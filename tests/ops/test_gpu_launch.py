@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from skimkv.cli import info
 from skimkv.methods import parse
 from skimkv.ops import backends
 from skimkv.ops.gpu import backend as gpu
+from skimkv.ops.gpu import launch, tables
 from skimkv.stores.base import Shape
 from support import steps
 from support.gpu import DEVICE, NEEDS_TRITON
@@ -48,6 +50,27 @@ def test_bad_calls_name_what_is_wrong():
             call()
         assert "\n" not in str(caught.value)
     assert store.lengths == [0]
+
+
+def test_a_block_that_would_reach_into_the_next_page_is_refused():
+    """Step 1 and dense attention address a block by its first page; splits end where pages do."""
+    for settings in (launch.SETTINGS.dense, launch.SETTINGS.scores, launch.SETTINGS.quantised_scores):
+        for block in (512, 8, 96):
+            with pytest.raises(ValueError, match=f"block = {block} must be a power of two from 16 to 256"):
+                replace(settings, block=block)
+
+
+def test_streams_have_scratch_memory_of_their_own(monkeypatch):
+    """And a graph, which is captured on another stream, has that of the step before it."""
+    store, stream = parse("Dense()").store(Shape(1, 1, 1, 32), torch.float32, "cpu"), 1
+    monkeypatch.setattr(tables, "current_stream", lambda device: stream)
+    first = tables.scratch(store, "counter", 4)
+    stream = 2
+    second = tables.scratch(store, "counter", 4)
+    assert first.data_ptr() != second.data_ptr()
+    stream = 3
+    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
+    assert tables.scratch(store, "counter", 4).data_ptr() == second.data_ptr()
 
 
 def test_a_head_size_above_256_is_for_the_reference_unless_the_backend_was_asked_for(monkeypatch):

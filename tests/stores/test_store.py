@@ -248,3 +248,14 @@ def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, b
             steps.sparq(store, other, 0.25, None, 4, 40, 8, "coverage", True)
     for x, y in zip((view.uncounted("k"), view.v_mean), (copied.uncounted("k"), copied.v_mean), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_a_store_that_adopts_another_allocates_no_rows():
+    """K and V are the other's; for a benchmark they would be half of a device's memory."""
+    source = Full(Shape(1, 2, 1, 64), torch.float32)
+    source.append(*torch.randn(2, 1, 2, 1500, 64))
+    store = Full(source.shape, torch.float32)
+    with Memory() as memory:
+        store.adopt(source, 1500)
+    assert memory.peak < source.chunks[0].k.nbytes / 4
+    assert store.chunks[0].k is source.chunks[0].k and store.chunks[0].cap == source.chunks[0].cap

@@ -29,10 +29,14 @@ class Shape(NamedTuple):
 
 
 class Workspace:
-    """Scratch buffers of the kernels, by name. The stores of one cache may share one; two caches never do."""
+    """Scratch buffers of the kernels, by device, stream and name.
+
+    The stores of one cache may share one; two caches never do. stream: where the last step that no graph captured ran.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self.stream = 0
 
     def __deepcopy__(self, memo: object) -> Workspace:
         return Workspace()

@@ -89,13 +89,17 @@ class Full(Store):
         """Make room for n more tokens in every row: one more chunk, of at least an eighth of the rest, if needed."""
         self._reserve_total(max(self._lengths) + n)
 
-    def _reserve_total(self, total: int) -> None:
+    def _reserve_total(self, total: int, rows: tuple[Tensor, Tensor] | None = None) -> None:
+        """Make room for so many tokens; rows: K and V of the new chunk, which is then as long as they are."""
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0
         if total <= start:
             return
         B, H, _, _ = self.shape
         cap, stored = round_up(max(total - start, start // 8)), self.row_format.storage_dtype(self.dtype)
-        k, v = (empty((B, H, cap, self.row_format.width), stored, self.device) for _ in "kv")
+        if rows is None:
+            k, v = (empty((B, H, cap, self.row_format.width), stored, self.device) for _ in "kv")
+        else:
+            (k, v), cap = rows, rows[0].shape[2]
         index = scale = means = None
         if self.bits:
             index = empty((B, H, self.R, cap * self.bits // 8), torch.uint8, self.device)

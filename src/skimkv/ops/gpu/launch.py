@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...stores.base import Store
+from .tables import PAGE_TOKENS
 
 try:
     import triton
@@ -56,6 +57,16 @@ class PipelinedLaunch(SplitLaunch):
 
 
 @dataclass(frozen=True)
+class PagesLaunch(PipelinedLaunch):
+    """A pipelined kernel over pages. Raises ValueError unless a block is a power of two that a page is a multiple of."""
+
+    def __post_init__(self) -> None:
+        if self.block & (self.block - 1) or not TENSOR_CORE <= self.block <= PAGE_TOKENS:
+            bounds = f"{TENSOR_CORE} to {PAGE_TOKENS}, the tokens of a page"
+            raise ValueError(f"block = {self.block} must be a power of two from {bounds}")
+
+
+@dataclass(frozen=True)
 class SlotsLaunch(PipelinedLaunch):
     """The step over slots. tile: scores that the last program updates and searches at a time."""
 
@@ -87,11 +98,11 @@ class PageLaunch:
 class LaunchSettings:
     """The settings of every kernel. To try other ones, put another value in the place of a field."""
 
-    dense: PipelinedLaunch = field(default=PipelinedLaunch(block=64, warps=4, programs=4, stages=3))
+    dense: PagesLaunch = field(default=PagesLaunch(block=64, warps=4, programs=4, stages=3))
     channel_scores: PageLaunch = field(default=PageLaunch(programs=20))
-    scores: PipelinedLaunch = field(default=PipelinedLaunch(block=256, warps=4, programs=4, stages=3))
-    quantised_scores: PipelinedLaunch = field(default=PipelinedLaunch(block=128, warps=4, programs=4, stages=3))
-    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=64, warps=8, programs=4))
+    scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4, programs=4, stages=3))
+    quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4, programs=4, stages=3))
+    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=32, warps=4, programs=2))
     clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4, programs=2))
     slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4, programs=2, stages=3, tile=1024))
 
@@ -187,7 +198,7 @@ class Scores(NamedTuple):
 class Candidates(NamedTuple):
     """The choice of positions: the best of every tile, then the best of all."""
 
-    weights: Tensor  # (B*H, room) int32: the bits of float32 weights
+    weights: Tensor  # (B*H, room) int32, which order as the weights do
     positions: Tensor  # (B*H, room) int32
     chosen: Tensor  # (B*H, k) int32
     counter: Tensor  # (B*H,) int32, zero between launches

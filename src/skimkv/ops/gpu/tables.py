@@ -34,9 +34,19 @@ COLUMN_REPRESENTATIVES, COLUMN_SAMPLES, COLUMN_SIZES = 0, 1, 2
 COLUMN_CAPACITY = 4  # tokens (or clusters) in the whole chunk: the distance between its KV heads
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> int:
+    """Return a number that tells the device's streams apart; 0 where there are none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def require_no_capture(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph is captured: a captured step must find all in its place."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError("the host would have to write inside a captured step; prepare() the store, run one before")
 
 
@@ -46,8 +56,15 @@ def _zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def scratch(store: Store, name: str, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return at least n elements that outlive the call, zero at first; stores that share a workspace share them."""
-    buffers, key = store.workspace.buffers, f"{store.device} {name}"
+    """Return at least n elements that outlive the call, zero at first; stores that share a workspace share them.
+
+    Steps on two streams have two of them. A graph is captured on a stream of its own, and takes those of the last step
+    before it.
+    """
+    workspace = store.workspace
+    if not is_capturing(store.device):
+        workspace.stream = current_stream(store.device)
+    buffers, key = workspace.buffers, f"{store.device} {workspace.stream} {name}"
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < n:
         buffer = buffers[key] = _zeros(n + n // 4, dtype, store.device)
