@@ -408,6 +408,20 @@ def test_the_average_of_a_suite():
     assert h2o.mean == pytest.approx(0.3) and h2o.low is None and h2o.diff_to_dense == pytest.approx(-0.7)
 
 
+def test_a_suite_without_its_data_is_refused_in_one_line(folder, tmp_path, capsys):
+    """Before a model is loaded: what is missing, and how to run the other tasks; alone a task has its own message."""
+    (folder / "hotpotqa.json").unlink()
+    argv = ["eval", "--method", "Dense()", "--data", str(folder), "--out", str(tmp_path / "r.jsonl"), "--task"]
+    for task, message in (
+        ("ruler", f"qa_2: --data {folder}: it holds no hotpotqa.json; leave_out=('qa_2',) runs the other tasks"),
+        ("qa_2", f"--data {folder}: it holds no hotpotqa.json"),
+        ("ruler(length=3)", "niah_single_1: length = 3 must be a whole number of at least 256"),
+        ("ruler(length=True)", "niah_single_1: length = True must be a whole number of at least 256"),
+    ):
+        assert main([*argv, task]) == 2
+        assert capsys.readouterr().err == f"skimkv: {message}\n"
+
+
 def test_a_run_gives_the_average(tmp_path, capsys):
     """Two short tasks through the command: `averages` in JSON, and the last section of the table."""
     left = tuple(name for name in ruler.RECIPES if name not in ("vt", "fwe"))

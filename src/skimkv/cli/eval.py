@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ..eval.plan import Setup
     from ..eval.results import Record, Row, Tail
+    from ..eval.tasks import Suite, Task
     from ..eval.timing import StepTimes
 
 MODE_TITLES = {"blind": "question-blind", "aware": "question-aware"}  # a text that is only scored has neither
@@ -133,9 +134,7 @@ def evaluate(
         suites += [] if suite is None or suite in suites else [suite]
         parsed_tasks += [tasks.parse(text)] if suite is None else suite.tasks
     parsed_tasks = list({parsed_task.spec: parsed_task for parsed_task in parsed_tasks}.values())
-    for parsed_task in parsed_tasks:
-        if data is not None or parsed_task.is_made_up:
-            next(parsed_task.examples(data, seed), None)  # finds mistakes before anything heavy is imported
+    _check_tasks(parsed_tasks, suites, data, seed)
     check_environment()
     quiet(model)
 
@@ -190,6 +189,28 @@ def evaluate(
     for line in (*_notes(rows, count), f"{len(records)} records in {out}"):
         output.console().print(line, soft_wrap=True, markup=False)
     return 0
+
+
+def _check_tasks(parsed_tasks: Sequence[Task], suites: Sequence[Suite], data: Path | None, seed: int) -> None:
+    """Make the first example of every task whose data is here, before anything heavy is imported.
+
+    Raises ValueError if one cannot be made. Of a suite the message says how to run its other tasks.
+    """
+    in_suites = {task.spec for suite in suites for task in suite.tasks}
+    problems: dict[str, str] = {}
+    for task in parsed_tasks:
+        if data is None and not task.is_made_up:
+            continue
+        try:
+            next(task.examples(data, seed), None)
+        except ValueError as error:
+            if task.spec not in in_suites:
+                raise
+            problems[task.spec.partition("(")[0]] = str(error)
+    if problems:
+        (name, problem), *_ = problems.items()
+        others = "" if len(problems) == len(in_suites) else f"; leave_out={tuple(problems)} runs the other tasks"
+        raise ValueError(f"{name}: {problem}{others}")
 
 
 def _load(model: str, dtype: str | None, place: torch.device, seed: int, batch: int, count: bool) -> Setup:
