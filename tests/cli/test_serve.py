@@ -52,7 +52,6 @@ def test_packages_that_are_missing(capsys: pytest.CaptureFixture[str], monkeypat
         (["--length", "0+5"], "--length '0+5' must be"),
         (["--memory", "5MB"], "--memory '5MB' must be a number of bytes"),
         (["--shape", "llama-9"], "unknown shape 'llama-9'"),
-        (["--shape", "tiny", "--layers", "1", "--memory", "10"], "one sequence takes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -68,6 +67,7 @@ def test_the_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert len(rows) == 2 * 6 and (tmp_path / "r.png").stat().st_size > 10_000
     status, out, _ = run(capsys, "bench", "serve", *setting, *files)
     assert status == 0 and "caches within 102,400 bytes: tiny, 1 layer, bfloat16 weights" in out
+    assert_mistake(run(capsys, "bench", "serve", *setting, "--memory", "10"), "one sequence takes")
     for row in rows:
         assert f"{row['tokens_per_s']:,.0f}" in out  # read from the file: the same figures
 

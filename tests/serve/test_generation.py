@@ -151,7 +151,7 @@ class Streamer:
         self.ended = True
 
 
-@pytest.mark.parametrize("calls", [1, 4])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_cancelled_request_ends_early_and_its_prompt_is_kept(calls: int) -> None:
     made, ids, cancelled = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60), threading.Event()
     streamer = Streamer(cancelled, calls)
@@ -170,6 +170,7 @@ def test_a_request_that_was_cancelled_before_its_turn_does_nothing():
     assert streamer.ended and made.totals.requests == 0
 
 
+@pytest.mark.slow
 def test_a_failed_request_keeps_nothing():
     made, ids = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60)
     with pytest.raises(ValueError, match="output_attentions"):
