@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -203,8 +203,7 @@ class Full(Store):
         if not same or any(self._lengths) or not 0 < n <= min(source.lengths):
             raise ValueError(f"a store of {self.shape}, {self._lengths} tokens, cannot adopt {n} of {source.shape}")
         for chunk in source.chunks:
-            self._reserve_total(chunk.start + chunk.cap)
-            self.chunks = (*self.chunks[:-1], replace(self.chunks[-1], k=chunk.k, v=chunk.v))
+            self._reserve_total(chunk.start + chunk.cap, (chunk.k, chunk.v))
         rows = slice(0, self.shape.B)
         for start in range(0, n, FILL_BLOCK):
             k, v = (self._stored(name, rows, start, min(start + FILL_BLOCK, n)) for name in BOTH)

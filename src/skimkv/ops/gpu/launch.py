@@ -58,7 +58,7 @@ class PipelinedLaunch(SplitLaunch):
 
 @dataclass(frozen=True)
 class PagesLaunch(PipelinedLaunch):
-    """A pipelined kernel over pages. Raises ValueError unless a block is a power of two that a page is a multiple of."""
+    """A pipelined kernel over pages. Raises ValueError unless a block is a power of two that divides a page."""
 
     def __post_init__(self) -> None:
         if self.block & (self.block - 1) or not TENSOR_CORE <= self.block <= PAGE_TOKENS:
