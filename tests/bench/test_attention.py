@@ -19,7 +19,7 @@ from support.stand_in_machine import StandInGpu
 ROW = {
     "method", "backend", "batch", "heads", "kv_heads", "head_dim", "length", "dtype", "threads", "sets", "ms", "ms_min",
     "ms_max", "bytes_predicted", "gb_per_s", "share_of_peak", "speedup_dense", "speedup_best", "speedup_torch",
-    "speedup_theory", "best_of_torch",
+    "speedup_theory", "best_of_torch", "kept",
 }  # fmt: skip
 METHODS = [
     "SparQ(r=8, k=32)", "SparQ(r=16, k=32)", "SparQ(r=8, k=32, channels='int8', mean_value=True)", "TopK(k=8)",
@@ -38,7 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch):
 def test_rows_keep_the_contract(machine):
     shape, dtype = Shape(2, 2, 2, 32), torch.bfloat16
     out = bench.attention(machine(), shape, [300, 600], METHODS, dtype, 2)
-    assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows", "crossover", "skipped"}
+    assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows", "crossover", "skipped", "waits_known"}
     assert out["skipped"] == [] and json.dumps(out)
     assert out["peak"] == ("read" if machine is Cpu else "copy")
     for n in (300, 600):
@@ -53,6 +53,7 @@ def test_rows_keep_the_contract(machine):
             bytes_ = parse("Dense()" if name.startswith("torch:") else name).traffic(n, shape, dtype).bytes
             assert row["bytes_predicted"] == bytes_ * (2 if name.endswith("float32") else 1)
             assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+            assert 0 <= row["kept"] <= 2
         assert sum(row["best_of_torch"] for row in rows.values()) == 1
         assert min(row["speedup_best"] for row in rows.values()) <= 1
 

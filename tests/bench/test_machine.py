@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,6 +63,28 @@ def test_a_step_is_undone(spec):
     assert store.lengths == [300]
     if isinstance(store, Full):
         torch.testing.assert_close(method.decode(store, *token, scale=0.2), first)
+
+
+def test_without_schedstat_waiting_is_not_known(monkeypatch):
+    monkeypatch.setattr(machines.Path, "exists", lambda path: False)
+    assert Cpu().waiting_clock() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system has no schedstat")
+def test_the_clock_of_waiting_knows_threads_that_come_and_go(tmp_path: Path):
+    clock = Cpu().waiting_clock()
+    before = clock()
+    assert clock() >= before > 0
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait)
+    thread.start()
+    inside = clock()
+    assert str(thread.native_id) in clock._files
+    leave.set()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        time.sleep(0.001)
+    assert clock() >= inside >= before and str(thread.native_id) not in clock._files
 
 
 @pytest.mark.parametrize("device", ["mps", "meta"])

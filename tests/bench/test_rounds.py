@@ -20,8 +20,53 @@ def test_candidates_take_turns_and_warm_up_rounds_do_not_count():
         {"a": lambda: log.append("a"), "b": lambda: log.append("b")}, 2, seconds,
         before=lambda name: log.append(f"before {name}"), warm_up=1, tick=lambda: log.append("tick"),
     )  # fmt: skip
-    assert log == ["before a", "clock a", "a", "before b", "clock b", "b", "tick"] * 3
-    assert timings.seconds == {"a": [3, 5], "b": [4, 6]}
+    rounds = [log[i : i + 7] for i in range(0, len(log), 7)]
+    assert len(rounds) == 3
+    for entries in rounds:
+        assert entries[0] != entries[3] and entries[6] == "tick"
+        for i in (0, 3):
+            name = entries[i].removeprefix("before ")
+            assert entries[i : i + 3] == [f"before {name}", f"clock {name}", name]
+    assert sorted(timings.seconds["a"] + timings.seconds["b"]) == [3, 4, 5, 6] and timings.waited == {}
+
+
+def test_the_order_changes_from_round_to_round():
+    order: list[str] = []
+    take_turns(dict.fromkeys("abcde", print), 20, lambda name, _: order.append(name) or 1.0)
+    rounds = ["".join(order[i : i + 5]) for i in range(0, len(order), 5)]
+    assert len(rounds) == 21 and all(sorted(names) == list("abcde") for names in rounds)
+    assert len({names[0] for names in rounds}) == len({names[-1] for names in rounds}) == 5
+
+
+def test_calls_that_waited_for_a_processor_do_not_count():
+    """The clock of waiting is read just before and just after a call, and what is outside is not the call's."""
+    waits, log = iter([0.0, 5.0, 5.0, 5.00005, 6.0, 7.0]), []
+
+    def waited() -> float:
+        log.append("waited")
+        return next(waits)
+
+    def seconds(name: str, call) -> float:
+        log.append("call")
+        return {3: 50.0, 8: 1.0, 13: 20.0}[len(log)]
+
+    timings = take_turns(
+        {"a": print}, 3, seconds, lambda name: log.append("before"), 0, lambda: log.append("tick"), waited
+    )
+    assert log == ["before", "waited", "call", "waited", "tick"] * 3
+    assert timings.seconds == {"a": [50, 1, 20]} and timings.undelayed("a") == 1
+    assert timings.kept("a") == [False, True, False]
+    assert timings.ms("a") == 1000 and timings.ms_range("a") == (1000, 1000)
+
+
+def test_ratios_are_of_rounds_in_which_both_count():
+    seconds = {"a": [10.0, 4.0, 100.0], "b": [1.0, 2.0, 90.0]}
+    timings = Timings(seconds, {"a": [1.0, 0.0, 0.0], "b": [0.0, 0.0, 1.0]})
+    assert timings.ratio("a", "b") == 2
+    apart = Timings(seconds, {"a": [0.0, 1.0, 1.0], "b": [1.0, 0.0, 0.0]})
+    assert apart.ratio("a", "b") == 10 / 46  # no such round: of the medians of what counts
+    nothing = Timings(seconds, {"a": [1.0] * 3, "b": [1.0] * 3})
+    assert nothing.undelayed("a") == 0 and nothing.kept("a") == [True] * 3 and nothing.ms("a") == 10_000
 
 
 def test_a_ratio_is_taken_within_rounds():

@@ -17,7 +17,7 @@ from support.stand_in_machine import StandInGpu
 
 ROW = {
     "method", "shape", "layers", "weights", "length", "compiled", "interleaved", "ms", "ms_min", "ms_max",
-    "ms_attention", "ms_weights", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes", "speedup_dense",
+    "kept", "ms_attention", "ms_weights", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes", "speedup_dense",
     "speedup_allowed", "speedup_transformers",
 }  # fmt: skip
 METHODS = ["Dense()", "SparQ(r=8, k=32)", "H2O(k=64)"]

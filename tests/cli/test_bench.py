@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,21 @@ def test_what_does_not_fit_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(machines, "Cuda", lambda device: StandInGpu(free=1))
     mistake = run(capsys, *ATTENTION, "--length", "300", "--device", "cuda")
     assert_mistake(mistake, "nothing fits in memory: batch 1, 300 tokens: 0.0 GB of caches, 0.0 GB free")
+
+
+def test_it_says_how_many_calls_count(monkeypatch, capsys):
+    """The stand-in for the clock of waiting stands still, or moves by a second at every look, or is not there."""
+    args = [*ATTENTION, "--length", "300", "--rounds", "4", *SPARQ]
+    for ticks, words in (
+        (itertools.repeat(5.0), "calls count: their threads waited less than 100 µs for a processor."),
+        (itertools.count(1.0), "Dense() at 300 tokens: no call was undisturbed, and its times are those of all calls"),
+        (None, "This system does not tell how long threads wait for a processor: all calls count."),
+    ):
+        clock = ticks and partial(next, ticks)
+        monkeypatch.setattr(machines.Cpu, "waiting_clock", lambda self, clock=clock: clock)
+        status, out, _ = run(capsys, *args)
+        assert status == 0 and words in " ".join(out.split()), out
+    assert all(row["kept"] == 4 for row in answer(capsys, *args)["rows"])
 
 
 def test_threads_are_set(monkeypatch, capsys):

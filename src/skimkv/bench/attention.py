@@ -1,8 +1,10 @@
 """`skimkv bench attention`: one decode step of one attention layer, ours beside PyTorch's, against the memory's speed.
 
 In a model the weights pass through the processor's caches between two attention calls. On a CPU a buffer larger than
-these caches is read before each call, and the query is rotated, as a model does last. On a GPU a candidate is a CUDA
-graph of its step on several sets of key-value caches in turn, so many that what it reads is more than the L2 holds.
+these caches is read before each call, whichever candidate it is of, and the query is rotated, as a model does last: no
+call finds anything of its own in the caches, and the candidates come in another order in every round. On a GPU a
+candidate is a CUDA graph of its step on several sets of key-value caches in turn, so many that what it reads is more
+than the L2 holds.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ def attention(
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract for every length and method; PyTorch's dense paths are rows too.
 
-    `skipped` has a line for each length whose caches do not fit in memory.
+    `skipped` has a line for each length whose caches do not fit in memory. kept: the calls of a row that count, which
+    are those whose threads waited less than `rounds.LONGEST_WAIT` for a processor; if none did, all count and kept is
+    0. waits_known: whether the system tells how long threads waited.
     """
     specs = list(dict.fromkeys([Dense(), *map(parse, methods)]))
     rows, peaks, skipped = list[dict[str, Any]](), [0.0], list[str]()
@@ -81,13 +85,14 @@ def attention(
             need, free = set_bytes(machine, specs, shape, dtype, n) / 1e9, machine.free_bytes() / 1e9
             skipped.append(f"batch {shape.B}, {n} tokens: {need:.1f} GB of caches, {free:.1f} GB free")
             continue
-        timings, peak = race(machine, candidates(machine, shape, n, specs, dtype, sets), rounds, tick)
+        contenders = candidates(machine, shape, n, specs, dtype, sets)
+        timings, peak = race(machine, contenders, rounds, tick)
         peaks.append(peak)
         rows += _rows(machine, timings, specs, shape, n, dtype, peak, sets)
     crossings = {repr(method): crossover(method, shape, dtype) for method in specs}
     return {
         "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
-        "crossover": crossings, "skipped": skipped,
+        "crossover": crossings, "skipped": skipped, "waits_known": machine.waiting_clock() is not None,
     }  # fmt: skip
 
 
@@ -203,11 +208,12 @@ def race(
         machine.between_calls(candidates[name].refresh if name in candidates else nothing)
 
     both = {**calls, **{name: move for name, (move, _) in moves.items()}}
-    seconds = take_turns(both, rounds, lambda _, call: machine.seconds(call), before, tick=tick).seconds
+    clock = machine.waiting_clock()
+    measured = take_turns(both, rounds, lambda _, call: machine.seconds(call), before, tick=tick, waited=clock)
     for candidate in candidates.values():
         candidate.undo()
-    steps = {name: [s / len(candidates[name]) for s in seconds[name]] for name in candidates}
-    return Timings(steps), peak_bandwidth(moves, seconds)
+    steps = {name: [s / len(candidates[name]) for s in measured.seconds[name]] for name in candidates}
+    return Timings(steps, measured.waited), peak_bandwidth(moves, measured.seconds)
 
 
 def _rows(
@@ -235,7 +241,8 @@ def _rows(
         rows.append({
             "method": name, "backend": backends.get(name, "torch"), "batch": B, "heads": H * G,
             "kv_heads": H, "head_dim": D, "length": n, "dtype": str(dtype).removeprefix("torch."),
-            "threads": machine.threads, "sets": sets, "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
+            "threads": machine.threads, "sets": sets, "kept": timings.undelayed(name),
+            "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
             "bytes_predicted": bytes_, "gb_per_s": bytes_ / ms / 1e6, "share_of_peak": bytes_ / ms * 1e3 / peak,
             "speedup_dense": timings.ratio(dense, name), "speedup_best": timings.ratio(best, name),
             "speedup_torch": timings.ratio(best_of_torch, name), "speedup_theory": whole / bytes_,

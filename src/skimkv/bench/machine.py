@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
+import os
 import platform
 import statistics
 import time
@@ -73,6 +75,13 @@ class Machine(ABC):
         """Return a call that takes the store's numbers back to what they are now, so that a step can be taken again."""
         return partial(store.rewind, store.mark())
 
+    def waiting_clock(self) -> Callable[[], float] | None:
+        """Return a clock of the seconds that this process's threads have waited for a processor, all together.
+
+        None where that does not matter, or where the system does not tell.
+        """
+        return None
+
     def wait(self) -> None:
         """Return when all work that was given to the device is done."""
         return None
@@ -122,6 +131,38 @@ class Cpu(Machine):
         """Read a buffer that is larger than the processor's caches, then refresh the query."""
         read(self._buffer)
         refresh()
+
+    def waiting_clock(self) -> Callable[[], float] | None:
+        """Return a clock that adds up the waiting times in /proc/self/task/*/schedstat; None where there is no such."""
+        return RunQueueClock() if Path("/proc/self/schedstat").exists() else None
+
+
+class RunQueueClock:
+    """The seconds that the threads of this process have waited in the run queue, as Linux counts them.
+
+    Files stay open between two readings, which follow each other closely around a call that is timed.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._nanoseconds: dict[str, int] = {}  # of every thread, also of those that have ended
+
+    def __call__(self) -> float:
+        """Return the seconds so far, of all threads that there are or were."""
+        for thread in os.listdir("/proc/self/task"):
+            if thread not in self._files:
+                with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+                    self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+        for thread, file in list(self._files.items()):
+            try:  # the second of three numbers, after the time that the thread ran
+                self._nanoseconds[thread] = int(os.pread(file, 100, 0).split()[1])
+            except ProcessLookupError:
+                os.close(self._files.pop(thread))
+        return sum(self._nanoseconds.values()) / 1e9
+
+    def __del__(self) -> None:
+        for file in self._files.values():
+            os.close(file)
 
 
 class Cuda(Machine):

@@ -1,35 +1,61 @@
 """Timing in rounds: candidates are called in turn, round after round, and ratios are taken within a round.
 
-Two blocks of runs a second apart see different machines; two calls of one round see nearly the same one.
+Two blocks of runs a second apart see different machines; two calls of one round see nearly the same one. In every round
+the candidates come in another order, so that none always follows the same other one. A call during which threads of
+this process waited for a processor tells how busy the machine was with something else: it is left out.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .machine import Call, nothing
+
+LONGEST_WAIT = 100e-6  # seconds that the threads of a call may wait for a processor, all together
 
 
 @dataclass(frozen=True)
 class Timings:
-    """The seconds of every candidate, one entry for each round."""
+    """The seconds of every candidate, one entry for each round.
+
+    waited: the seconds that the process's threads waited for a processor during each call, as far as they are known.
+    """
 
     seconds: dict[str, list[float]]
+    waited: dict[str, list[float]] = field(default_factory=dict)
+
+    def kept(self, name: str) -> list[bool]:
+        """Return which of the candidate's calls count: those that waited less than LONGEST_WAIT, or all if none did."""
+        waited = self.waited.get(name, [])
+        fast = [w < LONGEST_WAIT for w in waited]
+        return fast if any(fast) else [True] * len(self.seconds[name])
+
+    def undelayed(self, name: str) -> int:
+        """Return how many of the candidate's calls waited less than LONGEST_WAIT."""
+        return sum(w < LONGEST_WAIT for w in self.waited.get(name, [0.0] * len(self.seconds[name])))
 
     def ms(self, name: str) -> float:
-        """Return the candidate's median in milliseconds."""
-        return statistics.median(self.seconds[name]) * 1e3
+        """Return the median of the candidate's calls that count, in milliseconds."""
+        return statistics.median(self._kept_seconds(name)) * 1e3
 
     def ms_range(self, name: str) -> tuple[float, float]:
-        """Return the candidate's shortest and longest time in milliseconds."""
-        return min(self.seconds[name]) * 1e3, max(self.seconds[name]) * 1e3
+        """Return the shortest and the longest time of the candidate's calls that count, in milliseconds."""
+        return min(self._kept_seconds(name)) * 1e3, max(self._kept_seconds(name)) * 1e3
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Return the median over rounds of seconds(slow) / seconds(fast)."""
-        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        """Return the median of seconds(slow) / seconds(fast) over the rounds in which both count.
+
+        If there is no such round, it is the ratio of the medians.
+        """
+        pairs = zip(self.seconds[slow], self.seconds[fast], self.kept(slow), self.kept(fast), strict=True)
+        ratios = [a / b for a, b, keep_a, keep_b in pairs if keep_a and keep_b]
+        return statistics.median(ratios) if ratios else self.ms(slow) / self.ms(fast)
+
+    def _kept_seconds(self, name: str) -> list[float]:
+        return [s for s, keep in zip(self.seconds[name], self.kept(name), strict=True) if keep]
 
 
 def take_turns(
@@ -39,18 +65,29 @@ def take_turns(
     before: Callable[[str], None] = lambda name: None,
     warm_up: int = 1,
     tick: Call = nothing,
+    waited: Callable[[], float] | None = None,
 ) -> Timings:
     """Time all calls in turn, in `warm_up` rounds that do not count and in `rounds` that do.
 
     clock(name, call) runs the call and returns its seconds. before(name) runs in front of each call, outside the clock.
-    tick is called after each round.
+    tick is called after each round. waited() returns the seconds that the process's threads have waited for a processor
+    so far; None: that is not known.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    waits: dict[str, list[float]] = {name: [] for name in calls} if waited else {}
+    shuffle = random.Random(0).shuffle
     for i in range(warm_up + rounds):
-        for name, call in calls.items():
+        order = list(calls)
+        if i:
+            shuffle(order)
+        for name in order:
             before(name)
-            took = clock(name, call)
+            start = waited() if waited else 0.0
+            took = clock(name, calls[name])
+            wait = waited() - start if waited else 0.0
             if i >= warm_up:
                 seconds[name].append(took)
+                if waited:
+                    waits[name].append(wait)
         tick()
-    return Timings(seconds)
+    return Timings(seconds, waits)

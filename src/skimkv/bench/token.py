@@ -148,10 +148,14 @@ class AttentionClock:
 
 
 class Measured(NamedTuple):
-    """Seconds of a decoder's steps, one entry for each round; attention: of those in attention, where it was timed."""
+    """Seconds of a decoder's steps, one entry for each round.
+
+    attention: of those in attention, where it was timed. waited: for a processor, where that is known.
+    """
 
     steps: list[float]
     attention: list[float]
+    waited: list[float]
 
 
 def time_together(
@@ -189,13 +193,17 @@ def time_together(
         return machine.wall_seconds(call) if name in named else machine.seconds(call)
 
     calls |= {name: move for name, (move, _) in moves.items()}
-    seconds = take_turns(calls, rounds, clock, before, WARM_UP, tick).seconds
+    timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, machine.waiting_clock())
     detach(model)
     measured = {
-        decoder: Measured(seconds[name], clocks[name].seconds[WARM_UP:] if name in clocks else [])
+        decoder: Measured(
+            timings.seconds[name],
+            clocks[name].seconds[WARM_UP:] if name in clocks else [],
+            timings.waited.get(name, []),
+        )
         for name, decoder in named.items()
     }
-    return measured, peak_bandwidth(moves, seconds)
+    return measured, peak_bandwidth(moves, timings.seconds)
 
 
 def _by_difference(machine: Machine, compile: bool) -> bool:
@@ -216,8 +224,8 @@ def token(
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract; `transformers` is the library's own cache and attention, not compiled.
 
-    interleaved: all rows of this length were measured in turn, call by call. speedup_dense: over our dense attention,
-    measured; speedup_allowed: what the bytes of weights and caches allow.
+    interleaved: all rows of this length were measured in turn, call by call. kept: as in `attention`. speedup_dense:
+    over our dense attention, measured; speedup_allowed: what the bytes of weights and caches allow.
     Raises ValueError if the shape or the weights are unknown, or if a method's caches do not fit in memory.
     """
     if weights == "int8" and machine.device.type == "cuda":
@@ -240,7 +248,10 @@ def token(
         setting = {"shape": shape, "weights": weights, "length": n, "interleaved": together}
         for row in _rows(model, specs, n, rounds, measured, peak):
             rows.append({**row, **setting, "compiled": compile and row["method"] != "transformers"})
-    return {"machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows}
+    return {
+        "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
+        "waits_known": machine.waiting_clock() is not None,
+    }  # fmt: skip
 
 
 def _rows(
@@ -253,7 +264,9 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
     layers, weights, shape = len(model.model.layers), weight_bytes(model), cache_shape(model)
-    timings = Timings({Decoder(spec, n).name: measured[Decoder(spec, n)].steps for spec in specs})
+    named = {Decoder(spec, n).name: measured[Decoder(spec, n)] for spec in specs}
+    waited = {name: x.waited for name, x in named.items() if x.waited}
+    timings = Timings({name: x.steps for name, x in named.items()}, waited)
     rows = []
     for spec in specs:
         name, attention = Decoder(spec, n).name, measured[Decoder(spec, n)].attention
@@ -263,11 +276,12 @@ def _rows(
         )
         ms, (ms_min, ms_max) = timings.ms(name), timings.ms_range(name)
         if attention:
-            ms_attention = statistics.median(attention) * 1e3
+            ms_attention = Timings({name: attention}, waited).ms(name)
         else:
             ms_attention = ms - statistics.median(measured[Decoder(spec, FEW)].steps) * 1e3
         rows.append({
-            "method": name, "layers": layers, "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
+            "method": name, "layers": layers, "kept": timings.undelayed(name),
+            "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
             "ms_attention": ms_attention, "ms_weights": ms - ms_attention,
             "floor_ms": (moved + weights) / peak * 1e3,
             "cache_bytes": moved, "bytes_read": moved, "weight_bytes": weights,

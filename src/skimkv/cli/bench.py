@@ -154,8 +154,10 @@ def attention(
 ) -> None:
     """Time one decode step of one attention layer, for every method and for PyTorch's dense attention.
 
-    All candidates take turns, round after round, and nothing is in the processor's caches before a step. Beside the
-    times stand the bytes that a step reads and the memory bandwidth that was measured meanwhile.
+    All candidates take turns, round after round, each round in another order. Before every call, of whichever
+    candidate, the bench drives everything else out of the processor's caches, as a model's weights do. A call whose
+    threads waited 100 µs or more for a processor, because other processes used it, does not count. Beside the times
+    stand the bytes that a step reads and the memory bandwidth that was measured meanwhile.
 
     Example:
 
@@ -190,6 +192,7 @@ def attention(
     columns += ["gb_per_s", "share_of_peak", "speedup_dense", "speedup_torch", "speedup_theory"]
     title = f"one decode step of a layer: batch {batch}, {heads} heads on {kv_heads}, head size {head_dim}, {dtype}"
     _print_table(result, columns, title)
+    _print_kept(result, rounds)
     for line in result["skipped"]:
         print(f"skipped: {line}")
     if not sweep:
@@ -235,8 +238,9 @@ def token(
 ) -> None:
     """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
 
-    The model has random weights and a cache of random tokens. All candidates take turns, token by token. Beside the
-    times stand the bytes that a token reads, and the time that memory needs for them at least.
+    The model has random weights and a cache of random tokens. All candidates take turns, token by token, each round in
+    another order. A token during which threads waited 100 µs or more for a processor does not count. Beside the times
+    stand the bytes that a token reads, and the time that memory needs for them at least.
 
     Example:
 
@@ -263,6 +267,7 @@ def token(
     columns += ["speedup_dense", "speedup_allowed", "speedup_transformers"]
     layers_run = output.number(result["rows"][0]["layers"], "layer")
     _print_table(result, columns, f"a whole token: {shape}, {layers_run}, {weights} weights")
+    _print_kept(result, rounds)
     if not all(row["interleaved"] for row in result["rows"]):
         print(
             "The candidates were measured one after the other: their caches do not fit in memory together, or the "
@@ -441,6 +446,21 @@ def _print_table(result: Mapping[str, Any], columns: Sequence[str], title: str) 
         does = "copies" if result["peak"] == "copy" else "reads"
         table.caption += f"; {does} {result['peak_gb_per_s']:.1f} GB/s at best"
     output.console(160).print(table)
+
+
+def _print_kept(result: Mapping[str, Any], rounds: int) -> None:
+    """Say how many calls count, and what those are that do not; nothing for a GPU, which is not shared."""
+    rows = result["rows"]
+    if not result["waits_known"]:
+        if result["peak"] == "read":
+            print("This system does not tell how long threads wait for a processor: all calls count.")
+        return
+    kept = sum(row["kept"] for row in rows)
+    print(f"{kept} of {len(rows) * rounds} calls count: their threads waited less than 100 µs for a processor.")
+    for row in rows:
+        if not row["kept"]:
+            where = f"{row['method']} at {row['length']} tokens"
+            print(f"{where}: no call was undisturbed, and its times are those of all calls; use an idle machine")
 
 
 def _faster(result: Mapping[str, Any], name: str) -> str:
