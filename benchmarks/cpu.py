@@ -29,7 +29,7 @@ METHODS = [
     f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')", "Skim(k=128)", "Dense(kv='int8')",
     "Dense(kv='int4')", "H2O(k=512)",
 ]  # fmt: skip
-MOVED = 0.05  # a change of a speed-up that is marked
+MOVED = 0.1  # a change of a speed-up that is marked
 
 
 def measured(machine: Machine, rounds: int, lengths: Sequence[int]) -> Iterator[tuple[str, float]]:

@@ -35,7 +35,7 @@ def _small(monkeypatch: pytest.MonkeyPatch):
 ])  # fmt: skip
 def test_rows_keep_the_contract(machine, weights, compile):
     out = bench.token(machine(), "tiny", 2, weights, [300, 600], METHODS, 2, compile=compile)
-    assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows"} and json.dumps(out)
+    assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows", "waits_known"} and json.dumps(out)
     names = ["transformers", *METHODS]
     assert [(row["method"], row["length"]) for row in out["rows"]] == [(m, n) for n in (300, 600) for m in names]
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
