@@ -27,6 +27,7 @@ from .shared import (
     page_start,
 )
 
+APPENDED_CHANNELS = constant(128)  # of the current token that are written at a time: one by every thread
 ROUND = constant(12582912.0)  # 1.5 * 2^23: a float32 below 2^22 plus it is rounded to an integer, half to even
 
 
@@ -95,15 +96,19 @@ def append_kernel(
         tl.store(pages.v_mean + bh * D + d, mean, d < D)
     if LAYOUT != LAYOUT_ROWS:
         R = pages.R
-        for channel in range(0, R, CHANNEL_BLOCK):
-            j = channel + tl.arange(0, CHANNEL_BLOCK)
-            new = tl.load(x + b * x_batch + h * x_head + j, j < R, 0.0)
+        row = x + b * x_batch + h * x_head
+        if LAYOUT != LAYOUT_COPY:  # noqa: SIM102 - a constant of the compiler, then a number of the device
+            if n % PAGE_TOKENS == PAGE_TOKENS - 1:
+                for channel in range(0, R, CHANNEL_BLOCK):
+                    j = channel + tl.arange(0, CHANNEL_BLOCK)
+                    quantise_group(pages, page, bh, channel, tl.load(row + j, j < R, 0.0), LAYOUT)
+        for first in range(0, R, APPENDED_CHANNELS):
+            j = first + tl.arange(0, APPENDED_CHANNELS)
+            new = tl.load(row + j, j < R, 0.0)
             if LAYOUT == LAYOUT_COPY:
                 start = page_start(pages.table, page, COLUMN_INDEX, TYPE)
                 tl.store(start + (bh * R + j) * capacity + n % PAGE_TOKENS, new, j < R)
             else:
-                if n % PAGE_TOKENS == PAGE_TOKENS - 1:
-                    quantise_group(pages, page, bh, channel, new, LAYOUT)
                 tl.store(pages.tail + (bh * R + j) * PAGE_TOKENS + n % PAGE_TOKENS, new, j < R)
     tl.debug_barrier()
     tl.store(pages.lengths + bh, n + 1)
