@@ -1,6 +1,6 @@
 """What the GPU kernels can reach, counted in their machine code: no GPU is needed.
 
-    python benchmarks/gpu_static.py [--json FILE] [--kernels NAME ...]
+    python benchmarks/gpu_static.py [--json FILE] [--steps N]
 
 Every kernel is compiled at the shapes of the table of targets in benchmarks/gpu.py, for an H200. For each launch a line
 of a table says how many registers, bytes of stack and bytes of shared memory a program takes, how many programs fit on
@@ -158,12 +158,13 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     "clusters_kernel: for head in range(0, G)": lambda at: at.arguments.query.G,
     "find_cluster: for i in range(0, count, CLUSTER_BLOCK)": lambda at: CLUSTERS / 32,
     "clusters_append_kernel: for i in range(0, S, SLOT_BLOCK)": lambda at: at.arguments.clusters.s / 16,
-    "append_kernel: for channel in range(0, R, CHANNEL_BLOCK)": lambda at: at.arguments.pages.R / 16,
+    # a group is closed by one token in GROUP
+    "append_kernel: for channel in range(0, R, CHANNEL_BLOCK)": lambda at: at.arguments.pages.R / 16 / GROUP,
+    "append_kernel: for first in range(0, R, APPENDED_CHANNELS)": lambda at: at.arguments.pages.R / 128,
 }  # fmt: skip
 # Functions that only the program which arrives last at a row and KV head runs.
 BY_THE_LAST = {"attend_chosen", "best_of_list", "merge_parts", "find_victim", "add_scores"}
 OF_SEVERAL_TILES = {"best_of_list"}
-ONCE_A_GROUP = {"quantise_group"}  # functions that only the last token of a group of GROUP tokens runs
 
 
 class AbsentGpu:
@@ -272,7 +273,7 @@ def source_loops(instruction: Instruction) -> list[str]:
 
 
 def share_of_runs(instruction: Instruction, programs: int, one_tile: bool) -> float:
-    """Return by which share of the programs that share a KV head, and of the steps, an instruction is run.
+    """Return which share of the programs of a KV head runs an instruction.
 
     one_tile: the choice has all positions in one tile.
     """
@@ -284,7 +285,7 @@ def share_of_runs(instruction: Instruction, programs: int, one_tile: bool) -> fl
     }
     if functions & OF_SEVERAL_TILES and one_tile:
         return 0
-    return (1 / programs if functions & BY_THE_LAST else 1) * (1 / GROUP if functions & ONCE_A_GROUP else 1)
+    return 1 / programs if functions & BY_THE_LAST else 1
 
 
 class Count(NamedTuple):
@@ -502,12 +503,15 @@ def collect(steps: list[tuple[Case, str]]) -> dict[str, list[dict[str, Any]]]:
 def main(arguments: list[str]) -> int:
     """Print the tables and the line of JSON. The exit status is 2 where kernels cannot be compiled."""
     parser = argparse.ArgumentParser(description="Count what the GPU kernels need, in their machine code.")
+    parser.add_argument(
+        "--steps", type=int, default=len(STEPS), metavar="N", help="Take only the first N of the steps."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Also write the JSON to this file.")
     options = parser.parse_args(arguments)
     if why := can_compile():
         print(f"error: {why}", file=sys.stderr)
         return 2
-    result = collect(STEPS)
+    result = collect(STEPS[: options.steps])
     print_table(result["kernels"], COLUMNS)
     print_table(result["ceilings"], CEILINGS)
     text = json.dumps(result)
