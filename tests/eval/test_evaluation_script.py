@@ -1,0 +1,70 @@
+"""benchmarks/evaluation.py: a small run, which goes on where it was, and its tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import skimkv
+from skimkv.eval import budgets
+from skimkv.methods import Dense, SparQ
+
+ROOT = Path(__file__).parents[2]
+TEXT = "The quick brown fox jumps over the lazy dog, and then it runs home through the wood. "
+SMALL_SETTINGS = {"Dense()": 1.0, "SparQ(r=8, k=40)": 1 / 16, "LMInfinite(k=40)": 1 / 16}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("evaluation_script", ROOT / "benchmarks" / "evaluation.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_small_run_goes_on_where_it_was(script, tmp_path, monkeypatch, capsys):
+    """Two methods and the two cheapest tasks of RULER; a second run makes no record and keeps the times."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT * 300)
+    solved = []
+    monkeypatch.setattr(script, "solve_settings", lambda setup, document: solved.append(1) or SMALL_SETTINGS)
+    monkeypatch.setattr(script, "ROUNDS", 2)
+    left_out = [task.spec.split("(")[0] for task in script.parse_suite("ruler(length=600)").tasks]
+    left_out = [name for name in left_out if name not in ("niah_single_1", "fwe")]
+    command = [str(tmp_path), "--text", str(text), "--out", str(out), "--length", "600", "--limit", "1", "--without"]
+    script.main([*command, *left_out])
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert set(files) == set("results.jsonl settings.json times.json tables.md readme.md figure.png".split())
+    assert files["figure.png"].startswith(b"\x89PNG")
+    rows = files["readme.md"].decode().splitlines()
+    assert rows[0].startswith("| method | bytes | RULER, blind") and "`Dense()` | 100.0%" in rows[2] and len(rows) == 5
+    assert all("—" not in row for row in rows), "every cell is measured"
+    assert files["tables.md"].decode().count("## At ") == 4
+    script.main([*command, *left_out])
+    assert len(solved) == 1
+    for name in ("results.jsonl", "times.json", "tables.md"):
+        assert (out / name).read_bytes() == files[name], name
+    capsys.readouterr()
+
+
+def test_settings_are_solved_at_every_share(script, monkeypatch):
+    """Of SparQ and SnapKV there is a second form; what does not reach a share is left out."""
+    monkeypatch.setattr(skimkv.eval.budgets, "METHODS", {m.__name__: m for m in (Dense, SparQ, skimkv.SnapKV)})
+    setup = script.Setup(*skimkv.load("builtin"), "builtin")
+    ids = list(range(100, 700))
+    document = script.PlannedExample(None, ids, budgets.Question([5, 6, 7, 8], 0, 4), "")
+    settings = script.solve_settings(setup, document)
+    assert settings.pop("Dense()") == 1
+    for share in script.SHARES:
+        own = [spec for spec, solved in settings.items() if solved == share]
+        assert [spec.split("(")[0] for spec in own] in (["SparQ", "SparQ", "SnapKV", "SnapKV"], ["SparQ"] * 2, [])
+        assert len(set(own)) == len(own) and ("pool=13" in own[-1] or "mean_value=True" in own[-1] if own else True)
+    assert len(settings) > 6
