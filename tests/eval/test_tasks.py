@@ -290,11 +290,12 @@ def test_conversation():
         assert place != next(iter(leads)), "all roads are one circle"
     places, given = [], []
     for number, turn in enumerate(made.turns, 1):
-        asked = re.fullmatch(
-            rf"\nQuestion {number}: Where does the road of (.+) lead\?\nAnswer {number}: It leads to", turn.question
-        )[1]
+        asked, cue = re.fullmatch(
+            rf"\nQuestion {number}: Where does the road of (.+) lead\?\nAnswer {number}: (.+)", turn.question
+        ).groups()
         leaning = re.fullmatch(r"the answer to question (\d)", asked)
         assert (leaning is not None) == (number % 2 == 0)
+        assert cue == ("That road leads to" if leaning else f"The road of {asked} leads to")
         places.append(given[int(leaning[1]) - 1] if leaning else asked)
         given.append(turn.answer)
         assert turn.answer == leads[places[-1]] and turn.depth == list(leads).index(places[-1]) / 12

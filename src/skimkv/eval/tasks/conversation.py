@@ -21,9 +21,10 @@ from .record import MOST_LINES, WORDS
 
 HEAD = "Every line says where a road leads.\n\n"
 LINE = "The road of {} leads to {}.\n"
-QUESTION = "\nQuestion {number}: Where does the road of {place} lead?\nAnswer {number}: It leads to"
+QUESTION = "\nQuestion {number}: Where does the road of {place} lead?\nAnswer {number}: The road of {place} leads to"
 LEANING = (
-    "\nQuestion {number}: Where does the road of the answer to question {earlier} lead?\nAnswer {number}: It leads to"
+    "\nQuestion {number}: Where does the road of the answer to question {earlier} lead?"
+    "\nAnswer {number}: That road leads to"
 )
 NEW_TOKENS = 24
 
