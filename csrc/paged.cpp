@@ -3,6 +3,7 @@
 // A row of the batch is a cache of one row, whose chunks are its blocks in order. So every kernel works on blocks as it
 // does on chunks, and all rows share one start of the threads: a thread that finds no task left in a row goes on to the
 // next one, and waits for nobody.
+#include <atomic>
 #include <cstring>
 
 #include "element_types.h"
@@ -44,8 +45,10 @@ const char *validate_blocks(const skimkv_cache *c, const skimkv_paged *p) {
     if (p->blocks < 1 || p->bytes < 1 || p->bytes % element_size(c->dtype))
         return "there must be blocks, and their distance must be a multiple of an element";
     if (!p->block.k || !p->block.v) return "a block's k or v is NULL";
-    if (is_quantised(c) && (!p->open || p->bytes % 4))
-        return "blocks of a quantised index need `open`, and a distance that is a multiple of 4";
+    if (is_quantised(c) && !p->open) return "blocks of a quantised index need `open`";
+    if ((is_quantised(c) || p->mean) && p->bytes % 4)
+        return "blocks with an index or a mean need a distance that is a multiple of 4";
+    if (!p->mean != !p->counts) return "mean and counts must be given together";
     return nullptr;
 }
 
@@ -65,6 +68,29 @@ const void *open_group_of_block(const skimkv_cache *c, const skimkv_paged *p, in
     return (const char *)p->open + number * p->bytes + at * element_size(c->dtype);
 }
 
+// The mean of V in block number i for head h, and how many tokens it is of.
+float *mean_of_block(const skimkv_paged *p, int64_t number, int64_t h) {
+    return (float *)((char *)p->mean + number * p->bytes) + h * p->m_h;
+}
+int32_t *count_of_block(const skimkv_paged *p, int64_t number, int64_t h) {
+    return (int32_t *)((char *)p->counts + number * p->bytes) + h * p->n_h;
+}
+
+// Joins the means of the blocks of row b, which has n tokens, into mean [H,D].
+const char *join_means(const skimkv_cache *c, const skimkv_paged *p, int b, int64_t n, float *mean) {
+    const int64_t cap = p->block.cap;
+    for (int h = 0; h < c->H; h++) {
+        for (int d = 0; d < c->D; d++) mean[h * c->D + d] = 0;
+        for (int64_t start = 0; start < n; start += cap) {
+            const int64_t number = p->table[b * p->table_b + start / cap], count = n - start < cap ? n - start : cap;
+            if (*count_of_block(p, number, h) != count) return "a block's mean is not of the tokens that the row has";
+            const float *block = mean_of_block(p, number, h), share = (float)count / (float)n;
+            for (int d = 0; d < c->D; d++) mean[h * c->D + d] += share * block[d];
+        }
+    }
+    return nullptr;
+}
+
 // Makes a cache of one row of another one, or of the tokens of one block: its chunks and its tail are set later.
 skimkv_cache one_row(const skimkv_cache *c, const skimkv_paged *p) {
     skimkv_cache row = *c;
@@ -78,8 +104,8 @@ struct Row {
     size_t work_bytes;
 };
 
-// Fills in row b, whose chunks are written to `chunks`.
-const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row, skimkv_chunk *chunks) {
+// Fills in row b, whose chunks are written to `chunks`, and whose mean [H,D] to `mean`.
+const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row, skimkv_chunk *chunks, float *mean) {
     const skimkv_cache *c = op->cache;
     const int64_t cap = p->block.cap, n = c->lengths[b], count = (n + cap - 1) / cap;
     row->cache = one_row(c, p);
@@ -92,6 +118,11 @@ const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row
     if (is_quantised(c)) {
         const int64_t number = p->table[b * p->table_b + count - 1], last = (n - 1) % cap / SKIMKV_GROUP * SKIMKV_GROUP;
         row->cache.tail = open_group_of_block(c, p, number, last);
+    }
+    if (op->use_mean) {
+        if (!p->mean) return "use_mean needs blocks with a mean";
+        if (const char *error = join_means(c, p, b, n, mean)) return error;
+        row->cache.mean = mean, row->cache.m_h = c->D;
     }
     row->op = *op;
     row->op.cache = &row->cache;
@@ -114,11 +145,23 @@ void run_rows(const Kernels *kernels, Row *rows, int from, int to, char *work, i
 
 // Tokens that follow each other in the memory of one block, and in one group of a quantised index.
 struct Run {
-    int64_t token, count, at;  // the first token, how many they are, and the position of the first one in the block
+    int64_t number, at;  // of the block, and the position of the first token in it
     skimkv_chunk chunk;
     skimkv_cache cache;
     skimkv_tokens tokens;
 };
+
+// Appends a run for head h, and counts its tokens where there is a mean: false if they do not follow the last ones.
+bool append_run(const Kernels *kernels, const skimkv_cache *c, const skimkv_paged *p, const Run &run, int64_t h) {
+    if (p->mean) {
+        int32_t *count = count_of_block(p, run.number, h);
+        if (run.at == 0) std::memset(mean_of_block(p, run.number, h), 0, c->D * sizeof(float));
+        else if (*count != run.at) return false;
+        *count = (int32_t)(run.at + run.tokens.n);
+    }
+    kernels->append(&run.tokens, h);
+    return true;
+}
 
 }  // namespace
 
@@ -140,12 +183,15 @@ const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, in
         if (count > paged->table_b) return "a row has more tokens than its part of the table has blocks";
         blocks += count;
     }
-    char *memory = (char *)rows_memory.get(c->B * sizeof(Row) + (size_t)blocks * sizeof(skimkv_chunk));
+    const size_t means = op->use_mean ? (size_t)c->B * (size_t)c->H * (size_t)c->D * sizeof(float) : 0;
+    char *memory = (char *)rows_memory.get(c->B * sizeof(Row) + (size_t)blocks * sizeof(skimkv_chunk) + means);
     if (!kernels || !memory) return "no memory for the kernels' scratch space";
     Row *rows = (Row *)memory;
     skimkv_chunk *chunks = (skimkv_chunk *)(memory + c->B * sizeof(Row));
+    float *mean = (float *)(chunks + blocks);
     for (int b = 0; b < c->B; b++) {
-        if (const char *error = make_row(op, paged, b, rows + b, chunks)) return error;
+        if (const char *error = make_row(op, paged, b, rows + b, chunks, mean)) return error;
+        mean += op->use_mean ? c->H * c->D : 0;
         rows[b].work_bytes = (kernels->attention_scratch_bytes(&rows[b].op, threads) + 4095) / 4096 * 4096;
         chunks += rows[b].cache.n_chunks;
     }
@@ -180,24 +226,28 @@ const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged 
         if (is_quantised(c) && SKIMKV_GROUP - at % SKIMKV_GROUP < room) room = SKIMKV_GROUP - at % SKIMKV_GROUP;
         while (i < n && i - first < room && slots[i] == slot + i - first) i++;
         Run *run = runs + count++;
-        run->token = first, run->count = i - first, run->at = at;
+        run->number = slot / cap, run->at = at;
         run->chunk = chunk_of_block(paged, slot / cap, 0);
         run->cache = one_row(c, paged);
         run->cache.chunks = &run->chunk, run->cache.n_chunks = 1, run->cache.lengths = &run->at;
         if (is_quantised(c))
             run->cache.tail = open_group_of_block(c, paged, slot / cap, at / SKIMKV_GROUP * SKIMKV_GROUP);
         run->tokens = *tokens;
-        run->tokens.cache = &run->cache, run->tokens.n = run->count, run->tokens.skip = nullptr;
+        run->tokens.cache = &run->cache, run->tokens.n = i - first, run->tokens.skip = nullptr;
         run->tokens.at = &run->at;
         run->tokens.k = (const char *)tokens->k + first * tokens->k_n * size;
         run->tokens.v = (const char *)tokens->v + first * tokens->v_n * size;
+        if (paged->mean) run->cache.mean = mean_of_block(paged, slot / cap, 0), run->cache.m_h = paged->m_h;
         if (const char *error = skimkv_check_append(&run->tokens)) return error;
     }
-    // A run that completes a group of the index reads what other runs write, so the runs of a head keep their order.
+    // A run that completes a group of the index reads what other runs write, and a mean grows token by token: the runs
+    // of a head keep their order.
+    std::atomic<bool> is_in_order{true};
     skimkv::for_each_task(c->H, threads, parallel, [&](int64_t h, int) {
-        for (int64_t i = 0; i < count; i++) kernels->append(&runs[i].tokens, h);
+        for (int64_t i = 0; i < count; i++)
+            if (!append_run(kernels, c, paged, runs[i], h)) return is_in_order.store(false);
     });
-    return nullptr;
+    return is_in_order ? nullptr : "a token does not follow the last one of its block";
 }
 
 }  // extern "C"

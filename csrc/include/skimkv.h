@@ -194,6 +194,11 @@ typedef struct skimkv_paged {
      * incomplete group of a row is read from it, and full groups are quantised from it. */
     const void *open;
     int64_t o_h, o_r;
+    /* The mean of V over the tokens of a block, mean[h,d] at h*m_h + d, and how many these are, counts[h] at h*n_h; or
+     * NULL. SparQ's mean is made of them. */
+    float *mean;
+    int32_t *counts;
+    int64_t m_h, n_h;
 } skimkv_paged;
 
 /* One step for all rows of a batch, whose tokens are in the blocks: validates it, and runs it. Returns NULL, or one
@@ -202,7 +207,7 @@ SKIMKV_API const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged
                                          skimkv_parallel parallel);
 
 /* Writes tokens to blocks: token i [h,d] at i*k_n + h*k_h goes to position slots[i] % block.cap of block number
- * slots[i] / block.cap; a token with a negative slot is left out. A group of 256 tokens must be written in order. The
+ * slots[i] / block.cap; a token with a negative slot is left out. The tokens of a block must be written in order. The
  * table, `skip` and `at` are not used. Validates, runs, and returns as skimkv_step_paged. */
 SKIMKV_API const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged *paged, const int64_t *slots,
                                            int threads, skimkv_parallel parallel);

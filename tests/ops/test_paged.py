@@ -24,9 +24,9 @@ def tokens(n, dtype, seed):
     return torch.randn(2, n, H, D, generator=generator).to(dtype)
 
 
-def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1)):
+def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1), mean=False):
     """Blocks in random order, filled piece by piece as prompts in chunks are, and the tokens of every row."""
-    layout = BlockLayout(size, D, dtype, channels)
+    layout = BlockLayout(size, D, dtype, channels, mean)
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // size) for n in lengths]
     order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32)
@@ -50,8 +50,8 @@ def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1)):
     return blocks, rows
 
 
-def in_one_piece(dtype, channels, k, v):
-    store = Full(Shape(1, H, G, D), dtype, channels=channels)
+def in_one_piece(dtype, channels, k, v, mean=False):
+    store = Full(Shape(1, H, G, D), dtype, channels=channels, mean=mean)
     store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
     return store
 
@@ -62,18 +62,21 @@ FORMS = [(s, "copy", torch.float32, threads) for s in SPECS for threads in (1, 2
     (SPECS[1], "copy", torch.float16, 1),
     (SPECS[1], "int8", torch.float32, 2),
     (SPECS[1], "int4", torch.bfloat16, 1),
+    ("SparQ(r=8, k=24, mean_value=True)", "copy", torch.float32, 2),
+    ("SparQ(r=8, k=24, mean_value=True)", "int8", torch.bfloat16, 1),
 ]
 
 
 @pytest.mark.parametrize(("spec", "channels", "dtype", "threads"), FORMS, ids=str)
 def test_blocks_in_any_order_equal_a_cache_in_one_piece(spec, channels, dtype, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    blocks, rows = engine(dtype, channels, LENGTHS)
+    mean = "mean_value=True" in spec
+    blocks, rows = engine(dtype, channels, LENGTHS, mean=mean)
     q = torch.randn(len(LENGTHS), H, G, D).to(dtype)
     method = parse(spec)
     y = method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5, softcap=20.0)
     for row, (k, v) in enumerate(rows):
-        store = in_one_piece(dtype, channels, k, v)
+        store = in_one_piece(dtype, channels, k, v, mean)
         expected = method.fused(CpuKernels(), store, q[row : row + 1], None, scale=D**-0.5, softcap=20.0)
         torch.testing.assert_close(y[row : row + 1], expected, rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 4e-3)
 
@@ -133,6 +136,21 @@ def test_a_token_without_a_slot_is_left_out_and_a_block_may_be_written_again():
     assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=1.0), before)
 
 
+def test_a_mean_grows_token_by_token_and_begins_anew_with_its_block():
+    blocks, ((k, v),) = engine(torch.float32, "copy", [700], mean=True)
+    method, q = parse("SparQ(r=8, k=24, mean_value=True)"), torch.randn(1, H, G, D)
+    before = method.fused(PagedKernels(), blocks, q, None, scale=1.0)
+    at = torch.arange(700)
+    slots = blocks.table[0, at // 512].long() * 512 + at % 512
+    with pytest.raises(ValueError, match="a token does not follow the last one of its block"):
+        append_slots(blocks, k[600:], v[600:], slots[600:])
+    append_slots(blocks, k[512:], v[512:], slots[512:])  # the block again from its beginning, as after a preemption
+    assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=1.0), before)
+    blocks.lengths = torch.tensor([699])
+    with pytest.raises(ValueError, match="not of the tokens that the row has"):
+        method.fused(PagedKernels(), blocks, q, None, scale=1.0)
+
+
 BAD = {
     "a block that does not exist": (lambda b: b.table.fill_(99), "names a block that does not exist"),
     "a row without tokens": (lambda b: b.lengths.zero_(), "a row has no token"),
@@ -155,7 +173,7 @@ def test_bad_slots_and_layouts_are_refused():
     blocks, (row,) = engine(torch.float32, "copy", [300])
     with pytest.raises(ValueError, match="a slot is beyond the blocks"):
         append_slots(blocks, row[0][:1], row[1][:1], torch.tensor([512 * 99]))
-    with pytest.raises(ValueError, match="mean_value=False"):
+    with pytest.raises(ValueError, match="use_mean needs blocks with a mean"):
         parse("SparQ(r=8, k=24, mean_value=True)").fused(
             PagedKernels(), blocks, torch.zeros(1, H, G, D), None, scale=1.0
         )

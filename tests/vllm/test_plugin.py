@@ -86,6 +86,26 @@ def test_a_small_budget_gives_the_tokens_of_skimkv_in_transformers(model, stock)
             assert out[0, len(ids) :].tolist() == tokens
 
 
+def test_a_model_without_grouped_queries_gets_the_mean_of_the_values(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    import skimkv
+
+    model, spec = engines.write_model(tmp_path, num_key_value_heads=4), "SparQ(r=16, k=48)"
+    answer = engines.run(model, spec, rounds=2)
+    assert min(answer["cached"]) >= 256
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with skimkv.attach(llama, spec):
+        for ids, tokens in zip(engines.prompts(), answer["tokens"], strict=True):
+            out = llama.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+            assert out[0, len(ids) :].tolist() == tokens
+    (counters,), method = answer["counters"], parse(spec)
+    lengths = [len(ids) + i for ids in engines.prompts() for i in range(11)] * 2  # in two rounds
+    own = sum(method.traffic(n, Shape(1, 4, 1, 64), torch.float32).bytes for n in lengths)
+    means = sum(n // 256 + 1 for n in lengths) * 4 * 64 * 4  # a block's mean for every block that a step reads
+    assert counters["bytes"] == 2 * (own + means)
+
+
 def test_rows_that_a_step_must_not_read_may_hold_nan(model):
     def tokens(spoil):
         llm = engines.engine(model, "SparQ(r=32, k=40, local=40)")  # reads only the rows of the last 41 tokens

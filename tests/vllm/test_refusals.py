@@ -16,7 +16,6 @@ REFUSED = {
     "a method without a store in blocks": ("SnapKV(k=64)", {}, "SnapKV is not supported in blocks"),
     "quantised rows": ("Dense(kv='int8')", {}, "kv='int8' is not supported"),
     "channels of K itself": ("SparQ(r=16, k=64, channels='none')", {}, "channels='none' is not supported"),
-    "the mean of the values": ("SparQ(r=16, k=64, mean_value=True)", {}, "write mean_value=False"),
     "a setting without a kernel": ("TopK(k=64, mean_value=True)", {}, "has no kernel"),
     "blocks of another size": (SPARQ, {"block_size": 128}, "--block-size 128 must be a multiple of 256"),
     "a cache in fp8": (SPARQ, {"kv_cache_dtype": "fp8"}, "a cache of fp8 is not supported"),
@@ -102,7 +101,7 @@ def test_a_model_with_sliding_layers_does_not_start(tmp_path):
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="a sliding window of 256 tokens is not supported"):
-        engines.in_child(engines.engine, str(tmp_path), "SparQ(r=16, k=64, mean_value=False)")
+        engines.in_child(engines.engine, str(tmp_path), "SparQ(r=16, k=64)")
 
 
 def test_a_vllm_that_moved_gets_one_line_with_the_versions(monkeypatch, caplog):

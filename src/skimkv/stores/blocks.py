@@ -17,8 +17,9 @@ class BlockLayout(NamedTuple):
     """The parts of one block for one KV head, which follow each other without gaps.
 
     K channel by channel (D,tokens), V (tokens,D) and K (tokens,D), all in dtype. Then, where `channels` is "int8" or
-    "int4", the codes of a quantised index (D,tokens*bits/8) and its scales and zeros (D,2,tokens/GROUP) float32. Every
-    part of a token can be written again with the same values, so a block may be filled twice.
+    "int4", the codes of a quantised index (D,tokens*bits/8) and its scales and zeros (D,2,tokens/GROUP) float32. Then,
+    with `mean`, the mean of V over the tokens of the block (D,) float32 and their number, int32. A block may be filled
+    again from its beginning.
 
     tokens: room of a block, a multiple of GROUP.
     """
@@ -27,13 +28,15 @@ class BlockLayout(NamedTuple):
     D: int
     dtype: torch.dtype
     channels: str
+    mean: bool = False
 
     @property
     def bytes_per_token(self) -> int:
         """The bytes that a block has for each token of one KV head, a multiple of 8."""
         bits = BITS.get(self.channels)
         index = 0 if bits is None else round_up(self.D * bits // 8 + 8 * self.D // GROUP, 8)
-        return 3 * self.D * self.dtype.itemsize + index
+        mean = round_up(-(-4 * (self.D + 1) // self.tokens), 8) if self.mean else 0
+        return 3 * self.D * self.dtype.itemsize + index + mean
 
     def check(self) -> None:
         """Raise ValueError if no block can have these sizes."""
@@ -48,7 +51,8 @@ class BlockLayout(NamedTuple):
 class Parts(NamedTuple):
     """The parts of all blocks as tensors on the engine's memory.
 
-    channels (blocks,H,D,tokens) · v, k (blocks,H,tokens,D) · codes (blocks,H,D,bytes) · scales (blocks,H,D,2,groups).
+    channels (blocks,H,D,tokens) · v, k (blocks,H,tokens,D) · codes (blocks,H,D,bytes) · scales (blocks,H,D,2,groups)
+    · mean (blocks,H,D) · counts (blocks,H,1).
     """
 
     channels: Tensor
@@ -56,6 +60,8 @@ class Parts(NamedTuple):
     k: Tensor
     codes: Tensor | None
     scales: Tensor | None
+    mean: Tensor | None
+    counts: Tensor | None
 
 
 def parts_of(memory: Tensor, layout: BlockLayout) -> Parts:
@@ -82,11 +88,14 @@ def parts_of(memory: Tensor, layout: BlockLayout) -> Parts:
         return flat[..., at - count * kind.itemsize : at].view(kind)
 
     channels, v, k = take(D * N, dtype), take(D * N, dtype), take(D * N, dtype)
-    codes = scales = None
+    codes = scales = mean = counts = None
     if bits := BITS.get(layout.channels):
         codes = take(D * N * bits // 8, torch.uint8).unflatten(-1, (D, -1))
         scales = take(2 * D * N // GROUP, torch.float32).unflatten(-1, (D, 2, -1))
-    return Parts(channels.unflatten(-1, (D, N)), v.unflatten(-1, (N, D)), k.unflatten(-1, (N, D)), codes, scales)
+    if layout.mean:
+        mean, counts = take(D, torch.float32), take(1, torch.int32)
+    rows_of_k, rows_of_v = k.unflatten(-1, (N, D)), v.unflatten(-1, (N, D))
+    return Parts(channels.unflatten(-1, (D, N)), rows_of_v, rows_of_k, codes, scales, mean, counts)
 
 
 class Blocks:

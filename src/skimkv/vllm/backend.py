@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config
@@ -26,7 +25,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..methods.base import Method
 from ..ops.cpu.paged import PagedKernels, append_slots
 from ..stores.base import Shape
-from ..stores.blocks import Blocks
+from ..stores.blocks import BlockLayout, Blocks
 from ..stores.quantise import GROUP
 from .options import ConfigurationError, Options, refuse_layer
 
@@ -115,9 +114,13 @@ class MetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def bytes_of_step(method: Method, length: int, shape: Shape, dtype: torch.dtype) -> int:
-    """The bytes of one step of a row that has `length` tokens, the current one included: those of Method.traffic."""
-    return method.traffic(length - 1, shape, dtype).bytes
+def bytes_of_step(method: Method, length: int, shape: Shape, layout: BlockLayout) -> int:
+    """The bytes of one step of a row that has `length` tokens, the current one included.
+
+    They are those of Method.traffic, and where a method uses the mean of the values, the means of the row's blocks.
+    """
+    blocks = -(-length // layout.tokens) if layout.mean else 0
+    return method.traffic(length - 1, shape, layout.dtype).bytes + 4 * blocks * shape.H * shape.D
 
 
 class Implementation(CPUAttentionBackendImpl):
@@ -227,7 +230,7 @@ class Implementation(CPUAttentionBackendImpl):
         self.steps += shape.B
         self.rows += shape.B * shape.H
         one = shape._replace(B=1)
-        self.bytes += sum(bytes_of_step(method, n, one, store.layout.dtype) for n in rows.sizes)
+        self.bytes += sum(bytes_of_step(method, n, one, store.layout) for n in rows.sizes)
 
 
 class Backend(CPUAttentionBackend):

@@ -67,12 +67,25 @@ class Options:
 
     def layout(self, D: int, block_size: int, dtype: torch.dtype) -> BlockLayout:
         """The layout of blocks. Raises ConfigurationError if there can be none."""
-        layout = BlockLayout(block_size, D, dtype, self.channels)
+        layout = BlockLayout(block_size, D, dtype, self.channels, self._has_mean())
         try:
             layout.check()
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         return layout
+
+    def _has_mean(self) -> bool:
+        """Whether blocks hold the mean of V: where the method's store would."""
+        if not isinstance(self.method, SparQ):
+            return False
+        store = self.method.store(self._shape()._replace(D=max(self.method.r, 32)), torch.float32)
+        return store.v_mean is not None
+
+    def _shape(self) -> Shape:
+        """The sizes of one row in one layer of one process."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        H = model.get_num_kv_heads(parallel)
+        return Shape(1, H, model.get_num_attention_heads(parallel) // H, model.get_head_size())
 
     def _check_engine(self) -> None:
         from vllm.platforms import current_platform
@@ -108,7 +121,7 @@ class Options:
             raise ConfigurationError(f"vLLM's {isa!r} layout of keys is not supported, only 'vec' is")
 
     def _check_method(self) -> None:
-        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        dtype = self.vllm_config.model_config.dtype
         method, name = self.method, type(self.method).__name__
         if not isinstance(method, Dense | SparQ | TopK):
             raise ConfigurationError(f"{name} is not supported in blocks, only Dense, SparQ and TopK are")
@@ -118,15 +131,12 @@ class Options:
             raise ConfigurationError(f"{method!r} has no kernel: leave out mean_value=True")
         if self.channels not in BLOCK_CHANNELS:
             raise ConfigurationError(f"channels={self.channels!r} is not supported: use {' or '.join(BLOCK_CHANNELS)}")
-        H = model.get_num_kv_heads(parallel)
-        shape = Shape(1, H, model.get_num_attention_heads(parallel) // H, model.get_head_size())
+        shape = self._shape()
         try:
-            store = method.store(shape, model.dtype)
+            method.store(shape, dtype)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        if store.v_mean is not None:
-            raise ConfigurationError("blocks hold no mean of the values: write mean_value=False in SparQ")
-        self.layout(shape.D, self.BLOCK_SIZE, model.dtype)
+        self.layout(shape.D, self.BLOCK_SIZE, dtype)
 
 
 def refuse_layer(layer: dict[str, Any]) -> None:

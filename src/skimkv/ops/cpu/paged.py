@@ -28,6 +28,8 @@ class CPaged(Structure):
             ("table_b", c_int64),
             ("open", c_void_p),
             ("o_h o_r", c_int64),
+            ("mean counts", c_void_p),
+            ("m_h n_h", c_int64),
         ),
     ]
 
@@ -70,6 +72,10 @@ class _BlocksView:
             _, block.s_h, block.s_r, block.s_z, block.s_g = parts.scales.stride()
             p.open = parts.channels.data_ptr()
             _, p.o_h, p.o_r, _ = parts.channels.stride()
+        if parts.mean is not None:
+            assert parts.counts is not None
+            p.mean, p.counts = parts.mean.data_ptr(), parts.counts.data_ptr()
+            p.m_h, p.n_h = parts.mean.stride(1), parts.counts.stride(1)
         self.op.cache = self.tokens.cache = ctypes.addressof(c)
 
 
@@ -123,10 +129,9 @@ class PagedKernels:
         mean_value: bool,
         **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
-        """SparQ's algorithm 1 without step 3 (methods/sparq.py)."""
-        if mean_value:
-            raise ValueError("blocks hold no mean of the values: use mean_value=False")
+        """SparQ's algorithm 1 (methods/sparq.py)."""
         fields = {"r": r, "k": k, "local": local, "temperature": library.TEMPERATURES[temperature]}
+        fields["use_mean"] = int(mean_value)
         return _step(store, q, token, library.SPARQ, fields, **softmax)
 
     def top_k(
