@@ -17,6 +17,7 @@ from skimkv.eval.tasks import passkey, summarise
 from support.evaluation import builtin
 
 METHODS = ("Dense()", "LMInfinite(k=64)")
+MODES = ["blind", pytest.param("aware", marks=pytest.mark.slow)]
 
 
 def run(task: str, data: Path, mode: str, limit: int) -> tuple[Job, dict[str, list[Record]]]:
@@ -32,7 +33,7 @@ def decoded(ids: Iterable[int]) -> str:
     return str(builtin()[1].decode(list(ids), skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("mode", ["blind", "aware"])
+@pytest.mark.parametrize("mode", MODES)
 def test_triviaqa(tmp_path, mode):
     """A document in which the bundled model finds the answer: dense attention does, a window of 64 tokens does not."""
     rows = []
@@ -52,7 +53,7 @@ def test_triviaqa(tmp_path, mode):
     assert [record.score for record in records["LMInfinite(k=64)"]] == [0, 0]
 
 
-@pytest.mark.parametrize("mode", ["blind", "aware"])
+@pytest.mark.parametrize("mode", MODES)
 def test_squad(tmp_path, mode):
     """Three paragraphs and the shot, word for word; an answer is right if the output begins with it."""
     paragraphs = [
