@@ -22,6 +22,12 @@ struct Kernels {
     // The linear layer: the inputs are rounded to 16-bit integers first, then multiplied with the weights.
     void (*linear_round_inputs)(const skimkv_linear *, char *inputs, int64_t task, int64_t tasks);
     void (*linear_multiply)(const skimkv_linear *, const char *inputs, int64_t task, int64_t tasks);
+    // The linear layer with the blocks of a GGUF file: the inputs are rounded first, then multiplied with the rows
+    // first
+    // .. last-1; and these rows as floats.
+    void (*block_linear_round_inputs)(const skimkv_block_linear *, char *inputs);
+    void (*block_linear_multiply)(const skimkv_block_linear *, char *inputs, int64_t first, int64_t last);
+    void (*block_linear_expand)(const skimkv_block_linear *, int64_t first, int64_t last);
     size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
     void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
 };

@@ -4,6 +4,7 @@
 
 #include "element_types.h"
 #include "kernel_table.h"
+#include "kernels/block_inputs.h"
 #include "skimkv.h"
 #include "threads.h"
 
@@ -34,6 +35,9 @@ thread_local Scratch scratch;
 
 // A part of a linear layer smaller than this many products is not worth a second thread.
 constexpr int64_t LEAST_PRODUCTS = 1 << 16;
+
+// The tasks into which rows of weights are divided: several a thread, so that one that was interrupted takes fewer.
+int64_t tasks_of_rows(int64_t rows, int threads) { return threads == 1 ? 1 : rows < 8 * threads ? rows : 8 * threads; }
 
 // Tokens of a prompt for which the weights are read once.
 constexpr int64_t TOKENS_AT_ONCE = 256;
@@ -128,6 +132,31 @@ int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel para
     }
     std::free(inputs);
     return 0;
+}
+
+int skimkv_block_linear_run(const skimkv_block_linear *op, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return -1;
+    threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
+    char *inputs = (char *)std::aligned_alloc(64, (size_t)(op->n * skimkv::block_input_bytes(op->in)));
+    if (!inputs) return -1;
+    kernels->block_linear_round_inputs(op, inputs);
+    const int64_t tasks = tasks_of_rows(op->out, threads);
+    for_each_task(tasks, threads, parallel, [&](int64_t task, int) {
+        kernels->block_linear_multiply(op, inputs, op->out * task / tasks, op->out * (task + 1) / tasks);
+    });
+    std::free(inputs);
+    return 0;
+}
+
+void skimkv_block_expand(const skimkv_block_linear *op, int threads, skimkv_parallel parallel) {
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return;
+    threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
+    const int64_t tasks = tasks_of_rows(op->out, threads);
+    for_each_task(tasks, threads, parallel, [&](int64_t task, int) {
+        kernels->block_linear_expand(op, op->out * task / tasks, op->out * (task + 1) / tasks);
+    });
 }
 
 int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel) {

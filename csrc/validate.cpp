@@ -139,6 +139,38 @@ const char *skimkv_check_clusters(const skimkv_clusters *c) {
     return nullptr;
 }
 
+static const char *check_blocks(const skimkv_block_linear *op) {
+    if (!op) return "operation is NULL";
+    if (!op->w || !op->y) return "w or y is NULL";
+    const bool is_small = op->type == SKIMKV_Q4_0;
+    if (!is_small && (op->type < SKIMKV_Q4_K || op->type > SKIMKV_Q6_K)) return "the type of the blocks is unknown";
+    const int64_t size = is_small ? 32 : 256;
+    if (op->out < 1) return "out must be at least 1";
+    if (op->in < size || op->in % size) return "in must be a multiple of the weights of a block";
+    if (op->out > INT32_MAX || op->in > INT32_MAX) return "a size is beyond 2^31";
+    if (is_unknown_type(op->dtype)) return "dtype is unknown";
+    if (is_misaligned(op->y, op->dtype)) return "y is not aligned to its elements";
+    if ((uintptr_t)op->order & 3) return "order is not aligned to its elements";
+    for (int64_t i = 0; op->order && i < op->out; i++)
+        if (op->order[i] < 0 || op->order[i] >= op->out) return "order names an output that does not exist";
+    return nullptr;
+}
+
+const char *skimkv_block_expand_check(const skimkv_block_linear *op) {
+    if (const char *error = check_blocks(op)) return error;
+    return op->y_n < op->in ? "rows overlap: y_n < in" : nullptr;
+}
+
+const char *skimkv_block_linear_check(const skimkv_block_linear *op) {
+    if (const char *error = check_blocks(op)) return error;
+    if (!op->x) return "x is NULL";
+    if (op->n < 1 || op->n > INT32_MAX) return "n must be at least 1 and below 2^31";
+    if (is_misaligned(op->x, op->dtype) || is_misaligned(op->bias, op->dtype))
+        return "x or bias is not aligned to its elements";
+    if (op->n > 1 && (op->x_n < op->in || op->y_n < op->out)) return "tokens overlap: x_n < in or y_n < out";
+    return nullptr;
+}
+
 const char *skimkv_linear_check(const skimkv_linear *op) {
     if (!op) return "operation is NULL";
     if (!op->w || !op->x || !op->y) return "w, x or y is NULL";

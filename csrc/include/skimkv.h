@@ -234,6 +234,29 @@ typedef struct skimkv_linear {
 SKIMKV_API const char *skimkv_linear_check(const skimkv_linear *op);
 SKIMKV_API int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel parallel);
 
+/* A linear layer y = x W^T + bias whose weights W [out,in] are the blocks of a GGUF file, as they are there: each row's
+ * blocks follow each other, and row follows row. A block of Q4_0 has 32 weights, of the other types 256. */
+enum { SKIMKV_Q4_0 = 2, SKIMKV_Q4_K = 12, SKIMKV_Q5_K = 13, SKIMKV_Q6_K = 14 }; /* GGUF's numbers */
+
+typedef struct skimkv_block_linear {
+    const void *w;
+    int64_t out, in, n; /* rows, inputs (a multiple of the block's weights), tokens */
+    const void *x;      /* [n,in], token t at t*x_n */
+    void *y;            /* [n,out], token t at t*y_n; to expand: [out,in], row i at i*y_n */
+    int64_t x_n, y_n;
+    const void *bias;     /* [out] or NULL */
+    const int32_t *order; /* [out] the output that each row of W gives, a permutation, or NULL: row i gives output i */
+    int32_t dtype;        /* of x, y and bias */
+    int32_t type;
+} skimkv_block_linear;
+
+SKIMKV_API const char *skimkv_block_linear_check(const skimkv_block_linear *op);
+SKIMKV_API int skimkv_block_linear_run(const skimkv_block_linear *op, int threads, skimkv_parallel parallel);
+
+/* Writes the weights themselves to y as elements of dtype. x, n and bias are not used. */
+SKIMKV_API const char *skimkv_block_expand_check(const skimkv_block_linear *op);
+SKIMKV_API void skimkv_block_expand(const skimkv_block_linear *op, int threads, skimkv_parallel parallel);
+
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller
  * adds the parts up. */

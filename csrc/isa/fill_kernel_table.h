@@ -8,6 +8,7 @@
 #include "kernel_table.h"
 #include "kernels/append.h"
 #include "kernels/attention_step.h"
+#include "kernels/block_linear.h"
 #include "kernels/clusters.h"
 #include "kernels/key_scores.h"
 #include "kernels/linear.h"
@@ -16,8 +17,19 @@ namespace skimkv::SKIMKV_NS {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    attention_scratch_bytes, attention,           append,          cluster_scratch_bytes,    cluster_attention,
-    cluster_append,          linear_round_inputs, linear_multiply, key_scores_scratch_bytes, key_scores,
+    attention_scratch_bytes,
+    attention,
+    append,
+    cluster_scratch_bytes,
+    cluster_attention,
+    cluster_append,
+    linear_round_inputs,
+    linear_multiply,
+    block_linear_round_inputs,
+    block_linear_multiply,
+    block_linear_expand,
+    key_scores_scratch_bytes,
+    key_scores,
 };
 
 }  // namespace skimkv::SKIMKV_NS

@@ -145,7 +145,7 @@ def test_refusals_are_one_line_and_leave_the_model_alone():
         (family("gemma2"), True, "Gemma2ForCausalLM cannot be compiled: it has layers of sliding attention"),
         (family("llama").model, True, "LlamaModel cannot be compiled: it takes no position_ids, or has no generate"),
         (family("llama"), "fast", "compile = 'fast' must be True or one of"),
-        (quantise(build("llama")), True, "LlamaForCausalLM cannot be compiled: its weights are 8 bits wide"),
+        (quantise(build("llama")), True, "LlamaForCausalLM cannot be compiled: its weights are quantised"),
         (torch.nn.Linear(1, 1), True, "Linear is not a transformers model"),
     ]
     for model, backend, message in calls:

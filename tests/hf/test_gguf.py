@@ -1,4 +1,4 @@
-"""GGUF files of 8-bit Llamas: what is loaded equals the dequantised weights, and damage is named."""
+"""GGUF files: what is loaded equals the dequantised weights, and damage is named."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import skimkv
+from skimkv.hf.block_modules import BlockEmbedding, BlockLinear
 from skimkv.hf.gguf_llama import load_gguf
 from skimkv.hf.weights import Embedding8, Linear8
 from support import gguf_files
@@ -54,6 +55,81 @@ def test_gguf_other_float_types_and_one_head_each(tmp_path):
     assert close(logits(loaded, IDS), logits(reference, IDS))
 
 
+MIXTURE = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output": Kind.Q6_K, "token_embd": Kind.Q6_K}
+
+
+def mixture(model, most: Kind, others: dict[str, Kind]) -> dict[str, Kind]:
+    """The types of all matrices as llama.cpp mixes them: `most`, but for some parts."""
+    layers = range(model.config.num_hidden_layers)
+    parts = [name for name in gguf_files.NAMES.values() if name.startswith(("attn_", "ffn_")) and "norm" not in name]
+    kinds = {f"blk.{i}.{part}": others.get(part, most) for i in layers for part in parts}
+    return kinds | {name: others.get(name, most) for name in ("output", "token_embd")}
+
+
+@pytest.mark.parametrize("most", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q4_0, Kind.Q8_0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_mixtures_of_blocks(tmp_path, backend, most, tied):
+    """Files such as llama.cpp's Q4_K_M: the blocks are used as they stand in the file."""
+    model = gguf_files.of_family("llama", tied)
+    reference = write(tmp_path / "m.gguf", model, mixture(model, most, MIXTURE))
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    assert isinstance(loaded.model.embed_tokens, BlockEmbedding) and isinstance(loaded.lm_head, BlockLinear)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+    # a few tokens: inputs are rounded to 15 bits, and codes with their minima are several times the weights
+    assert close(logits(loaded, IDS[:, :3]), logits(reference, IDS[:, :3]), 1e-2)
+    assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_families(tmp_path, family):
+    model = gguf_files.of_family(family)
+    for name, p in model.named_parameters():
+        if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
+            p.data.normal_()
+    reference = write(tmp_path / "m.gguf", model, mixture(model, Kind.Q4_K, MIXTURE))
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    assert type(loaded) is type(reference)
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+    with skimkv.attach(reference, "SparQ(r=16, k=16)"), skimkv.attach(loaded, "SparQ(r=16, k=16)"):
+        assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+
+
+def split(path, model, edit=lambda part, writer: None):
+    """Write the model in three parts, as llama.cpp's gguf-split does, and return the first one."""
+    reference = write(path / "m.gguf", model)
+    reader = gguf.GGUFReader(path / "m.gguf")
+    for part in range(3):
+        name = path / f"m-{part + 1:05}-of-00003.gguf"
+        w = (
+            gguf_files.header(name, model.config, model.config.model_type)
+            if part == 0
+            else gguf.GGUFWriter(name, "llama")
+        )
+        w.add_uint16("split.no", part)
+        w.add_uint16("split.count", 3)
+        for tensor in reader.tensors[part::3]:
+            w.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        edit(part, w)
+        gguf_files.finish(w)
+    return reference
+
+
+def test_a_model_in_several_files(tmp_path):
+    reference = split(tmp_path, tiny())
+    loaded, _ = load_gguf(tmp_path / "m-00001-of-00003.gguf", torch.float32)
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+    with pytest.raises(ValueError, match="it is part 2 of a model: give the first part"):
+        load_gguf(tmp_path / "m-00002-of-00003.gguf")
+    (tmp_path / "m-00001-of-00003.gguf").rename(tmp_path / "first.gguf")
+    with pytest.raises(ValueError, match=r"first of 3 parts, so its name must end in -00001-of-00003.gguf"):
+        load_gguf(tmp_path / "first.gguf")
+    (tmp_path / "first.gguf").rename(tmp_path / "m-00001-of-00003.gguf")
+    (tmp_path / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(ValueError, match=r"m-00003-of-00003\.gguf is missing, part 3 of 3"):
+        load_gguf(tmp_path / "m-00001-of-00003.gguf")
+
+
 def test_gguf_rope(tmp_path):
     """A base, a factor, and Llama 3.1's factors per pair of channels."""
     slower = np.linspace(1, 8, 8, dtype=np.float32)
@@ -93,13 +169,13 @@ def _damaged(path, name):
     elif name == "empty":
         path.write_bytes(b"")
     elif name == "architecture":
-        gguf_files.finish(gguf_files.header(path, model.config, "qwen2"))
+        gguf_files.finish(gguf_files.header(path, model.config, "phi3"))
     elif name == "experts":
         write(path, model, edit=lambda w: w.add_expert_count(8))
     elif name == "type":
 
         def edit(w):
-            w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((96, 144), np.uint8), raw_dtype=Kind.Q4_K)
+            w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((96, 110), np.uint8), raw_dtype=Kind.Q3_K)
 
         write(path, model, edit=edit)
     elif name == "extra":
@@ -131,9 +207,12 @@ def _damaged(path, name):
         ("header", "truncated or damaged"),
         ("not gguf", "not a GGUF file"),
         ("empty", "truncated or damaged"),
-        ("architecture", "architecture 'qwen2' is not supported; only llama is"),
+        ("architecture", "architecture 'phi3' is not supported; llama, mistral, qwen2, qwen3 are"),
         ("experts", "llama.expert_count = 8 is not supported"),
-        ("type", r"blk.0.ffn_gate_exps.weight is quantised as Q4_K; only Q8_0 \(and F32, F16, BF16\) is supported"),
+        (
+            "type",
+            "blk.0.ffn_gate_exps.weight is quantised as Q3_K; only F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K are ",
+        ),
         ("extra", "blk.0.attn_sinks.weight has no place in this model"),
         ("missing", r"1 tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
         ("shape", r"blk.0.ffn_gate.weight is \(160, 96\); the metadata say \(192, 96\)"),

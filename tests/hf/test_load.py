@@ -50,8 +50,8 @@ def test_a_folder(folder):
     for name in ("float17", "nn", "int8"):
         with pytest.raises(ValueError, match=f"unknown dtype '{name}'; known are float32"):
             skimkv.load(folder, dtype=name)
-    with pytest.raises(ValueError, match="unknown weights 'int4'; known: int8"):
-        skimkv.load(folder, weights="int4")
+    with pytest.raises(ValueError, match="unknown weights 'int2'; known: int8, int4"):
+        skimkv.load(folder, weights="int2")
 
 
 def test_names_of_number_formats(folder):
@@ -300,7 +300,7 @@ PLACES = [
     ({"device_map": "auto", "weights": "int8"}, "weights=\"int8\": device_map='auto' is not possible"),
     (
         {"device": "cuda", "weights": "int8"},
-        "weights=\"int8\": device 'cuda' is not possible; 8-bit weights run on a CPU",
+        "weights=\"int8\": device 'cuda' is not possible; quantised weights run on a CPU",
     ),
     ({"dtype": "fp15"}, "unknown dtype 'fp15'; known are float32"),
     ({"dtype": torch.int8}, "unknown dtype 'int8'"),

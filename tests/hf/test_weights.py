@@ -23,9 +23,10 @@ from transformers import (
 import skimkv
 from skimkv.cli.app import main
 from skimkv.eval.generate import encode
+from skimkv.hf.block_modules import BlockLinear
 from skimkv.hf.load import BUILTIN, load
 from skimkv.hf.weights import Embedding8, Linear8, quantise, quantise_while_loading
-from skimkv.ops import packed_weights
+from skimkv.ops import block_weights, packed_weights
 from support import gguf_files
 from support.gguf_files import close, logits, near, tiny, write
 
@@ -51,7 +52,7 @@ MAKE = {"llama": tiny, "tied": lambda: tiny(True, attention_bias=True), "gpt2": 
 def test_quantised_while_loading(tmp_path, backend, name):
     model = MAKE[name]().eval()
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("int8"))
     exact = logits(model, IDS)
     live = quantise(model)
     assert torch.equal(logits(loaded, IDS), logits(live, IDS))
@@ -67,6 +68,25 @@ def test_quantised_while_loading(tmp_path, backend, name):
     assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
     with pytest.raises(ValueError, match="not serializable"):
         loaded.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_four_bits(tmp_path, backend, name):
+    """The matrices are those of GGUF's Q4_0; loading and quantising a loaded model give the same."""
+    model = MAKE[name]().eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("int4"))
+    live = quantise(MAKE[name]().eval(), "int4")
+    assert any(isinstance(part, BlockLinear) for part in loaded.modules())
+    reference = type(model).from_pretrained(tmp_path).eval()
+    for name, part in loaded.named_modules():
+        if isinstance(part, BlockLinear):
+            weights = block_weights.dequantise(part.weight, "Q4_0")
+            other = reference.get_submodule(name).weight
+            other.data = weights.T if part.transposed else weights
+    assert close(logits(loaded, IDS), logits(reference, IDS))
+    assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+    assert sum(p.nbytes for p in live.parameters()) == sum(p.nbytes for p in loaded.parameters())
 
 
 def test_what_is_replaced():
@@ -144,7 +164,7 @@ path = sys.argv[1]
 if path.endswith(".gguf"):
     model, _ = load_gguf(path)
 else:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **quantise_while_loading())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **quantise_while_loading("int8"))
 cache = skimkv.Cache(model, "SparQ(r=16, k=32, channels='int8')")
 with torch.inference_mode():
     model.generate(torch.arange(2, 130)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)

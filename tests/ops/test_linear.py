@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from gguf.quants import Q8_0
@@ -12,26 +10,10 @@ from hypothesis import strategies as st
 
 from skimkv import ops
 from skimkv.ops import packed_weights
-from skimkv.ops.cpu import library as native
 from skimkv.ops.cpu import linear
+from support.instruction_sets import ISAS, NATIVE, on
 
-NATIVE = ops.select_backend("cpu")[0] == "cpu"
-ISAS = [*(native.isas() if NATIVE else []), "ref"]
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-@contextlib.contextmanager
-def on(isa: str):
-    """Everything inside runs on one instruction set, or in the reference."""
-    if isa == "ref":
-        with ops.backend("ref"):
-            yield
-        return
-    native.force(isa)
-    try:
-        yield
-    finally:
-        native.force(None)
 
 
 def packed(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

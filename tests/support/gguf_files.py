@@ -1,4 +1,4 @@
-"""GGUF files of Q8_0 Llamas for the tests, written with llama.cpp's own package and its order of rows."""
+"""GGUF files of small models for the tests, written with llama.cpp's own package and its order of rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from gguf.quants import Q8_0
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from skimkv.ops.block_weights import TYPES
 
 Kind = gguf.GGMLQuantizationType
 VOCABULARY = ["<s>", "</s>", *bytes_to_unicode().values(), "th", "the"]
@@ -18,8 +20,20 @@ NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+
+
+def of_family(family: str, tied: bool = False):
+    """A model of llama, mistral, qwen2 or qwen3 whose rows are whole blocks of 256 weights."""
+    config = AutoConfig.for_model(
+        family, vocab_size=len(VOCABULARY) + 3, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, num_hidden_layers=2, max_position_embeddings=512, tie_word_embeddings=tied,
+        bos_token_id=0, eos_token_id=1, initializer_range=0.2, sliding_window=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).float().eval()
 
 
 def tiny(tied: bool = False, **more) -> LlamaForCausalLM:
@@ -70,16 +84,21 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(path: Path, model: LlamaForCausalLM, kinds: dict[str, Kind] | None = None, edit=None) -> LlamaForCausalLM:
-    """The model as a file: matrices as Q8_0 unless `kinds` says otherwise, vectors as F32. Returns the model that
-    the file stands for, in float32. edit(writer) may add more."""
+    """The model as a file: matrices as Q8_0 unless `kinds` says otherwise, vectors as F32. Blocks of a K type are
+    random, because nothing here can make them. Returns the model that the file stands for, in float32. edit(writer) may
+    add more."""
     config, kinds = model.config, kinds or {}
-    w = header(path, config)
+    w = header(path, config, config.model_type)
+    is_reordered = config.model_type in ("llama", "mistral")
+    written: list[str] = []
     for full, parameter in list(model.named_parameters()):
+        written.append(full)
         name, _, what = full.rpartition(".")
         layer, _, part = name.removeprefix("model.layers.").partition(".")
         short = NAMES[name] if name in NAMES else f"blk.{layer}.{NAMES[part]}"
         value = parameter.detach().float().numpy()
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(short[6:])
+        heads = heads if is_reordered else None
         if heads:
             value = permuted(value, heads)
         kind = kinds.get(short, Kind.Q8_0 if value.ndim == 2 else Kind.F32)
@@ -87,6 +106,10 @@ def write(path: Path, model: LlamaForCausalLM, kinds: dict[str, Kind] | None = N
             raw = Q8_0.quantize(value)
             w.add_tensor(f"{short}.{what}", raw, raw_dtype=kind)
             value = Q8_0.dequantize(raw)
+        elif kind.name in TYPES and value.ndim == 2:
+            raw = random_blocks(kind.name, *value.shape, seed=len(written)).numpy()
+            w.add_tensor(f"{short}.{what}", raw, raw_dtype=kind)
+            value = gguf.quants.dequantize(raw, kind)
         else:
             value = value.astype(np.float16 if kind == Kind.F16 else np.float32)
             w.add_tensor(f"{short}.{what}", value)
@@ -118,6 +141,16 @@ def random_file(path: Path, config: LlamaConfig) -> None:
     for name in (*norms, "output_norm"):
         w.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
     finish(w)
+
+
+def random_blocks(type: str, out: int, inputs: int, seed: int = 0) -> Tensor:
+    """Rows of blocks of random bits with scales of about 0.01: (out,row_bytes) uint8."""
+    draw, (weights, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[type]]
+    rows = draw.integers(0, 256, (out, inputs // weights, size), dtype=np.uint8)
+    for at in {"Q4_0": [0], "Q8_0": [0], "Q6_K": [208]}.get(type, [0, 2]):
+        scale = draw.uniform(0.2, 1, (out, inputs // weights, 1)) * (0.01 if weights == 32 else 3e-4)
+        rows[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)
+    return torch.from_numpy(rows.reshape(out, -1))
 
 
 def logits(model, ids: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def generate(
         typer.Option(
             metavar="FORMAT",
             rich_help_panel=MODEL_OPTIONS,
-            help="int8: quantise the weights to 8 bits while they are read. Those of a GGUF file are so already.",
+            help="int8 or int4: quantise the weights while they are read. Those of a GGUF file are quantised already.",
         ),
     ] = None,
     device: Device = "cpu",
@@ -90,14 +90,15 @@ def generate(
     """
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
-    if weights not in (None, "int8"):
-        raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
+    from ..hf.load import WEIGHTS, load
+
+    if weights not in (None, *WEIGHTS):
+        raise ValueError(f"--weights {weights!r} is unknown; known are {' and '.join(WEIGHTS)}")
     if compile and (weights is not None or model.endswith(".gguf")):
-        raise ValueError("--compile: a model with 8-bit weights cannot be compiled")
+        raise ValueError("--compile: a model with quantised weights cannot be compiled")
     text = _read_prompt(prompt, prompt_file)
     check_environment()
     quiet(model)
-    from ..hf.load import load
     from ..methods import parse
 
     parsed = parse(method)

@@ -25,6 +25,7 @@ from ..ops import SoftmaxOptions
 from ..ops.gpu import device
 from ..stores.base import Store
 from ..stores.full import Full
+from .block_modules import Blocks
 from .cuda_graph import Replay, capture, footing
 from .errors import first_sentence
 from .layer import MARK, Layer
@@ -120,8 +121,8 @@ class CompiledForward:
             raise ValueError(f"{name} cannot be compiled: not all of its layers are attention and nothing else")
         if not all(layer.supported for layer in layers):
             raise ValueError(f"{name} cannot be compiled: it has layers of sliding attention")
-        if any(isinstance(part, Packed) for part in model.modules()):
-            raise ValueError(f"{name} cannot be compiled: its weights are 8 bits wide")
+        if any(isinstance(part, (Packed, Blocks)) for part in model.modules()):
+            raise ValueError(f"{name} cannot be compiled: its weights are quantised")
         # what somebody else has put in the place of the class's forward, if anything
         self.replaced: Any = model.__dict__.get("forward")
         if isinstance(self.replaced, CompiledForward):

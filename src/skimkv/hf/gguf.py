@@ -1,23 +1,26 @@
-"""The GGUF file format: metadata, and tensors of floats or Q8_0 blocks.
+"""The GGUF file format: metadata, and tensors of floats or of blocks. A model may be split over several files.
 
-The file is read piece by piece: a mapping, or the whole file in memory, would stay resident beside the packed weights.
-Lists of strings (the vocabulary, which transformers' tokenizer reads itself) are skipped: as Python objects they would
-take more memory than some models.
+Floats and Q8_0 blocks, which get another layout, are read piece by piece: a mapping would stay resident beside them.
+The other blocks are used as they stand in the file, through a mapping, and never copied. Lists of strings (the
+vocabulary, which transformers' tokenizer reads itself) are skipped: as Python objects they would take more memory than
+some models.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..ops import packed_weights
+from ..ops import block_weights, packed_weights
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Metadata: the number of a type -> its format for struct, and the numbers of the two types that are no scalars.
@@ -29,6 +32,7 @@ class TensorEntry(NamedTuple):
     """Where a tensor is in the file, and in which type. The shape is (rows, columns), or (columns,).
 
     offset: of its first byte, from the start of the file. quantisation: "F32", "Q8_0" or another name of GGUF's types.
+    stream: the open file that it is in.
     """
 
     name: str
@@ -36,15 +40,18 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stream: BinaryIO
 
 
 class GGUFFile:
-    """An open GGUF file. `metadata` (without lists of strings) by key, and `tensors` by name.
+    """An open GGUF file. `metadata` (without lists of strings) by key, and `tensors` by name, of all parts.
 
-    Raises ValueError if it is damaged, shorter than its tensors, or of a version other than 2 and 3.
+    The first part of a model that is split over several files opens the others. Raises ValueError if a file is damaged,
+    shorter than its tensors, of a version other than 2 and 3, or if a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
+        self.parts: list[GGUFFile] = []
         self.file = path.open("rb")
         try:
             self.size = os.fstat(self.file.fileno()).st_size
@@ -65,15 +72,41 @@ class GGUFFile:
                 end = entry.offset + entry.nbytes
                 if end > self.size:
                     raise ValueError(f"truncated: {entry.name} ends at byte {end} of {self.size}")
+            self._open_parts(path)
         except BaseException:
-            self.file.close()
+            self.close()
             raise
+
+    def _open_parts(self, path: Path) -> None:
+        """Open the other parts of a model whose first part this is, and add their tensors."""
+        number, count = self.metadata.get("split.no", 0), self.metadata.get("split.count", 0)
+        match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+        if number or not isinstance(count, int) or count < 2:
+            return
+        if match is None or int(match[2]) != 1 or int(match[3]) != count:
+            raise ValueError(f"it is the first of {count} parts, so its name must end in -00001-of-{count:05}.gguf")
+        for i in range(2, count + 1):
+            other = path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf")
+            if not other.is_file():
+                raise ValueError(f"{other.name} is missing, part {i} of {count}")
+            part = GGUFFile(other)
+            self.parts.append(part)
+            if part.metadata.get("split.no") != i - 1:
+                raise ValueError(f"{other.name} is not part {i}: its split.no is {part.metadata.get('split.no')}")
+            if twice := self.tensors.keys() & part.tensors.keys():
+                raise ValueError(f"{min(twice)} is in several parts")
+            self.tensors |= part.tensors
+
+    def close(self) -> None:
+        """Close all files. Tensors of blocks stay valid."""
+        for file in (self, *self.parts):
+            file.file.close()
 
     def __enter__(self) -> GGUFFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.file.close()
+        self.close()
 
     def _bytes(self, n: int) -> bytearray:
         """The next n bytes. n is checked first: a damaged length could ask for more memory than there is."""
@@ -128,16 +161,11 @@ class GGUFFile:
         block, block_bytes = GGML_QUANT_SIZES[quantisation]
         if not elements or shape[-1] % block:
             raise ValueError(f"damaged: {name} is {shape} in blocks of {block}")
-        return TensorEntry(name, quantisation.name, shape, offset, elements // block * block_bytes)
-
-    def _read(self, entry: TensorEntry, first: int, last: int) -> bytearray:
-        """Bytes first .. last-1 of a tensor."""
-        self.file.seek(entry.offset + first)
-        return self._bytes(last - first)
+        return TensorEntry(name, quantisation.name, shape, offset, elements // block * block_bytes, self.file)
 
     def floats(self, entry: TensorEntry) -> Tensor:
         """A tensor of one of the types in FLOATS, as float32."""
-        data = self._read(entry, 0, entry.nbytes)
+        data = _read(entry, 0, entry.nbytes)
         return torch.frombuffer(data, dtype=FLOATS[entry.quantisation]).float().view(entry.shape)
 
     def blocks(self, entry: TensorEntry) -> Callable[[int, int], Tensor]:
@@ -146,7 +174,27 @@ class GGUFFile:
         row_bytes = row_blocks * packed_weights.WORDS * 2
 
         def read(first: int, last: int) -> Tensor:
-            data = self._read(entry, first * row_bytes, last * row_bytes)
+            data = _read(entry, first * row_bytes, last * row_bytes)
             return torch.frombuffer(data, dtype=torch.int16).view(-1, row_blocks, packed_weights.WORDS)
 
         return read
+
+    def rows(self, entry: TensorEntry) -> Tensor:
+        """The rows of a matrix in one of block_weights.TYPES, mapped from the file: (rows, row_bytes) uint8.
+
+        The file must not be changed while the tensor is in use.
+        """
+        row_bytes = block_weights.row_bytes(entry.quantisation, entry.shape[-1])
+        # A private mapping can be written to, which PyTorch asks for; nothing writes to it.
+        mapping = mmap.mmap(entry.stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
+        return data.view(-1, row_bytes)
+
+
+def _read(entry: TensorEntry, first: int, last: int) -> bytearray:
+    """Bytes first .. last-1 of a tensor. Raises ValueError if the file has become shorter since it was opened."""
+    entry.stream.seek(entry.offset + first)
+    data = bytearray(entry.stream.read(last - first))
+    if len(data) != last - first:
+        raise ValueError(f"truncated: {entry.name} ends after {first + len(data)} bytes")
+    return data

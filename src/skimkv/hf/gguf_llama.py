@@ -1,44 +1,65 @@
-"""A Llama from a GGUF file of Q8_0 weights. They stay in 8 bits: matrices are read in slabs, and packed at once."""
+"""Models of the Llama family from GGUF files: Llama, Mistral, Qwen2 and Qwen3.
+
+Weights stay quantised. Q8_0 matrices are read in slabs, and packed at once; matrices of other types are used as the
+file holds them, through a mapping.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import gguf
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from ..ops import packed_weights
+from ..ops import block_weights, packed_weights
+from .block_modules import BlockEmbedding, BlockLinear, Blocks
 from .errors import as_value_error
 from .gguf import FLOATS, GGUFFile, TensorEntry
 from .weights import Embedding8, Linear8, empty_packed, fill_packed
 
-# llama.cpp's names of modules -> names in transformers.
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+BIASES = {"attention": "attn_q", "mlp": "ffn_up"}  # parts that may have biases, and a tensor of each
+
+
+class Architecture(NamedTuple):
+    """What the files of an architecture have: the library's configuration, and whether rows of q and k are reordered.
+
+    names: the architecture whose names of tensors the package gguf knows.
+    """
+
+    config: Callable[..., PretrainedConfig]
+    is_reordered: bool
+    names: gguf.MODEL_ARCH
+
+
+ARCHITECTURES = {
+    "llama": Architecture(LlamaConfig, True, gguf.MODEL_ARCH.LLAMA),
+    "mistral": Architecture(MistralConfig, True, gguf.MODEL_ARCH.LLAMA),
+    "qwen2": Architecture(Qwen2Config, False, gguf.MODEL_ARCH.QWEN2),
+    "qwen3": Architecture(Qwen3Config, False, gguf.MODEL_ARCH.QWEN3),
 }
 
 
-def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[LlamaForCausalLM, Any]:
+def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Any]:
     """Load a model in eval mode, and its tokenizer. dtype: of activations and cache, bfloat16 by default.
 
-    Raises ValueError, one line with the path and the reason, for a file that is damaged, of another architecture
-    than llama, or quantised otherwise than in Q8_0.
+    A model in several files is named by its first one. Raises ValueError, one line with the path and the reason, for a
+    file that is damaged, of an architecture that is not in ARCHITECTURES, or with blocks of another type than Q8_0 and
+    those of block_weights.TYPES.
     """
     path, dtype = Path(path), dtype or torch.bfloat16
     if not path.is_file():
@@ -53,7 +74,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Llama
     return model, tokenizer
 
 
-def read_config(path: str | Path) -> LlamaConfig:
+def read_config(path: str | Path) -> PretrainedConfig:
     """The configuration of a GGUF file's model. Raises ValueError where `load_gguf` would for its metadata."""
     with GGUFFile(Path(path)) as file:
         _check_supported(file)
@@ -61,66 +82,75 @@ def read_config(path: str | Path) -> LlamaConfig:
 
 
 def _check_supported(file: GGUFFile) -> None:
-    """Raises ValueError for another architecture than llama, or a tensor of a type that cannot be read."""
-    if (architecture := file.metadata.get("general.architecture")) != "llama":
-        raise ValueError(f"architecture {architecture!r} is not supported; only llama is")
+    """Raises ValueError for an architecture that is not supported, or a tensor of a type that cannot be read."""
+    if file.metadata.get("split.no", 0):
+        raise ValueError(f"it is part {file.metadata['split.no'] + 1} of a model: give the first part")
+    if (architecture := file.metadata.get("general.architecture")) not in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    known = (*FLOATS, packed_weights.TYPE, *block_weights.TYPES)
     for entry in file.tensors.values():
-        if entry.quantisation != "Q8_0" and entry.quantisation not in FLOATS:
+        if entry.quantisation not in known:
             raise ValueError(
-                f"{entry.name} is quantised as {entry.quantisation}; only Q8_0 (and F32, F16, BF16) is supported"
+                f"{entry.name} is quantised as {entry.quantisation}; only {', '.join(known)} are supported"
             )
 
 
-def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> LlamaConfig:
+def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> PretrainedConfig:
     """The model's configuration. Raises ValueError for metadata that is missing, damaged or not supported."""
+    name: str = metadata["general.architecture"]
 
     def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"llama.{key}", default)
+        value = metadata.get(f"{name}.{key}", default)
         if isinstance(value, list):
             if len(set(value)) != 1:
-                raise ValueError(f"llama.{key} differs between layers, which is not supported: {value}")
+                raise ValueError(f"{name}.{key} differs between layers, which is not supported: {value}")
             value = value[0]
         if value is None:
-            raise ValueError(f"its metadata lacks llama.{key}")
+            raise ValueError(f"its metadata lacks {name}.{key}")
         return value
 
     def count(key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"llama.{key} = {value!r} must be a whole number of at least 1")
+            raise ValueError(f"{name}.{key} = {value!r} must be a whole number of at least 1")
         return value
 
     heads, width = count("attention.head_count"), count("embedding_length")
     size = count("attention.key_length", width // heads)
     for key, expected in (("attention.value_length", size), ("rope.dimension_count", size), ("expert_count", 0)):
         if get(key, expected) != expected:
-            raise ValueError(f"llama.{key} = {get(key)} is not supported; only {expected} is")
+            raise ValueError(f"{name}.{key} = {get(key)} is not supported; only {expected} is")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0))}
     kind = get("rope.scaling.type", "none")
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor"))}
     elif kind != "none":
-        raise ValueError(f"llama.rope.scaling.type = {kind!r} is not supported; only none and linear are")
-    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
-        if name not in tensors:
-            raise ValueError(f"{name} is missing")
+        raise ValueError(f"{name}.rope.scaling.type = {kind!r} is not supported; only none and linear are")
+    for needed in ("token_embd.weight", "blk.0.attn_q.weight"):
+        if needed not in tensors:
+            raise ValueError(f"{needed} is missing")
     # before a model of that size is made
     layers, stored_layers = count("block_count"), len({n.split(".")[1] for n in tensors if n.startswith("blk.")})
     if layers != stored_layers or tensors["blk.0.attn_q.weight"].shape[0] != heads * size:
         raise ValueError(
             f"the metadata say {layers} layers and {heads} x {size} heads; {stored_layers} layers are there"
         )
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     ends = sorted({end for end in ends if end is not None})
-    config = LlamaConfig(
+    more: dict[str, Any] = {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+    if name == "mistral":
+        more["sliding_window"] = None
+    config = ARCHITECTURES[name].config(
         vocab_size=tensors["token_embd.weight"].shape[0], hidden_size=width, head_dim=size,
         intermediate_size=count("feed_forward_length"), num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=count("attention.head_count_kv", heads), max_position_embeddings=count("context_length"),
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"), rope_parameters=rope,
-        tie_word_embeddings="output.weight" not in tensors, attention_bias="blk.0.attn_q.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors, bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=ends or None, pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
+        tie_word_embeddings="output.weight" not in tensors, bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        **more, eos_token_id=ends or None, pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
     )  # fmt: skip
     _check_sizes(config, tensors)
     return config
@@ -139,78 +169,120 @@ def _check_sizes(config: Any, tensors: dict[str, TensorEntry]) -> None:
             raise ValueError(f"{entry.name} is {entry.shape}; the metadata say {shape}")
 
 
-def _empty_model(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without its weights; only the rotary embedding, which no file contains, is made."""
+    auto_model: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: Any = auto_model.from_config(config)
         nn.Module.to(model, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     model.config.dtype = dtype
     model.generation_config = GenerationConfig.from_model_config(config)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
-def _read_weights(model: LlamaForCausalLM, file: GGUFFile) -> None:
+def _read_weights(model: PreTrainedModel, file: GGUFFile) -> None:
     """Read every tensor to its place. Raises ValueError for a tensor too many, too few, or of another shape."""
     config: Any = model.config
     dtype: torch.dtype = config.dtype
+    architecture = ARCHITECTURES[file.metadata["general.architecture"]]
     missing = dict(model.named_parameters())
+    places = _places(missing, architecture, config.num_hidden_layers)
     for entry in file.tensors.values():
         if entry.name == "rope_freqs.weight":  # Llama 3.1 and later: how much slower each pair of channels turns
-            rotary: Any = model.model.rotary_emb
+            rotary: Any = model.base_model.rotary_emb
             rotary.inv_freq = rotary.original_inv_freq = rotary.inv_freq / file.floats(entry)
             continue
-        module, parameter = _place(entry.name)
-        if (expected := missing.pop(f"{module}.{parameter}", None)) is None:
+        place = places.get(entry.name, "")
+        if (expected := missing.pop(place, None)) is None:
             raise ValueError(f"{entry.name} has no place in this model")
         if expected.shape != entry.shape:
             raise ValueError(f"{entry.name} is {entry.shape}; the metadata say {tuple(expected.shape)}")
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module.split(".")[-1])
-        if entry.quantisation == "Q8_0":
-            _read_packed(model, file, entry, module, heads)
-        else:
+        module, _, parameter = place.rpartition(".")
+        counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        heads = counts.get(module.split(".")[-1]) if architecture.is_reordered else None
+        if entry.quantisation in FLOATS:
             value = file.floats(entry)
             value = value if heads is None else _unpermuted(value, heads)
             setattr(model.get_submodule(module), parameter, nn.Parameter(value.to(dtype), requires_grad=False))
+        elif len(entry.shape) != 2:
+            raise ValueError(f"{entry.name} is quantised, and no matrix")
+        elif entry.quantisation == packed_weights.TYPE:
+            _read_packed(model, file, entry, module, heads)
+        else:
+            _map_blocks(model, file, entry, module, heads)
     if config.tie_word_embeddings:
-        table: Any = model.model.embed_tokens
+        _tie_head(model, dtype)
         missing.pop("lm_head.weight", None)
-        if isinstance(table, Embedding8):
-            head = Linear8(table.embedding_dim, table.num_embeddings, weight=table.weight, dtype=dtype)
-            model.set_submodule("lm_head", head)
-        model.lm_head.weight = table.weight
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, the first is {next(iter(missing))}")
 
 
-def _place(name: str) -> tuple[str, str]:
-    """The module and the parameter of a tensor of the file; two empty strings for a name that is not llama.cpp's."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in NAMES:
-        return "", ""
-    return NAMES[match[2]] if match[1] is None else f"model.layers.{match[1]}.{NAMES[match[2]]}", match[3]
+def _places(parameters: dict[str, Any], architecture: Architecture, layers: int) -> dict[str, str]:
+    """The parameter of the model for each name of a tensor in the file, by the package gguf's table of names."""
+    names, places = gguf.get_tensor_name_map(architecture.names, layers), {}
+    for parameter in parameters:
+        module, _, kind = parameter.rpartition(".")
+        if (name := names.get_name(module)) is not None:
+            places[f"{name}.{kind}"] = parameter
+    return places
 
 
-def _read_packed(model: LlamaForCausalLM, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
-    """Read a Q8_0 matrix and put the 8-bit module in the place of the module of that name.
+def _tie_head(model: Any, dtype: torch.dtype) -> None:
+    """Let the output layer share the weights of the embedding."""
+    table = model.model.embed_tokens
+    if isinstance(table, Embedding8):
+        head: nn.Module = Linear8(table.embedding_dim, table.num_embeddings, weight=table.weight, dtype=dtype)
+        model.set_submodule("lm_head", head)
+    elif isinstance(table, Blocks):
+        model.set_submodule("lm_head", BlockLinear(table.weight, table.blocks, table.columns, dtype))
+    model.lm_head.weight = table.weight
+
+
+def _replace(model: PreTrainedModel, name: str, embedding: Callable[[], nn.Module], linear: Callable[[], Any]) -> None:
+    """Put a module with quantised weights in the place of the module of that name, whose bias it keeps."""
+    module: Any = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        model.set_submodule(name, embedding())
+        return
+    new = linear()
+    new.bias = module.bias  # a tensor of its own, which is read before or after
+    model.set_submodule(name, new)
+
+
+def _read_packed(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
+    """Read a Q8_0 matrix into the 8-bit module that replaces the module of that name.
 
     heads: of a matrix whose rows stand in llama.cpp's order, else None.
     """
-    if len(entry.shape) != 2:
-        raise ValueError(f"{entry.name} is quantised, and no matrix")
     rows, columns = entry.shape
     read, step = file.blocks(entry), packed_weights.ROWS
     if heads is not None:
         read, step = _reordered(read, rows // heads), math.lcm(packed_weights.ROWS, rows // heads)
     packed = fill_packed(empty_packed(rows, columns), rows, read, step)
-    module: Any = model.get_submodule(name)
     dtype: Any = model.config.dtype
-    if isinstance(module, nn.Embedding):
-        model.set_submodule(name, Embedding8(rows, columns, packed, dtype))
-    else:
-        new = Linear8(columns, rows, weight=packed, dtype=dtype)
-        new.bias = module.bias  # a tensor of its own, which is read before or after
-        model.set_submodule(name, new)
+    _replace(
+        model,
+        name,
+        lambda: Embedding8(rows, columns, packed, dtype),
+        lambda: Linear8(columns, rows, weight=packed, dtype=dtype),
+    )
+
+
+def _map_blocks(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
+    """Map a matrix of blocks into the module that replaces the module of that name. heads: as in _read_packed."""
+    dtype: Any = model.config.dtype
+    weight, columns, blocks = file.rows(entry), entry.shape[1], entry.quantisation
+    order = None
+    if heads is not None:
+        order = torch.empty(entry.shape[0], dtype=torch.int32)
+        order[_unpermuted(torch.arange(entry.shape[0]), heads)] = torch.arange(entry.shape[0], dtype=torch.int32)
+    _replace(
+        model,
+        name,
+        lambda: BlockEmbedding(weight, blocks, columns, dtype),
+        lambda: BlockLinear(weight, blocks, columns, dtype, order),
+    )
 
 
 def _reordered(read: Callable[[int, int], Tensor], size: int) -> Callable[[int, int], Tensor]:

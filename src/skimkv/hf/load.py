@@ -41,6 +41,7 @@ DEVICES = "cpu, cuda (cuda:1 is the second GPU) or mps"
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map by a name that is no device
 NUMBERS_PER_BYTE = 16  # of a checkpoint, more than any format of quantised weights packs
 FREE_NUMBERS = 2**26  # in buffers that are not stored, such as tables of positions
+WEIGHTS = ("int8", "int4")  # formats to which matrices are quantised while they are read
 HUB_TIMEOUT = 4.0  # seconds until the hub counts as out of reach
 
 
@@ -62,18 +63,19 @@ def load(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model in eval mode, and its tokenizer.
 
-    model: "builtin", a folder, a GGUF file of Q8_0 weights, or a hub id such as "Qwen/Qwen3-0.6B".
+    model: "builtin", a folder, a GGUF file, or a hub id such as "Qwen/Qwen3-0.6B".
     dtype: of weights, activations and cache, as torch.dtype or as a name: "float32", "bfloat16", "float16", "fp32",
     "bf16", "fp16", "half". None: the checkpoint's own, for a GGUF file bfloat16.
-    weights: "int8" quantises matrices to Q8_0 while they are read; no full-precision copy of the model exists.
-    device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". 8-bit weights run on a CPU only.
+    weights: "int8" quantises matrices to Q8_0 while they are read, "int4" to Q4_0; no full-precision copy of the model
+    exists.
+    device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". Quantised weights run on a CPU only.
     device_map: the transformers library's way to place a model, such as "auto" for all GPUs; it needs accelerate.
 
     Raises ValueError, one line with the name and the reason, if an argument is wrong, if this machine has no such
     device, or if the model cannot be read completely.
     """
-    if weights not in (None, "int8"):
-        raise ValueError(f"unknown weights {weights!r}; known: int8")
+    if weights not in (None, *WEIGHTS):
+        raise ValueError(f"unknown weights {weights!r}; known: {', '.join(WEIGHTS)}")
     if dtype is not None:
         dtype = check_dtype(str(dtype).removeprefix("torch."))
     if device is not None:
@@ -84,7 +86,7 @@ def load(
         _check_device_map(device_map)
     source = check_source(model)
     if weights or source.kind == "gguf":
-        _check_place_of_8_bits(source.location if source.kind == "gguf" else 'weights="int8"', device, device_map)
+        _check_place(source.location if source.kind == "gguf" else f'weights="{weights}"', device, device_map)
     import torch
 
     place = None if device is None else resolve_device(device)
@@ -156,12 +158,12 @@ def _devices(device_map: object) -> list[str]:
     return [f"cuda:{place}" if type(place) is int else str(place) for place in places if place not in others]
 
 
-def _check_place_of_8_bits(what: str, device: object, device_map: object) -> None:
-    """Raises ValueError for 8-bit weights elsewhere than on a CPU, where nothing computes with them but slowly."""
+def _check_place(what: str, device: object, device_map: object) -> None:
+    """Raises ValueError for quantised weights elsewhere than on a CPU, where nothing computes with them but slowly."""
     if device_map is not None:
-        raise ValueError(f"{what}: device_map={device_map!r} is not possible; 8-bit weights run on a CPU only")
+        raise ValueError(f"{what}: device_map={device_map!r} is not possible; quantised weights run on a CPU only")
     if str(device or "cpu") != "cpu":
-        raise ValueError(f"{what}: device {str(device)!r} is not possible; 8-bit weights run on a CPU only")
+        raise ValueError(f"{what}: device {str(device)!r} is not possible; quantised weights run on a CPU only")
 
 
 def check_source(model: str | Path) -> Source:
@@ -366,7 +368,7 @@ def _from_pretrained(
     if weights:
         from .weights import quantise_while_loading
 
-        options |= quantise_while_loading()
+        options |= quantise_while_loading(weights)
     with as_value_error(
         f"{name}: cannot load its model", lambda: getattr(options.get("quantization_config"), "error", None)
     ):

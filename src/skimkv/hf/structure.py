@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .errors import as_value_error
 from .load import check_source
@@ -24,9 +24,9 @@ def empty_model(model: str) -> PreTrainedModel:
         if source.kind == "gguf":
             from .gguf_llama import read_config
 
-            return LlamaForCausalLM(read_config(source.location))
-        config = auto_config.from_pretrained(
-            source.location, local_files_only=source.kind == "folder" or source.only_cached
-        )
+            config = read_config(source.location)
+        else:
+            only_local = source.kind == "folder" or source.only_cached
+            config = auto_config.from_pretrained(source.location, local_files_only=only_local)
         empty: PreTrainedModel = auto_model.from_config(config)
         return empty

@@ -1,4 +1,4 @@
-"""8-bit weights: modules that contain packed blocks (ops/packed_weights.py), and models made of such modules.
+"""Quantised weights: modules of 8-bit weights (ops/packed_weights.py), and models of 8-bit or 4-bit modules.
 
 No full-precision copy of a model ever exists: its matrices are quantised one by one while they are read.
 """
@@ -21,8 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import ops
-from ..ops import packed_weights
+from ..ops import block_weights, packed_weights
 from ..stores import memory
+from .block_modules import BlockEmbedding, BlockLinear, Blocks
 
 SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read
 
@@ -143,16 +144,52 @@ class Embedding8(Packed):
         return packed_weights.dequantise(packed_weights.rows_of(self.weight, index)).view(*ids.shape, -1).to(self.dtype)
 
 
+class Format(NamedTuple):
+    """A way to quantise the matrices of a model.
+
+    shape(rows, columns): of a quantised matrix. quantise(weight): a matrix of any float type in this format.
+    linear and embedding(rows, columns, has_bias, weight, dtype): the module of a quantised matrix.
+    """
+
+    shape: Callable[[int, int], tuple[int, ...]]
+    quantise: Callable[[Tensor], Tensor]
+    linear: Callable[[int, int, bool, Tensor, torch.dtype], nn.Module]
+    embedding: Callable[[int, int, bool, Tensor, torch.dtype], nn.Module]
+
+
+def _four_bit_linear(rows: int, columns: int, has_bias: bool, weight: Tensor, dtype: torch.dtype) -> BlockLinear:
+    layer = BlockLinear(weight, "Q4_0", columns, dtype)
+    if has_bias:
+        layer.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False)
+    return layer
+
+
+FORMATS = {
+    "int8": Format(
+        packed_weights.packed_shape,
+        pack_matrix,
+        lambda rows, columns, has_bias, weight, dtype: Linear8(columns, rows, has_bias, weight, dtype),
+        lambda rows, columns, has_bias, weight, dtype: Embedding8(rows, columns, weight, dtype),
+    ),
+    "int4": Format(
+        lambda rows, columns: (rows, block_weights.row_bytes("Q4_0", columns)),
+        lambda weight: block_weights.quantise_int4(weight),
+        _four_bit_linear,
+        lambda rows, columns, has_bias, weight, dtype: BlockEmbedding(weight, "Q4_0", columns, dtype),
+    ),
+}
+
+
 class _Replacement(NamedTuple):
-    """A matrix of a model that can be 8 bits wide, and the empty module that takes its place."""
+    """A matrix of a model that can be quantised, and the empty module that takes its place."""
 
     name: str
     module: nn.Module
-    packed: Packed
+    quantised: Any
 
 
-def _replacements(model: PreTrainedModel) -> Iterator[_Replacement]:
-    """Every matrix of the model that can be 8 bits wide."""
+def _replacements(model: PreTrainedModel, format: Format) -> Iterator[_Replacement]:
+    """Every matrix of the model that can be quantised."""
     tied = {name for pair in getattr(model, "all_tied_weights_keys", {}).items() for name in pair}
     table, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = f"{_name(model, table)}.weight", f"{_name(model, head)}.weight"
@@ -172,41 +209,42 @@ def _replacements(model: PreTrainedModel) -> Iterator[_Replacement]:
         rows, dtype = weight.numel() // columns, weight.dtype
         with torch.device("meta"):
             # a float, as older versions of the library turn what they read into this type before we see it
-            empty = torch.empty(packed_weights.packed_shape(rows, columns), dtype=dtype)
-            if module is table:
-                yield _Replacement(name, module, Embedding8(rows, columns, empty, dtype))
-            else:
-                yield _Replacement(name, module, Linear8(columns, rows, module.bias is not None, empty, dtype))
+            empty = torch.empty(format.shape(rows, columns), dtype=dtype)
+            make = format.embedding if module is table else format.linear
+            yield _Replacement(
+                name, module, make(rows, columns, module is not table and module.bias is not None, empty, dtype)
+            )
 
 
 def _name(model: nn.Module, module: nn.Module | None) -> str:
     return next((name for name, candidate in model.named_modules() if candidate is module), "")
 
 
-def quantise(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the model's matrices by 8-bit ones, in place and one by one, and return the model.
+def quantise(model: PreTrainedModel, weights: str = "int8") -> PreTrainedModel:
+    """Replace the model's matrices by quantised ones, in place and one by one, and return the model.
 
-    Matrices are linear layers whose inputs come in blocks of 32, and an embedding that is tied to such an output layer.
-    On the meta device the new modules are empty.
+    weights: "int8" or "int4". Matrices are linear layers whose inputs come in blocks of 32, and an embedding that is
+    tied to such an output layer. On the meta device the new modules are empty.
 
     Raises ValueError if there is nothing to replace.
     """
-    replacements = list(_replacements(model))
+    format = FORMATS[weights]
+    replacements = list(_replacements(model, format))
     if not replacements:
         raise ValueError(f"{type(model).__name__} has no linear layer with inputs in blocks of {packed_weights.BLOCK}")
-    packed_matrices: dict[int, nn.Parameter] = {}  # by the id of the original: tied weights are packed once
-    for name, module, packed in replacements:
+    quantised_matrices: dict[int, nn.Parameter] = {}  # by the id of the original: tied weights are quantised once
+    for name, module, quantised in replacements:
         weight: Tensor = module.weight  # type: ignore[assignment]
         is_transposed = isinstance(module, Conv1D)
         if not weight.is_meta:
-            if id(weight) not in packed_matrices:
-                packed_weight = pack_matrix((weight.T if is_transposed else weight).detach())
-                packed_matrices[id(weight)] = nn.Parameter(packed_weight, requires_grad=False)
-            packed.weight = packed_matrices[id(weight)]
-            if isinstance(packed, Linear8) and packed.bias is not None:
-                packed.bias = nn.Parameter(module.bias.detach(), requires_grad=False)  # type: ignore[operator]
-        packed.transposed = is_transposed  # type: ignore[assignment]
-        model.set_submodule(name, packed.train(module.training))
+            if id(weight) not in quantised_matrices:
+                quantised_weight = format.quantise((weight.T if is_transposed else weight).detach())
+                quantised_matrices[id(weight)] = nn.Parameter(quantised_weight, requires_grad=False)
+            quantised.weight = quantised_matrices[id(weight)]
+            if getattr(quantised, "bias", None) is not None:
+                quantised.bias = nn.Parameter(module.bias.detach(), requires_grad=False)  # type: ignore[operator]
+        quantised.transposed = is_transposed
+        model.set_submodule(name, quantised.train(module.training))
     model.requires_grad_(False)
     return model
 
@@ -215,6 +253,10 @@ class _Config(QuantizationConfigMixin):
     """Names our quantizer, and brings back why a load failed: the library only reports that it did."""
 
     error: str | None = None
+
+    def __init__(self, weights: str) -> None:
+        super().__init__(f"skimkv-{weights}")  # type: ignore[arg-type]
+        self.weights = weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Config:
         return self  # auto classes copy what they are given
@@ -238,9 +280,9 @@ class _Quantise(ConversionOps):
         if weight.shape != expected:
             self.config.error = f"{name} is {tuple(weight.shape)}, by config.json it should be {expected}"
             raise ValueError(self.config.error)
-        packed = pack_matrix(weight.T if module.transposed else weight)
+        quantised = FORMATS[self.config.weights].quantise(weight.T if module.transposed else weight)
         _release(weight)
-        return {name: packed}
+        return {name: quantised}
 
 
 class _Quantizer(HfQuantizer):
@@ -249,10 +291,11 @@ class _Quantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether this parameter is the weight of a layer that is packed."""
         module, _, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(module), Packed)
+        return name == "weight" and isinstance(model.get_submodule(module), (Packed, Blocks))
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        return quantise(model)
+        assert isinstance(self.quantization_config, _Config)
+        return quantise(model, self.quantization_config.weights)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         return model.requires_grad_(False)
@@ -272,10 +315,11 @@ class _Quantizer(HfQuantizer):
         return False
 
 
-def quantise_while_loading() -> dict[str, Any]:
-    """More arguments for from_pretrained: the matrices are quantised while the checkpoint is read.
+def quantise_while_loading(weights: str) -> dict[str, Any]:
+    """More arguments for from_pretrained: matrices are quantised, to "int8" or "int4", while the checkpoint is read.
 
     If loading fails, `error` of the configuration may contain the reason.
     """
-    AUTO_QUANTIZER_MAPPING["skimkv-int8"] = _Quantizer
-    return {"quantization_config": _Config("skimkv-int8")}  # type: ignore[arg-type]
+    config = _Config(weights)
+    AUTO_QUANTIZER_MAPPING[str(config.quant_method)] = _Quantizer
+    return {"quantization_config": config}

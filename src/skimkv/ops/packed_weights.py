@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+TYPE = "Q8_0"
 ROWS, BLOCK, WORDS = 16, 32, 17
 
 
