@@ -170,7 +170,8 @@ def _layers_table(answer: dict[str, Any]) -> Table:
     pieces, of_heads = output.number(answer["pieces"], "piece"), output.number(heads, "head")
     table = output.table(
         f"{pieces} of {answer['tokens']} tokens; mean over {of_heads}, least … most",
-        "layer", "mass of the top 32", "tokens with 90%", "kurtosis of q", "mass of q beyond 3σ", "scores under 1% of the most",
+        "layer", "mass of the top 32", "tokens with 90%", "kurtosis of q", "mass of q beyond 3σ",
+        "scores under 1% of the most",
     )  # fmt: skip
     for row in answer["layers"]:
         percent = [100 * x for x in row["sparsity"]]
