@@ -1,24 +1,32 @@
-"""Everything that needs a GPU, in stages of a few minutes; each writes benchmarks/STAGE-MACHINE.json.
+"""Everything that needs a GPU, in steps of a few minutes.
 
-    python benchmarks/gpu.py check      run the GPU tests
-    python benchmarks/gpu.py tune       search for the fastest launch settings of every kernel, and print them
-    python benchmarks/gpu.py targets    measure attention against the table of targets
-    python benchmarks/gpu.py token      measure a whole compiled token against what the bytes allow
-    python benchmarks/gpu.py sweep      measure SparQ on the grid of its paper, and draw the figure
-    python benchmarks/gpu.py sanitize   run the kernel tests under compute-sanitizer, where there is one
+    python benchmarks/gpu.py --out FOLDER [--steps 1,2,5] [--dry-run]
 
-Without a stage, all of them run in this order. No other program may use the GPU meanwhile. Where skimkv is not
-installed, write PYTHONPATH=src in front.
+    1 check     compare every method of the table of targets with its reference, at the targets' shapes (2 minutes)
+    2 targets   measure attention against the table of targets (3)
+    3 tests     run the GPU tests, in several processes (5)
+    4 tune      search for the fastest launch settings, one kernel a process; FOLDER/tuned.json keeps them (8)
+    5 tuned     measure the table of targets with these settings (3)
+    6 rest      a whole compiled token, a small sweep, and the kernel tests under compute-sanitizer (10)
+
+Every step is a process with a time limit, and appends lines of JSON to FOLDER/results.jsonl as it goes: a hang, a crash
+or the end of the time loses one step. No other program may use the GPU meanwhile. A dry run takes Triton's interpreter
+on the CPU and tiny shapes; its times mean nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
+import functools
+import importlib.util
 import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,13 +34,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if "--dry-run" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+
 import torch
 
+from skimkv import ops
 from skimkv.bench import attention as bench_attention
 from skimkv.bench import figures
 from skimkv.bench import token as bench_token
-from skimkv.bench.machine import Cuda, Machine
+from skimkv.bench.machine import Cpu, Cuda, Machine
 from skimkv.methods import parse
+from skimkv.ops.gpu import device
 from skimkv.ops.gpu.launch import SETTINGS
 from skimkv.stores.base import Shape
 
@@ -42,7 +55,8 @@ TESTS = [
     KERNEL_TESTS, "ops/test_gpu_large.py", "ops/test_gpu_graph.py", "ops/test_gpu_launch.py", "hf/test_compile.py",
     "bench/test_attention.py", "bench/test_token.py",
 ]  # fmt: skip
-HEAD_DIM = 128
+HEAD_DIM, DRY_HEAD_DIM = 128, 16
+MOST_ERROR = 0.01  # of a step by the kernels in float16, relative to the reference's
 SPARQ, INT8, INT4 = (f"SparQ(r=32, k=128{channels})" for channels in ("", ", channels='int8'", ", channels='int4'"))
 
 
@@ -71,6 +85,7 @@ class Target(NamedTuple):
 
 SHORT, LONG = Case(64, 32, 32, 4096), Case(1, 32, 32, 65536)
 MEDIUM, GROUPED = Case(16, 32, 32, 16384), Case(16, 32, 8, 16384)
+WIDE = Case(16, 64, 8, 16384)  # eight query heads of a KV head: step 1 on matrix units
 TARGETS = [
     Target(SHORT, "Dense()", "share_of_peak", 0.9),
     Target(SHORT, "Dense()", "speedup_torch", 1.0),
@@ -92,23 +107,18 @@ class Search(NamedTuple):
     choices: dict[str, tuple[int, ...]]
 
 
-LOADS: dict[str, tuple[int, ...]] = {"stages": (2, 3, 4), "warps": (4, 8)}
+LOADS: dict[str, tuple[int, ...]] = {"stages": (3, 5, 7), "warps": (4, 8)}
 PROGRAMS: dict[str, tuple[int, ...]] = {"programs": (2, 4, 8)}
 SEARCHES = [
     Search("dense", "Dense()", SHORT, {"block": (32, 64, 128), **LOADS, **PROGRAMS}),
     Search("channel_scores", SPARQ, SHORT, {"programs": (8, 12, 16, 20, 24, 32)}),
-    Search("scores", SPARQ, LONG, {"block": (128, 256, 512), **LOADS, **PROGRAMS}),
-    Search("quantised_scores", INT8, LONG, {"block": (128, 256), **LOADS, **PROGRAMS}),
+    Search("scores", SPARQ, WIDE, {"block": (64, 128, 256), **LOADS, **PROGRAMS}),
+    Search("quantised_scores", INT8, WIDE, {"block": (128, 256), **LOADS, **PROGRAMS}),
     Search("choose", SPARQ, LONG,
            {"tile": (1024, 2048, 4096, 8192), "block": (32, 64, 128), "warps": (4, 8), **PROGRAMS}),
     Search("slots", "H2O(k=1024)", MEDIUM,
            {"block": (32, 64, 128), "stages": (2, 3), "tile": (512, 1024), **PROGRAMS}),
 ]  # fmt: skip
-
-
-def check(machine: Machine) -> dict[str, Any]:
-    """Return how many GPU tests passed and failed, and the last lines of the report."""
-    return run_tests([sys.executable], TESTS)
 
 
 def run_tests(python: list[str], tests: list[str], *options: str) -> dict[str, Any]:
@@ -146,33 +156,103 @@ def descend(
             return best, known_cost(best), [{**dict(key), "ms": ms} for key, ms in costs.items()]
 
 
-def tune(machine: Machine) -> dict[str, Any]:
-    """Find the best launch settings of every kernel; they stay set for the stages that follow."""
-    rows = [search_settings(machine, search) for search in SEARCHES]
-    return {"rows": rows, "launch": dataclasses.asdict(SETTINGS)}
+class Run(NamedTuple):
+    """A step that runs: the machine, where it appends its lines, its name, and whether it is dry."""
+
+    machine: Machine
+    folder: Path
+    step: str
+    dry: bool = False
+
+    def record(self, **row: Any) -> None:
+        """Append a line to the results."""
+        append_line(self.folder, {"step": self.step, **row})
+
+    def targets(self) -> list[Target]:
+        """Return the targets; in a dry run those of the first shape."""
+        return [target for target in TARGETS if target.case == SHORT or not self.dry]
+
+    def cases(self, case: Case) -> Case:
+        """Return the case; in a dry run a tiny one."""
+        return Case(1, 2 * case.heads // case.kv_heads, 2, 300) if self.dry else case
+
+    def spec(self, spec: str) -> str:
+        """Return the method; in a dry run one that fits heads of DRY_HEAD_DIM."""
+        return spec.replace("r=32, k=128", "r=4, k=20").replace("k=1024", "k=24") if self.dry else spec
+
+    def shape(self, case: Case) -> Shape:
+        """Return the shape of a case's cache."""
+        shape = self.cases(case).shape
+        return shape._replace(D=DRY_HEAD_DIM) if self.dry else shape
+
+    def candidate(self, spec: str, case: Case, most_sets: int) -> bench_attention.Candidate:
+        """Return a method's step on so many sets of caches of a case at most. Raises ValueError if none fits."""
+        method, shape, length = parse(self.spec(spec)), self.shape(case), self.cases(case).length
+        sets = bench_attention.sets_in_turn(self.machine, [method], shape, torch.float16, length)
+        if not sets:
+            raise ValueError(f"no room for batch {case.batch} of {length} tokens")
+        return bench_attention.candidates(
+            self.machine, shape, length, [method], torch.float16, min(sets, most_sets)
+        )[repr(method)]  # fmt: skip
 
 
-def search_settings(machine: Machine, search: Search) -> dict[str, Any]:
-    """Find and set the best settings of one kernel."""
+def error_of(candidate: bench_attention.Candidate) -> float:
+    """Return the relative error of a step by the kernels. It is taken on copies of the store, as a step changes it."""
+    step = candidate[0]
+    assert step.store is not None and isinstance(step.run, functools.partial)
+    results = []
+    for name in ("ref", "gpu"):
+        with ops.backend(name):
+            results.append(step.run.func(step.store.fork(), *step.run.args[1:], **step.run.keywords).float())
+    want, got = results
+    return float((got - want).norm() / want.norm())
+
+
+def check(run: Run) -> None:
+    """Compare the methods of the targets with their references at the targets' shapes."""
+    for case, spec in dict.fromkeys((target.case, target.method) for target in run.targets()):
+        error = error_of(run.candidate(spec, case, 1))
+        run.record(**case._asdict(), method=spec, relative_error=error, ok=error < MOST_ERROR)
+        print(f"{spec}, batch {case.batch}, {case.length}: relative error {error:.1e}")
+
+
+def load_tuned(folder: Path) -> dict[str, dict[str, int]]:
+    """Set the launch settings that were found before, and return them by kernel."""
+    path = folder / "tuned.json"
+    tuned: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
+    for kernel, values in tuned.items():
+        setattr(SETTINGS, kernel, dataclasses.replace(getattr(SETTINGS, kernel), **values))
+    return tuned
+
+
+def tune(run: Run, only: int) -> None:
+    """Find and keep the best settings of one kernel, that of search `only`."""
+    tuned = load_tuned(run.folder)
+    row = search_settings(run, SEARCHES[only])
+    run.record(**row)
+    (run.folder / "tuned.json").write_text(json.dumps({**tuned, row["kernel"]: row["best"]}) + "\n")
+
+
+def search_settings(run: Run, search: Search) -> dict[str, Any]:
+    """Find and set the best settings of one kernel. A setting with another result than the reference's is not timed."""
     kernel, spec, case, choices = search
-    method, before = parse(spec), getattr(SETTINGS, kernel)
-    sets = bench_attention.sets_in_turn(machine, [method], case.shape, torch.float16, case.length)
-    candidate = bench_attention.candidates(
-        machine, case.shape, case.length, [method], torch.float16, max(1, min(sets, 8))
-    )[spec]  # fmt: skip
+    before, candidate = getattr(SETTINGS, kernel), run.candidate(spec, case, 8)
 
     def cost(setting: dict[str, int]) -> float:
-        setattr(SETTINGS, kernel, dataclasses.replace(before, **setting))
         try:
-            timings, _ = bench_attention.race(machine, {spec: candidate}, 20)
-        except Exception as error:  # more shared memory than there is, a shape that the compiler refuses
+            setattr(SETTINGS, kernel, dataclasses.replace(before, **setting))
+            if not (relative := error_of(candidate)) < MOST_ERROR:
+                raise ValueError(f"the relative error to the reference is {relative:.2g}")
+            timings, _ = bench_attention.race(run.machine, {spec: candidate}, 1 if run.dry else 20)
+        except Exception as error:  # a wrong result, more shared memory than there is, a shape the compiler refuses
             print(f"  {kernel} {setting}: {error}".splitlines()[0], file=sys.stderr)
             candidate.undo()
             return float("inf")
         return timings.ms(spec)
 
     start = dataclasses.asdict(before)
-    best, ms, tried = descend(start, choices, cost)
+    tried_choices = {name: values[:2] for name, values in choices.items()} if run.dry else choices
+    best, ms, tried = descend(start, tried_choices, cost)
     setattr(SETTINGS, kernel, dataclasses.replace(before, **best))
     ms_before = next(row["ms"] for row in tried if {name: row[name] for name in start} == start)
     print(f"{kernel:16} {spec}, batch {case.batch}, {case.length}: {ms:.4f} ms, was {ms_before:.4f}: {best}")
@@ -191,84 +271,176 @@ def judge(rows: list[dict[str, Any]], wanted: list[Target]) -> list[dict[str, An
     return table
 
 
-def targets(machine: Machine) -> dict[str, Any]:
-    """Measure attention against the targets; all rows of the benchmark stand beside the table."""
-    table, rows = [], []
-    for case, group in itertools.groupby(TARGETS, lambda target: target.case):
-        result = bench_attention.attention(machine, case.shape, [case.length], [SPARQ, INT8], torch.float16, 31)
+def targets(run: Run) -> None:
+    """Measure attention against the targets; the rows of the benchmark stand beside the table."""
+    for case, group in itertools.groupby(run.targets(), lambda target: target.case):
+        wanted = [target._replace(method=run.spec(target.method)) for target in group]
+        shape, specs = run.shape(case), [run.spec(SPARQ), run.spec(INT8)]
+        rounds, length = 1 if run.dry else 31, run.cases(case).length
+        result = bench_attention.attention(run.machine, shape, [length], specs, torch.float16, rounds)
+        judged = judge(result["rows"], wanted) or [{"skipped": result["skipped"]}]
+        for row in judged:
+            print(row)
         setting = {**case._asdict(), "peak_gb_per_s": result["peak_gb_per_s"]}
-        rows += result["rows"]
-        judged = judge(result["rows"], list(group)) or [{"skipped": result["skipped"]}]
-        table += [{**setting, **row} for row in judged]
-    for row in table:
-        print(row)
-    return {"table": table, "rows": rows}
+        run.record(**setting, table=judged, rows=result["rows"])
 
 
-def token(machine: Machine) -> dict[str, Any]:
+def tuned(run: Run) -> None:
+    """Measure the targets with the settings that were found."""
+    run.record(launch=load_tuned(run.folder))
+    targets(run)
+
+
+def tests(run: Run) -> None:
+    """Run the GPU tests on several processes, where pytest can."""
+    several = ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    run.record(**run_tests([sys.executable], TESTS, *several, *(["--collect-only"] if run.dry else [])))
+
+
+def rest(run: Run) -> None:
+    """Measure a whole token and a small sweep, and look for accesses out of bounds."""
+    load_tuned(run.folder)
+    if not run.dry:
+        token(run)
+        result = bench_attention.sweep(
+            run.machine, Shape(1, 32, 1, HEAD_DIM), torch.float16, 9, batch=(1, 16), r=(32,), k=(128,)
+        )
+        run.record(sweep=result)
+        if result["rows"]:
+            figures.sweep(result["rows"], run.folder / "sweep.png")
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        run.record(skipped="there is no compute-sanitizer on this machine")
+        return
+    python = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
+    run.record(tool=tool, **run_tests(python, [KERNEL_TESTS], "-k", "not methods"))
+
+
+def token(run: Run) -> None:
     """Measure a whole compiled token of llama-2-7b against what the bytes allow."""
-    result = bench_token.token(machine, "llama-2-7b", None, "bfloat16", [65536], [SPARQ], 25, compile=True)
+    result = bench_token.token(run.machine, "llama-2-7b", None, "bfloat16", [65536], [SPARQ], 25, compile=True)
     row = next(row for row in result["rows"] if row["method"] == SPARQ)
     share = row["speedup_dense"] / row["speedup_allowed"]
     print(f"SparQ {row['speedup_dense']:.2f} times dense; the bytes allow {row['speedup_allowed']:.2f}: {share:.0%}")
-    return {**result, "share_of_allowed": share, "target": TOKEN_SHARE, "met": share >= TOKEN_SHARE}
+    run.record(**result, share_of_allowed=share, target=TOKEN_SHARE, met=share >= TOKEN_SHARE)
 
 
-def sweep(machine: Machine) -> dict[str, Any]:
-    """Measure the paper's grid; the figure lies beside the JSON."""
-    result = bench_attention.sweep(machine, Shape(1, 32, 1, HEAD_DIM), torch.float16, 9)
-    if result["rows"]:
-        figures.sweep(result["rows"], HERE / f"sweep-{slug(machine)}.png")
-    return result
+class Step(NamedTuple):
+    """A step and the seconds that it may take; tuning takes that long in all its processes."""
+
+    name: str
+    act: Callable[..., None]
+    limit: float
 
 
-def sanitize(machine: Machine) -> dict[str, Any]:
-    """Find accesses of the kernels that are out of bounds, with compute-sanitizer."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        return {"skipped": "there is no compute-sanitizer on this machine"}
-    python = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
-    return {"tool": tool, **run_tests(python, [KERNEL_TESTS], "-k", "not methods")}
+STEPS = {
+    1: Step("check", check, 120), 2: Step("targets", targets, 180), 3: Step("tests", tests, 300),
+    4: Step("tune", tune, 480), 5: Step("tuned", tuned, 180), 6: Step("rest", rest, 600),
+}  # fmt: skip
 
 
-STAGES: dict[str, Callable[[Machine], dict[str, Any]]] = {
-    stage.__name__: stage for stage in (check, tune, targets, token, sweep, sanitize)
-}
+class Dry(Cpu):
+    """The CPU with a GPU's kernels in Triton's interpreter, whose clock means nothing."""
+
+    name = "dry run"
+    dense_dtypes = ()
+
+    def __init__(self) -> None:
+        self.threads = 0
+
+    def bandwidth_calls(self) -> dict[str, tuple[Callable[[], Any], int]]:
+        """Return a small copy."""
+        source, target = torch.ones(2, 1 << 12)
+        return {"copy": (lambda: target.copy_(source), 2 * source.nbytes)}
+
+    def between_calls(self, refresh: Callable[[], Any] = lambda: None) -> None:
+        """Refresh the query."""
+        refresh()
+
+    def undo(self, store: Any) -> Callable[[], Any]:
+        """Return a call that takes the store back, and what the kernels know of it."""
+        return device.rewind(store)
 
 
-def slug(machine: Machine) -> str:
-    """Return the machine's name as a part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", machine.name.split(",")[0].lower()).strip("-")
+def append_line(folder: Path, row: dict[str, Any]) -> None:
+    """Append one line of JSON to the results."""
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of everything that decides a time."""
+    """Return the versions of everything that decides a time, as far as they are known here."""
     import triton
 
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True)
-    smi = shutil.which("nvidia-smi")
-    query = [smi or "", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if smi else ""
+    tools = {
+        "commit": ["git", "describe", "--always", "--dirty"],
+        "driver": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+    }
+    said = {
+        name: subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+        for name, command in tools.items()
+        if shutil.which(command[0])
+    }
     return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda),
-            "driver": driver, "python": sys.version.split()[0], "commit": git.stdout.strip()}  # fmt: skip
+            "python": sys.version.split()[0], **said}  # fmt: skip
 
 
-def main(names: list[str], folder: Path = HERE) -> int:
-    """Run the stages and write their files. The exit status is 2 if there is no GPU, or no stage of that name."""
+def run_limited(command: list[str], limit: float | None) -> str:
+    """Run a process and all that it starts for so many seconds at most. Returns how it ended, "ok" being well."""
+    process = subprocess.Popen(command, start_new_session=True)
     try:
-        if unknown := [name for name in names if name not in STAGES]:
-            raise ValueError(f"unknown stage {unknown[0]!r}; known: {', '.join(STAGES)}")
-        machine = Cuda()
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"stopped after {limit:.0f} s"
+    return "ok" if status == 0 else f"exit status {status}"
+
+
+def run_in_process(name: str, only: int, folder: Path, dry: bool) -> None:
+    """Do one step in this process. In a dry run the kernels are asked for by name."""
+    machine = Dry() if dry else Cuda()
+    run = Run(machine, folder, name, dry)
+    run.record(machine=machine.name, versions=versions())
+    step = next(step for step in STEPS.values() if step.name == name)
+    with ops.backend("gpu") if dry else contextlib.nullcontext():
+        step.act(run, only) if step.act is tune else step.act(run)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the steps, each in a process of its own. The exit status is 1 if one failed, 2 where none can run."""
+    parser = argparse.ArgumentParser(description="Check, measure and tune the GPU kernels.")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="The folder of the results.")
+    parser.add_argument("--steps", default="1,2,3,4,5,6", metavar="1,2,...", help="The steps to take, in this order.")
+    parser.add_argument("--dry-run", action="store_true", help="Interpret the kernels on the CPU, on tiny shapes.")
+    parser.add_argument("--inside", nargs=2, metavar=("STEP", "SEARCH"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.inside is not None:
+        run_in_process(options.inside[0], int(options.inside[1]), options.out, options.dry_run)
+        return 0
+    try:
+        numbers = [int(number) if number.isdigit() else number for number in options.steps.split(",")]
+        if unknown := [number for number in numbers if number not in STEPS]:
+            raise ValueError(f"--steps: there is no step {unknown[0]!r}; there are {', '.join(map(str, STEPS))}")
+        if not options.dry_run:
+            Cuda()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name in names or STAGES:
-        start = time.time()
-        result = {"machine": machine.name, "versions": versions(), **STAGES[name](machine)}
-        path = folder / f"{name}-{slug(machine)}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{name}: {time.time() - start:.0f} s, {path}")
-    return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    worst = 0
+    for step in [STEPS[number] for number in numbers]:
+        end = time.monotonic() + step.limit
+        for only in range(len(SEARCHES)) if step.act is tune else [0]:
+            start = time.monotonic()
+            command = [sys.executable, __file__, "--out", str(options.out), "--inside", step.name, str(only)]
+            limit = None if options.dry_run else max(end - start, 1)
+            how = run_limited(command + ["--dry-run"] * options.dry_run, limit)
+            row = {"step": step.name, "ended": how, "seconds": time.monotonic() - start}
+            append_line(options.out, row)
+            print(row, flush=True)
+            worst = max(worst, how != "ok")
+    return worst
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""benchmarks/gpu.py, as far as it goes without a GPU: the search, the verdicts, and the refusal."""
+"""benchmarks/gpu.py, as far as it goes without a GPU: the search, the verdicts, a dry run, and the refusal."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from skimkv import ops
 from skimkv.ops.gpu import launch
-from support.stand_in_machine import StandInGpu
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
@@ -63,40 +63,52 @@ def test_a_verdict_names_what_was_measured(script):
     assert script.judge([], wanted) == []
 
 
-def test_tables_are_written(script, monkeypatch, tmp_path, settings):
-    """On a stand-in for a GPU, with small caches."""
-    case = script.Case(2, 4, 2, 300)
-    monkeypatch.setattr(script, "Cuda", StandInGpu)
-    monkeypatch.setattr(script, "HEAD_DIM", 32)
-    monkeypatch.setattr(script, "INT8", "SparQ(r=8, k=32)")
-    monkeypatch.setattr(script, "TARGETS", [script.Target(case, "Dense()", "share_of_peak", 0.9)])
-    search = script.Search("dense", "Dense()", case._replace(batch=1), {"programs": (2, 4)})
-    monkeypatch.setattr(script, "SEARCHES", [search])
-    with ops.backend("ref"):
-        assert script.main(["targets", "tune"], tmp_path) == 0
-    result = json.loads((tmp_path / "targets-stand-in.json").read_text())
-    assert result["versions"]["torch"] == torch.__version__ and len(result["table"]) == 1
-    assert result["table"][0]["batch"] == 2 and len(result["rows"]) >= 4
-    tuned = json.loads((tmp_path / "tune-stand-in.json").read_text())
-    (row,) = tuned["rows"]
-    assert row["best"]["programs"] in (2, 4) and len(row["tried"]) == 2
-    assert settings.dense.programs == row["best"]["programs"] == tuned["launch"]["dense"]["programs"]
+def test_a_step_that_hangs_or_fails_is_ended(script):
+    assert script.run_limited([sys.executable, "-c", "pass"], 60) == "ok"
+    assert script.run_limited([sys.executable, "-c", "raise SystemExit(3)"], 60) == "exit status 3"
+    assert script.run_limited([sys.executable, "-c", "import time; time.sleep(600)"], 0.5) == "stopped after 0 s"
 
 
-def test_the_tests_of_the_check_stage_exist(script):
+def test_settings_with_a_wrong_result_are_not_timed(script, monkeypatch, tmp_path, settings):
+    """A setting counts as endlessly slow where its result is wrong, or where it is refused."""
+    monkeypatch.setattr(script, "DRY_HEAD_DIM", 16)
+    run = script.Run(script.Dry(), tmp_path, "tune", dry=True)
+    search = script.Search("dense", "Dense()", script.SHORT, {"block": (64, 512), "programs": (4, 8)})
+    monkeypatch.setattr(script, "error_of", lambda candidate: 0.2 if settings.dense.programs == 8 else 0.0)
+    row = script.search_settings(run, search)
+    ms = {(tried["block"], tried["programs"]): tried["ms"] for tried in row["tried"]}
+    assert ms[64, 8] == ms[512, 4] == float("inf") > ms[64, 4] and row["best"]["programs"] == 4
+
+
+@pytest.mark.slow
+def test_a_dry_run_on_a_cpu(tmp_path):
+    """Two steps, each in a process of its own, by Triton's interpreter: the lines that a GPU would leave."""
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry-run", "--out", tmp_path, "--steps", "1,2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert done.returncode == 0, (done.stderr[-2000:], lines)
+    assert [line["ended"] for line in lines if "ended" in line] == ["ok", "ok"]
+    assert all(line["versions"]["torch"] == torch.__version__ for line in lines if "versions" in line)
+    checked = [line for line in lines if "relative_error" in line]
+    assert len(checked) == 3 and all(line["ok"] for line in checked)
+    assert sum(len(line["table"]) for line in lines if "table" in line) == 4
+
+
+def test_the_tests_of_the_third_step_exist(script):
     assert all((ROOT / "tests" / path).is_file() for path in script.TESTS)
 
 
 @pytest.mark.slow
-def test_the_tests_of_the_check_stage_can_be_collected(script):
+def test_the_tests_of_the_third_step_can_be_collected(script):
     report = script.run_tests([sys.executable], script.TESTS, "--collect-only")
     assert report["ok"], report["lines"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_or_with_a_wrong_stage_one_line_says_so(script, capsys, tmp_path):
-    assert script.main(["targets"], tmp_path) == 2
+def test_without_a_gpu_or_with_a_wrong_step_one_line_says_so(script, capsys, tmp_path):
+    assert script.main(["--steps", "2", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "error: --device cuda: PyTorch sees no CUDA device here\n"
-    assert script.main(["fly"], tmp_path) == 2
-    assert capsys.readouterr().err.startswith("error: unknown stage 'fly'; known: check, tune, targets")
+    assert script.main(["--steps", "9", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: --steps: there is no step 9; there are 1, 2, 3, 4, 5, 6\n"
     assert not list(tmp_path.iterdir())

@@ -191,13 +191,19 @@ def race(
     machine: Machine, candidates: Mapping[str, Candidate], rounds: int, tick: Call = nothing
 ) -> tuple[Timings, float]:
     """Return the seconds of one step of each candidate, and the machine's bandwidth in bytes per second."""
-    for candidate in [*candidates.values()] * 2:  # all before the first capture: what is made once is made then
-        candidate.run()
-        candidate.undo()
+    repeats = {name: -(-machine.least_steps // len(candidate)) for name, candidate in candidates.items()}
+
+    def run(name: str) -> None:
+        for _ in range(repeats[name]):
+            candidates[name].run()
+
+    for name in [*candidates] * 2:  # all before the first capture: what is made once is made then
+        run(name)
+        candidates[name].undo()
     stores = [step.store for candidate in candidates.values() for step in candidate if step.store is not None]
     valid, calls = machine.footing(stores), dict[str, Call]()
     for name, candidate in candidates.items():
-        calls[name] = machine.capture(candidate.run)
+        calls[name] = machine.capture(partial(run, name))
         candidate.undo()
     assert machine.footing(stores) == valid
     moves = machine.bandwidth_calls()

@@ -38,8 +38,10 @@ class Machine(ABC):
     name: processor and software, for people. device: where caches lie. threads: of a step; 0 on a GPU.
     peak: how the bandwidth is measured, "read" or "copy". cache_bytes: of the cache that several sets of key-value
     caches, taken in turn, must exceed; 0 where `between_calls` empties it instead. dense_dtypes: types in which
-    PyTorch's dense attention is measured besides the cache's own.
+    PyTorch's dense attention is measured besides the cache's own. least_steps: steps that are timed together at least.
     """
+
+    least_steps = 1
 
     name: str
     device: torch.device
@@ -171,6 +173,7 @@ class Cuda(Machine):
     peak = "copy"
     threads = 0
     dense_dtypes = ()
+    least_steps = 8  # so that the time between an event and the first kernel does not count
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         if not torch.cuda.is_available():

@@ -98,10 +98,10 @@ class PageLaunch:
 class LaunchSettings:
     """The settings of every kernel. To try other ones, put another value in the place of a field."""
 
-    dense: PagesLaunch = field(default=PagesLaunch(block=64, warps=4, programs=4, stages=3))
+    dense: PagesLaunch = field(default=PagesLaunch(block=64, warps=4, programs=3, stages=3))
     channel_scores: PageLaunch = field(default=PageLaunch(programs=20))
-    scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4, programs=4, stages=3))
-    quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4, programs=4, stages=3))
+    scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4, programs=3, stages=3))
+    quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4, programs=3, stages=3))
     choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=32, warps=4, programs=2))
     clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4, programs=2))
     slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4, programs=2, stages=3, tile=1024))
