@@ -77,3 +77,8 @@ def test_a_ratio_is_taken_within_rounds():
     assert timings.ms_range("b") == (500, 5000)
     with pytest.raises(ValueError, match="shorter"):
         Timings({"a": [1.0], "b": []}).ratio("a", "b")
+
+
+def test_a_long_call_may_wait_longer():
+    timings = Timings({"a": [1e-3, 1e-3, 1.0, 1.0]}, {"a": [99e-6, 100e-6, 9.9e-3, 1e-2]})
+    assert timings.kept("a") == [True, False, True, False] and timings.undelayed("a") == 2

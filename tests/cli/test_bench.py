@@ -72,7 +72,7 @@ def test_it_says_how_many_calls_count(monkeypatch, capsys):
     """The stand-in for the clock of waiting stands still, or moves by a second at every look, or is not there."""
     args = [*ATTENTION, "--length", "300", "--rounds", "4", *SPARQ]
     for ticks, words in (
-        (itertools.repeat(5.0), "calls count: their threads waited less than 100 µs for a processor."),
+        (itertools.repeat(5.0), "calls count: their threads waited less than 100 µs, or 1%, for a processor."),
         (itertools.count(1.0), "Dense() at 300 tokens: no call was undisturbed, and its times are those of all calls"),
         (None, "This system does not tell how long threads wait for a processor: all calls count."),
     ):

@@ -74,8 +74,8 @@ def attention(
     """Return the rows of the JSON contract for every length and method; PyTorch's dense paths are rows too.
 
     `skipped` has a line for each length whose caches do not fit in memory. kept: the calls of a row that count, which
-    are those whose threads waited less than `rounds.LONGEST_WAIT` for a processor; if none did, all count and kept is
-    0. waits_known: whether the system tells how long threads waited.
+    are those that other processes did not delay (`rounds.is_delayed`); if all were delayed, all count and kept is 0.
+    waits_known: whether the system tells how long threads waited.
     """
     specs = list(dict.fromkeys([Dense(), *map(parse, methods)]))
     rows, peaks, skipped = list[dict[str, Any]](), [0.0], list[str]()

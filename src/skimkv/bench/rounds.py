@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 
 from .machine import Call, nothing
 
-LONGEST_WAIT = 100e-6  # seconds that the threads of a call may wait for a processor, all together
+# What the threads of a call may wait for a processor, all together: so many seconds, or this share of a longer call.
+LONGEST_WAIT, LARGEST_SHARE = 100e-6, 0.01
+
+
+def is_delayed(seconds: float, waited: float) -> bool:
+    """Return whether a call of so many seconds was delayed by other processes: its threads waited too long."""
+    return waited >= max(LONGEST_WAIT, LARGEST_SHARE * seconds)
 
 
 @dataclass(frozen=True)
@@ -28,14 +34,18 @@ class Timings:
     waited: dict[str, list[float]] = field(default_factory=dict)
 
     def kept(self, name: str) -> list[bool]:
-        """Return which of the candidate's calls count: those that waited less than LONGEST_WAIT, or all if none did."""
-        waited = self.waited.get(name, [])
-        fast = [w < LONGEST_WAIT for w in waited]
-        return fast if any(fast) else [True] * len(self.seconds[name])
+        """Return which of the candidate's calls count: those that were not delayed, or all if all were."""
+        undelayed = self._undelayed(name)
+        return undelayed if any(undelayed) else [True] * len(undelayed)
 
     def undelayed(self, name: str) -> int:
-        """Return how many of the candidate's calls waited less than LONGEST_WAIT."""
-        return sum(w < LONGEST_WAIT for w in self.waited.get(name, [0.0] * len(self.seconds[name])))
+        """Return how many of the candidate's calls were not delayed by other processes, as far as that is known."""
+        return sum(self._undelayed(name))
+
+    def _undelayed(self, name: str) -> list[bool]:
+        seconds = self.seconds[name]
+        waited = self.waited.get(name, [0.0] * len(seconds))
+        return [not is_delayed(s, w) for s, w in zip(seconds, waited, strict=True)]
 
     def ms(self, name: str) -> float:
         """Return the median of the candidate's calls that count, in milliseconds."""

@@ -156,8 +156,8 @@ def attention(
 
     All candidates take turns, round after round, each round in another order. Before every call, of whichever
     candidate, the bench drives everything else out of the processor's caches, as a model's weights do. A call whose
-    threads waited 100 µs or more for a processor, because other processes used it, does not count. Beside the times
-    stand the bytes that a step reads and the memory bandwidth that was measured meanwhile.
+    threads waited 100 µs and 1% of its time for a processor, because other processes used it, does not count. Beside
+    the times stand the bytes that a step reads and the memory bandwidth that was measured meanwhile.
 
     Example:
 
@@ -239,8 +239,8 @@ def token(
     """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
 
     The model has random weights and a cache of random tokens. All candidates take turns, token by token, each round in
-    another order. A token during which threads waited 100 µs or more for a processor does not count. Beside the times
-    stand the bytes that a token reads, and the time that memory needs for them at least.
+    another order. A token during which threads waited 100 µs and 1% of its time for a processor does not count. Beside
+    the times stand the bytes that a token reads, and the time that memory needs for them at least.
 
     Example:
 
@@ -456,7 +456,7 @@ def _print_kept(result: Mapping[str, Any], rounds: int) -> None:
             print("This system does not tell how long threads wait for a processor: all calls count.")
         return
     kept = sum(row["kept"] for row in rows)
-    print(f"{kept} of {len(rows) * rounds} calls count: their threads waited less than 100 µs for a processor.")
+    print(f"{kept} of {len(rows) * rounds} calls count: their threads waited less than 100 µs, or 1%, for a processor.")
     for row in rows:
         if not row["kept"]:
             where = f"{row['method']} at {row['length']} tokens"
