@@ -345,7 +345,7 @@ def bytes_per_256(launch_: Launch) -> int:
         return int(a.scores.r * (GROUP * bits // 8 + (8 if bits < 8 * size else 0)))
     if launch_.name == "sparq_choose":
         return int(a.query.G * GROUP * torch.float32.itemsize)
-    return 0 if "append" in launch_.name else 2 * GROUP * HEAD_DIM * size
+    return 0 if "append" in launch_.name or launch_.name == "sparq_channels" else 2 * GROUP * HEAD_DIM * size
 
 
 def describe(launch_: Launch, channels: str) -> dict[str, Any]:
