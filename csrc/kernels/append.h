@@ -35,14 +35,16 @@ template <class T> static void average_group(const T *x, int64_t ld, int R, T *m
 template <class T>
 static void code_open_tokens(const T *const *rows, int64_t n, int64_t at, int R, uint8_t *codes, int64_t codes_ld,
                              const float *scale, int64_t s_r, int64_t s_z) {
-    for (int c = 0; c < R; c++) {
-        const float step = scale[c * s_r], low = scale[c * s_r + s_z], divisor = step == 0 ? 1 : step;
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t block = (at + i) / 128, nibble = (at + i) % 128 / 16, word = (at + i) % 16;
-            uint8_t *byte = codes + c * codes_ld + block * 64 + word * 4 + nibble / 2;
-            const int code = code_of(as_float(rows[i][c]), low, divisor, 15), shift = 4 * (nibble % 2);
-            *byte = (uint8_t)((*byte & ~(15 << shift)) | code << shift);
-        }
+    // The scales lie in many cache lines: all are read before the first is used.
+    float low[SKIMKV_MAX_HEAD], divisor[SKIMKV_MAX_HEAD];
+    for (int c = 0; c < R; c++) low[c] = scale[c * s_r + s_z], divisor[c] = scale[c * s_r];
+    for (int c = 0; c < R; c++) divisor[c] = divisor[c] == 0 ? 1 : divisor[c];
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t block = (at + i) / 128, nibble = (at + i) % 128 / 16, word = (at + i) % 16;
+        const int shift = 4 * (nibble % 2);
+        uint8_t *byte = codes + block * 64 + word * 4 + nibble / 2, code[SKIMKV_MAX_HEAD];
+        for (int c = 0; c < R; c++) code[c] = code_of(as_float(rows[i][c]), low[c], divisor[c], 15);
+        for (int c = 0; c < R; c++, byte += codes_ld) *byte = (uint8_t)((*byte & ~(15 << shift)) | code[c] << shift);
     }
 }
 
@@ -109,14 +111,22 @@ template <class T> static void prefetch_new_row(const skimkv_op *op, int64_t b, 
         const bool copy = c->channels == SKIMKV_COPY;
         const T *index = copy ? (const T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start
                               : (const T *)c->tail + b * c->t_b + h * c->t_h + p % GROUP;
-        for (int i = 0; i < c->R; i++) __builtin_prefetch(index + i * (copy ? chunk->x_r : c->t_r), 1);
+        for (int i = 0; i < c->R; i++) prefetch_to_write(index + i * (copy ? chunk->x_r : c->t_r));
         const char *codes =
             (const char *)chunk->index + b * chunk->x_b + h * chunk->x_h + (p - chunk->start) / 128 * 64;
-        for (int i = 0; i < c->R && chunk->means; i++) __builtin_prefetch(codes + i * chunk->x_r, 1);
+        for (int i = 0; i < c->R && chunk->means; i++) prefetch_to_write(codes + i * chunk->x_r);
+        if (chunk->means && p >= GROUP) {  // the scale of the group before
+            const skimkv_chunk *before = chunk_of(c->chunks, p / GROUP * GROUP - 1);
+            const float *scale = before->scale + b * before->s_b + h * before->s_h +
+                                 (p / GROUP - 1 - before->start / GROUP) * before->s_g;
+            for (int i = 0; i < c->R; i++)
+                prefetch(scale + i * before->s_r), prefetch(scale + i * before->s_r + before->s_z);
+        }
     }
+    for (int i = 0; i < c->D && c->mean; i += 16) prefetch_to_write(c->mean + b * c->m_b + h * c->m_h + i);
     for (int64_t i = 0; i < row_bytes(c); i += 64) {
-        __builtin_prefetch(cached_row<T>(c, chunk, false, b, h, p) + i, 1);
-        __builtin_prefetch(cached_row<T>(c, chunk, true, b, h, p) + i, 1);
+        prefetch_to_write(cached_row<T>(c, chunk, false, b, h, p) + i);
+        prefetch_to_write(cached_row<T>(c, chunk, true, b, h, p) + i);
     }
 }
 

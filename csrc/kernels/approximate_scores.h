@@ -9,6 +9,7 @@
 
 #include "kernels/cache_layout.h"
 #include "kernels/channel_sums.h"
+#include "kernels/hash.h"
 #include "kernels/quantised_index.h"
 #include "kernels/quantised_index_weights.h"
 #include "kernels/row_attention.h"
@@ -79,6 +80,7 @@ static void choose_skim_channels(const skimkv_op *op, Unit &u) {
         for (int i = 0; i < D; i++) size[i] *= step[i * chunk->s_r];
     }
     choose_largest_channels(size, D, r, u);
+    u.key_word = word_of_unit(u, KEY_STREAM);
     for (int64_t i = 0; i < (int64_t)c->G * P; i++) u.masked_query[i] = u.q[i];
     for (int g = 0; g < c->G; g++)
         for (int i = 0; i < r; i++) {
@@ -116,11 +118,15 @@ static ExpSums take_exp_sums(Arena &a, int G) { return {a.take<float>(G), a.take
 
 // Finishes tile t, whose logits are in z.s, for query g: applies the soft cap, hides positions from u.n on, and takes
 // the lane maxima and the sums. The tiles t0 .. t1-1 come in order. SINGLE: there is one query, and its logits are
-// kept.
-template <bool SINGLE>
-static inline void finish_query(const Unit &u, const Scores &z, const ExpSums &sums, int64_t t, int64_t t0, int64_t t1,
-                                int g, float cap) {
+// kept. DRAWS: Skim marks the positions that it may draw, of which `hashes` are the random numbers.
+//
+// A key is drawn if its hash, up to 2^31, is below k 2^31 times its softmax weight. The sum over all positions is not
+// known yet, but that of the tiles so far is no larger: so a few more positions are marked than are drawn.
+template <bool SINGLE, bool DRAWS>
+static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t,
+                                int64_t t0, int64_t t1, int g, const float *hashes) {
     float *s = z.s + g * u.padded_n + t * GROUP, *l = sums.sum + 16 * g;
+    const float cap = softcap_log2(op);
     const int64_t valid = u.n - t * GROUP;
     vf top[16 / W];
     for (int i = 0; i < 16 / W; i++) top[i] = splat(LOWEST);
@@ -144,12 +150,13 @@ static inline void finish_query(const Unit &u, const Scores &z, const ExpSums &s
     }
     const vf shift = splat(sums.shift[g]);
     vf sum[16 / W];
+    float kept[SINGLE && DRAWS ? GROUP : 1], *power = SINGLE ? kept : s;
     for (int i = 0; i < 16 / W; i++) sum[i] = load(l + i * W);
 #pragma GCC unroll 4
     for (int x = 0; x < GROUP; x += 16)
         for (int i = 0; i < 16 / W; i++) {
             vf e = exp2(load(s + x + i * W) - shift);
-            if (!SINGLE) store(s + x + i * W, e);
+            if (!SINGLE || DRAWS) store(power + x + i * W, e);
             sum[i] = sum[i] + e;
         }
     for (int i = 0; i < 16 / W; i++) {
@@ -159,14 +166,30 @@ static inline void finish_query(const Unit &u, const Scores &z, const ExpSums &s
     z.tile_shift[g * u.tiles + t] = sums.shift[g], z.tile_sum[g * u.tiles + t] = 0;
     if (t + 1 == t1)
         for (int i = 0; i < 16; i++) z.tile_sum[g * u.tiles + t] += l[i];
+    if (!DRAWS) return;
+    for (int i = 1; i < 16 / W; i++) sum[0] = sum[0] + sum[i];
+    const vf factor = splat((float)op->k * 0x1.001p31f / sum_lanes(sum[0]));  // with room for errors of rounding
+    for (int word = 0; word < GROUP / 64; word++) {
+        uint64_t bits = g == 0 ? 0 : z.drawable[t * 4 + word];
+        for (int x = 0; x < 64; x += W)
+            bits |= (uint64_t)at_least(load(power + word * 64 + x) * factor, load(hashes + word * 64 + x)) << x;
+        z.drawable[t * 4 + word] = bits;
+    }
 }
 
 // The same for every query. The sums of all tiles are stored with the last tile.
 static void finish_tile(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t, int64_t t0,
                         int64_t t1) {
     const int G = op->cache->G;
-    if (G == 1) return finish_query<true>(u, z, sums, t, t0, t1, 0, softcap_log2(op));
-    for (int g = 0; g < G; g++) finish_query<false>(u, z, sums, t, t0, t1, g, softcap_log2(op));
+    if (op->method == SKIMKV_SKIM) {
+        float hashes[GROUP];
+        hashes_as_floats(u.key_word + (uint32_t)(t * GROUP), hashes, GROUP);
+        if (G == 1) return finish_query<true, true>(op, u, z, sums, t, t0, t1, 0, hashes);
+        for (int g = 0; g < G; g++) finish_query<false, true>(op, u, z, sums, t, t0, t1, g, hashes);
+    } else {
+        if (G == 1) return finish_query<true, false>(op, u, z, sums, t, t0, t1, 0, nullptr);
+        for (int g = 0; g < G; g++) finish_query<false, false>(op, u, z, sums, t, t0, t1, g, nullptr);
+    }
 }
 
 // Scores tiles t0 .. t1-1 from rows of K, with the queries q [G][P]: those of the unit, or its masked ones.

@@ -65,7 +65,7 @@ static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t 
     if (op->method == SKIMKV_SKIM) x.skim = take_skim(a, op, n);
     x.weights = take_byte_weights(a, op, min(n, SPAN_TILES * GROUP));
     x.sums = take_exp_sums(a, op->cache->G);
-    if (!split) x.scores = take_scores(a, n, op->cache->G);
+    if (!split) x.scores = take_scores(a, op, n);
     return x;
 }
 
@@ -87,7 +87,7 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
         p.partial = a.take<float>(p.units * p.parts * p.partial_ld);
     } else if (p.parts > 1) {
         Arena unit_scores{nullptr};
-        take_scores(unit_scores, p.longest, c->G);
+        take_scores(unit_scores, op, p.longest);
         p.scores_ld = unit_scores.used;
         p.scores = Arena{a.take<char>((int64_t)p.scores_ld * p.units)};
     }
@@ -199,7 +199,7 @@ template <class T, class R, int D_> static void run_parts(const skimkv_op *op, c
     for (int64_t task; (task = take_task(p)) >= 0;) {
         const int64_t unit = task / p.parts;
         Arena a{p.scores.at + unit * p.scores_ld};
-        const Scores z = take_scores(a, p.longest, op->cache->G);
+        const Scores z = take_scores(a, op, p.longest);
         prepare_query<T>(op, p, x.unit, task);
         score_part<T, R, D_>(op, p, x, z, task % p.parts);
         if (is_last_part(p, unit)) finish_unit<R, D_>(op, x, z);

@@ -21,4 +21,14 @@ template <class T> static inline T mix_bits(T h) {
 // The hash of what h is the hash of, and one word more.
 static inline uint32_t add_word(uint32_t h, uint32_t word) { return mix_bits(h * GOLDEN + word); }
 
+// Writes the hashes of first, first + 1 and following, without their last bits, as floats: n of them, a multiple of W.
+static inline void hashes_as_floats(uint32_t first, float *to, int n) {
+    uint32_t lanes[W];
+    for (int i = 0; i < W; i++) lanes[i] = first + (uint32_t)i;
+    vw word;
+    __builtin_memcpy(&word, lanes, sizeof word);
+    for (int i = 0; i < n; i += W, word += (uint32_t)W)
+        store(to + i, __builtin_convertvector((vi)(mix_bits(word) >> 1), vf));
+}
+
 }  // namespace skimkv::SKIMKV_NS

@@ -20,6 +20,15 @@ static inline float from_ordered_int(int32_t i) {
     return x;
 }
 
+// Writes `first` plus the place of every set bit to `out`, and returns how many they are. Most words have no more than
+// two, so two are always written: a processor cannot predict a branch that depends on random bits.
+static inline int64_t places_of_bits(uint64_t bits, int64_t first, int32_t *out) {
+    const int64_t count = __builtin_popcountll(bits);
+    for (int64_t i = 0; i < 2 || i < count; i++, bits &= bits - 1)
+        out[i] = (int32_t)(first + __builtin_ctzll(bits | 1ull << 63));
+    return count;
+}
+
 // How many of x[0] .. x[n-1] are at least t. Up to the next multiple of 16, x must be readable and LOWEST.
 static inline int64_t count_at_least(const float *x, int64_t n, float t) {
     int64_t count = 0, i = 0;
@@ -65,7 +74,8 @@ static float kth_largest_bound(const float *x, int64_t n, int64_t k, int64_t sla
 // taken. Returns how many there are: k, or fewer if scores are NaN.
 //
 // lane_max[16*t + i] is the maximum of s[256*t + i + 16*j] over j. From n up to a multiple of 256, s and lane_max are
-// LOWEST. `value` and `at` are scratch memory for n + 16 scores and their positions.
+// LOWEST. `value` and `at` are scratch memory for scores and their positions: n rounded up to a multiple of 256, and 16
+// more. `out` has room for k + 1.
 static int64_t select_largest(const float *s, const float *lane_max, int64_t n, int64_t k, int32_t *out, float *value,
                               int32_t *at) {
     if (k <= 0) return 0;
@@ -83,25 +93,28 @@ static int64_t select_largest(const float *s, const float *lane_max, int64_t n, 
         unsigned any = 0;
         for (int i = 0; i < 16; i += W) any |= at_least(load(lane_max + 16 * tile + i), low);
         if (!any) continue;
-        const int64_t stop = min(n, 256 * tile + 256);
-        for (int64_t i = 256 * tile; i < stop; i += W)
-            for (unsigned mask = at_least(load(s + i), low); mask; mask &= mask - 1) {
-                int64_t p = i + __builtin_ctz(mask);
-                value[m] = s[p], at[m++] = (int32_t)p;
-            }
+        for (int64_t i = 256 * tile; i < 256 * tile + 256; i += 64) {
+            uint64_t bits = 0;
+            for (int x = 0; x < 64; x += W) bits |= (uint64_t)at_least(load(s + i + x), low) << x;
+            m += places_of_bits(bits, i, at + m);
+        }
     }
     while (m && at[m - 1] >= n) m--;  // only if the bound is LOWEST itself
     if (m <= k) {
         for (int64_t i = 0; i < m; i++) out[i] = at[i];
         return m;
     }
+    for (int64_t i = 0; i < m; i++) value[i] = s[at[i]];
     for (int i = 0; i < 16; i++) value[m + i] = LOWEST;
     float exact = kth_largest_bound(value, m, k, 0);
     int64_t above = 0, count = 0;
     for (int64_t i = 0; i < m; i++) above += value[i] > exact;
     int64_t ties = k - above;
-    for (int64_t i = 0; i < m; i++)
-        if (value[i] > exact || (value[i] == exact && ties-- > 0)) out[count++] = at[i];
+    for (int64_t i = 0; i < m; i++) {
+        const bool tie = value[i] == exact;
+        out[count] = at[i];
+        count += (value[i] > exact) | (tie & (ties > 0)), ties -= tie;
+    }
     return count;
 }
 

@@ -38,36 +38,27 @@ static SkimScratch take_skim(Arena &a, const skimkv_op *op, int64_t n) {
     return x;
 }
 
-// The two streams of random numbers. The word of a position is the hash of a unit's word and the position.
-enum { KEY_STREAM, VALUE_STREAM };
-static inline uint32_t word_of_unit(const Unit &u, uint32_t stream) {
-    return add_word(add_word(mix_bits(stream), (uint32_t)u.n), (uint32_t)u.h) * GOLDEN;
+// All bits of a lane are set if the position with this hash is drawn: with a probability of 1 or more it is.
+static inline vi is_drawn(vw hash, vf probability) {
+    const vf below_one = vmin(probability, splat(0x1.fffffep-1f));
+    const vi threshold = __builtin_convertvector(below_one * splat(0x1p31f), vi);
+    return ((vi)(hash >> 1) < threshold) | (vi)(probability >= splat(1.f));
 }
-
-// Whether a position is drawn whose word is the hash of `word`: with a probability of 1 or more it is.
-static inline bool is_drawn(uint32_t word, float probability) {
-    return probability >= 1 || mix_bits(word) >> 1 < (uint32_t)(probability * 0x1p31f);
+static inline vi load_integers(const int32_t *p) {
+    vi x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
 }
+static inline void store_integers(int32_t *p, vi x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// An upper bound of log2(x), x > 0, at most 0.09 too large: that of its mantissa m from 1 to 2 is below m - 1 + 0.0861.
-static inline float log2_bound(float x) {
-    int32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    return (float)bits * 0x1p-23f - 126.91f;
-}
-
-// Which of W positions may be drawn: all that are, and few others. Cheaper than the exact test, which would take a
-// power of two for every logit of a single query. `word` is as in is_drawn, and a score is a logit plus `shift`, or
-// `shift` times a probability (GROUPED).
-template <bool GROUPED> static inline unsigned may_be_drawn(vw word, vf score, float shift) {
-    const vf value = __builtin_convertvector((vi)(mix_bits(word) >> 1), vf);
-    if (GROUPED) return at_least(score * splat(shift), value);
-    // The bits of a float are a lower bound of its logarithm.
-    return at_least(score + splat(shift), __builtin_convertvector((vi)value, vf) * splat(0x1p-23f));
+// Counts the rows of K, or of V, that are read, the current token's not included.
+static void count_rows(const skimkv_op *op, const Unit &u, int of_values) {
+    __atomic_add_fetch(op->rows_read + 2 * u.b + of_values, u.chosen_count - 1, __ATOMIC_RELAXED);
 }
 
 // Makes u.chosen the rows of K that are read, ascending, and x.probability theirs: 1 for the first tokens, the last
-// ones and the k largest scores of the others; k times the softmax weight for the rest.
+// ones and the k largest scores of the others; k times the softmax weight for the rest, of a group's queries the
+// largest.
 template <bool GROUPED>
 static void draw_keys(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &s, const SkimScratch &x) {
     const int64_t first = min(u.n, SKIMKV_SKIM_FIRST), end = max(first, u.n - 1 - SKIMKV_SKIM_LAST);
@@ -77,31 +68,39 @@ static void draw_keys(const skimkv_op *op, Unit &u, const Scores &z, const Selec
     const int64_t best = select_candidates(score, GROUPED ? s.lane_max : z.lane_max, first, end, op->k, x.best, s);
     // A score is a weight or, of a single query, a logit.
     const float share = GROUPED ? (float)op->k : (float)op->k / u.l[0];
-    const float shift = GROUPED ? share * 0x1.00001p31f : log2_bound(share) - u.m[0] + 127 + 31;
-    const uint32_t unit_word = word_of_unit(u, KEY_STREAM);
-    uint32_t lane_words[W];
-    for (int i = 0; i < W; i++) lane_words[i] = unit_word + (uint32_t)i;
-    vw word;
-    __builtin_memcpy(&word, lane_words, sizeof word);
-    int64_t count = 0, next = 0;
-    const auto add = [&](int64_t p, float probability) {
-        u.chosen[count] = (int32_t)p, x.probability[count++] = probability;
-    };
-    for (int64_t p = 0; p < first; p++) add(p, 1);
-    for (int64_t p = first / W * W; p < end && best < end - first; p += W) {
-        unsigned lanes = may_be_drawn<GROUPED>(word + (uint32_t)p, load(score + p), shift);
-        for (; lanes; lanes &= lanes - 1) {
-            const int64_t at = p + __builtin_ctz(lanes);
-            if (at < first || at >= end) continue;
-            while (next < best && x.best[next] < at) add(x.best[next++], 1);
-            if (next < best && x.best[next] == at) continue;
-            const float probability = share * (GROUPED ? score[at] : exp2_scalar(score[at] - u.m[0]));
-            if (is_drawn(unit_word + (uint32_t)at, probability)) add(at, probability < 1 ? probability : 1);
-        }
+    // First all that may be drawn are listed, then those that are, and last they are merged with the best. There are no
+    // branches in it, because they would be random and could not be predicted.
+    int32_t *at = s.at;
+    float *probability = s.value;
+    int64_t listed = 0, drawn = 0, count = 0;
+    for (int64_t word = 0; word < 4 * u.tiles && best < end - first; word++)
+        listed += places_of_bits(z.drawable[word], 64 * word, at + listed);
+    for (int64_t j = 0; j < listed; j++) probability[j] = score[at[j]];
+    for (int i = 0; i < W; i++) at[listed + i] = -1, probability[listed + i] = 0;
+    for (int64_t j = 0; j < listed; j += W) {
+        const vf y = load(probability + j), p = (GROUPED ? y : exp2(y - splat(u.m[0]))) * splat(share);
+        const vi place = load_integers(at + j);
+        int32_t takes[W], places[W];
+        float chance[W];
+        const vi allowed = (place >= (int32_t)first) & (place < (int32_t)end);
+        store_integers(takes, is_drawn(mix_bits((vw)place + u.key_word), p) & allowed);
+        store_integers(places, place), store(chance, vmin(p, splat(1.f)));
+        for (int i = 0; i < W; i++) at[drawn] = places[i], probability[drawn] = chance[i], drawn -= takes[i];
     }
-    while (next < best) add(x.best[next++], 1);
-    for (int64_t p = end; p < u.n; p++) add(p, 1);
+    for (int64_t p = 0; p < first; p++) u.chosen[count] = (int32_t)p, x.probability[count++] = 1;
+    at[drawn] = x.best[best] = INT32_MAX;
+    for (int64_t i = 0, j = 0; i < drawn || j < best; count++) {
+        const int32_t a = at[i], b = x.best[j];
+        u.chosen[count] = a < b ? a : b, x.probability[count] = a < b ? probability[i] : 1;
+        i += a <= b, j += b <= a;
+    }
+    for (int64_t p = end; p < u.n; p++) u.chosen[count] = (int32_t)p, x.probability[count++] = 1;
     u.chosen_count = count;
+    count_rows(op, u, 0);
+}
+static void draw_keys(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &s, const SkimScratch &x) {
+    if (op->cache->G == 1) draw_keys<false>(op, u, z, s, x);
+    else draw_keys<true>(op, u, z, s, x);
 }
 
 // Makes x.weight the softmax weights of the rows of K at u.chosen, each counted as often as it stands for others, and
@@ -135,8 +134,8 @@ template <class R, int D_> static void weigh_keys(const skimkv_op *op, const Uni
 
 // Keeps the rows at u.chosen whose values are read: the current token, the row with the largest weight of each query,
 // and the others with probability 2k times the largest weight of a group's query. x.probability becomes that of both
-// draws, and weights are divided by that of the second. Values are prefetched as they are chosen.
-static void draw_values(const skimkv_op *op, Unit &u, const SkimScratch &x) {
+// draws, and weights are divided by that of the second.
+static void draw_values(const skimkv_op *op, Unit &u, const SelectionScratch &s, const SkimScratch &x) {
     const int G = op->cache->G;
     const int64_t n = u.chosen_count;
     const uint32_t unit_word = word_of_unit(u, VALUE_STREAM);
@@ -145,27 +144,31 @@ static void draw_values(const skimkv_op *op, Unit &u, const SkimScratch &x) {
         for (int64_t j = 0; j < n; j += W) top = vmax(top, load(x.weight + g * x.ld + j));
         x.most[g] = max_lanes(top);
     }
+    // First whether each is drawn, and one over its probability; then those that are, without branches.
+    int32_t *takes = s.at;
+    float *factor = s.value;
+    const float share = (float)(2 * op->k), least = u.n <= op->k ? 1 : 0;
+    for (int64_t j = 0; j < n; j += W) {
+        vf largest = splat(0.f);
+        const vi place = load_integers(u.chosen + j);
+        vi certain = place == (int32_t)(u.n - 1);
+        for (int g = 0; g < G; g++) {
+            const vf w = load(x.weight + g * x.ld + j);
+            largest = vmax(w, largest), certain |= (vi)(w == splat(x.most[g]));
+        }
+        const vf p = vmax(largest * splat(share), splat(least));
+        store_integers(takes + j, certain | is_drawn(mix_bits((vw)place + unit_word), p));
+        const vf inverse = splat(1.f) / vmin(p, splat(1.f));
+        store(factor + j, (vf)(((vi)inverse & ~certain) | ((vi)splat(1.f) & certain)));
+    }
     int64_t count = 0;
     for (int64_t j = 0; j < n; j++) {
-        const int32_t p = u.chosen[j];
-        bool certain = p == u.n - 1 || u.n <= op->k;
-        float largest = 0, divided = 1;
-        for (int g = 0; g < G; g++) {
-            const float w = x.weight[g * x.ld + j];
-            largest = w > largest ? w : largest;
-            certain |= w == x.most[g];
-        }
-        const float probability = (float)(2 * op->k) * largest;
-        if (!certain && probability < 1) {
-            if (!is_drawn(unit_word + (uint32_t)p, probability)) continue;
-            divided = 1 / probability;
-        }
-        u.chosen[count] = p, x.probability[count] = x.probability[j] / divided;
-        for (int g = 0; g < G; g++) x.weight[g * x.ld + count] = x.weight[g * x.ld + j] * divided;
-        count++;
-        prefetch_rows(op, u, u.chosen, count - 1, count, false, true);
+        u.chosen[count] = u.chosen[j], x.probability[count] = x.probability[j] / factor[j];
+        for (int g = 0; g < G; g++) x.weight[g * x.ld + count] = x.weight[g * x.ld + j] * factor[j];
+        count -= takes[j];
     }
     u.chosen_count = count;
+    count_rows(op, u, 1);
 }
 
 // The squared distance of a row from `mean`.
@@ -239,16 +242,11 @@ static void attend_drawn(const skimkv_op *op, const Unit &u, const SelectionScra
 // All of a unit's step after its scores.
 template <class R, int D_>
 static void skim_unit(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &s, const SkimScratch &x) {
-    const auto count_rows = [&](int of_values) {
-        __atomic_add_fetch(op->rows_read + 2 * u.b + of_values, u.chosen_count - 1, __ATOMIC_RELAXED);
-    };
-    if (op->cache->G == 1) draw_keys<false>(op, u, z, s, x);
-    else draw_keys<true>(op, u, z, s, x);
+    draw_keys(op, u, z, s, x);
     prefetch_rows(op, u, u.chosen, 0, u.chosen_count, true, false);
-    count_rows(0);
     weigh_keys<R, D_>(op, u, x);
-    draw_values(op, u, x);
-    count_rows(1);
+    draw_values(op, u, s, x);
+    prefetch_rows(op, u, u.chosen, 0, u.chosen_count, false, true);
     attend_drawn<R, D_>(op, u, s, x);
 }
 

@@ -5,6 +5,7 @@
 
 #include "kernel_table.h"
 #include "kernels/cache_layout.h"
+#include "kernels/hash.h"
 #include "kernels/row_attention.h"
 #include "kernels/scratch_arena.h"
 #include "kernels/vector_math.h"
@@ -17,10 +18,11 @@ namespace skimkv::SKIMKV_NS {
 
 // Approximate scores of one unit, which the threads that split the unit share.
 struct Scores {
-    float *s;           // [G][padded_n] logits; if G > 1, 2^(logit - shift of the tile)
-    float *tile_shift;  // [G][tiles] shift of every tile of 256 positions
-    float *tile_sum;    // [G][tiles] sum of 2^(logit - shift) of a part's tiles, at its last one; 0 at the others
-    float *lane_max;    // [16*tiles] maxima, as select_largest needs them
+    float *s;            // [G][padded_n] logits; if G > 1, 2^(logit - shift of the tile)
+    float *tile_shift;   // [G][tiles] shift of every tile of 256 positions
+    float *tile_sum;     // [G][tiles] sum of 2^(logit - shift) of a part's tiles, at its last one; 0 at the others
+    float *lane_max;     // [16*tiles] maxima of s, as select_largest needs them
+    uint64_t *drawable;  // for Skim [4*tiles]: a bit for every position, set where its key may be drawn
 };
 
 struct Unit {
@@ -34,9 +36,16 @@ struct Unit {
     float *masked_query;         // [G][P] the same for a whole row of K: zero where a channel was not chosen
     int32_t *chosen;             // the positions that are attended to, ascending
     int64_t chosen_count;
-    float *alpha;  // [G] approximate softmax mass of the chosen positions
-    float *m, *l;  // [G] the largest shift, and the sum of 2^(logit - m) over all positions
+    float *alpha;       // [G] approximate softmax mass of the chosen positions
+    float *m, *l;       // [G] the largest shift, and the sum of 2^(logit - m) over all positions
+    uint32_t key_word;  // for Skim: the word of position p is the hash of key_word + p
 };
+
+// Skim's two streams of random numbers. That of a position is the hash of a unit's word and the position.
+enum { KEY_STREAM, VALUE_STREAM };
+static inline uint32_t word_of_unit(const Unit &u, uint32_t stream) {
+    return add_word(add_word(mix_bits(stream), (uint32_t)u.n), (uint32_t)u.h) * GOLDEN;
+}
 
 // Floats of a query row: D rounded up. The bfloat16 copy of a query is rounded up further, to whole vectors.
 static inline int padded_head(int D) { return (int)round_up(D, 16); }
@@ -46,9 +55,11 @@ static inline int padded_bf16(int D) { return (int)round_up(D, 32); }
 static inline int64_t query_floats(const skimkv_cache *c) { return c->G * (padded_head(c->D) + padded_bf16(c->D) / 2); }
 
 // Memory for the scores of n positions.
-static Scores take_scores(Arena &a, int64_t n, int G) {
-    const int64_t padded_n = round_up(n, 256), tiles = padded_n / 256;
-    return {a.take<float>(G * padded_n), a.take<float>(G * tiles), a.take<float>(G * tiles), a.take<float>(16 * tiles)};
+static Scores take_scores(Arena &a, const skimkv_op *op, int64_t n) {
+    const int64_t padded_n = round_up(n, 256), tiles = padded_n / 256, G = op->cache->G;
+    const bool draws = op->method == SKIMKV_SKIM;
+    return {a.take<float>(G * padded_n), a.take<float>(G * tiles), a.take<float>(G * tiles), a.take<float>(16 * tiles),
+            a.take<uint64_t>(draws ? 4 * tiles : 0)};
 }
 
 // Memory for a unit of n positions.

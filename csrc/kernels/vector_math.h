@@ -16,9 +16,14 @@ static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // Prefetches into the L1 cache. To the compiler a prefetch has no effect, and it would drop a function that does
-// nothing else; the empty asm keeps it.
+// nothing else; the empty asm keeps it. So __builtin_prefetch is called nowhere else.
 static inline void prefetch(const void *p) {
     __builtin_prefetch(p, 0, 3);
+    __asm__ volatile("");
+}
+// The same of memory that will be written.
+static inline void prefetch_to_write(const void *p) {
+    __builtin_prefetch(p, 1, 3);
     __asm__ volatile("");
 }
 // Prefetches into the L2 cache, which can wait for far more lines at the same time than the L1 cache.

@@ -201,6 +201,21 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, threads):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("G", [1, 3])
+def test_threads_that_share_a_head_draw_the_same_rows(isa, G):
+    """Each knows the sum of its own positions only while it marks what may be drawn."""
+    shape, method = Shape(1, 1, G, 32), Skim(k=20)
+    q, store = filled_store(method, shape, [4200], torch.float32)
+    results, rows = [], []
+    for threads in (1, 4):
+        with on(isa, threads):
+            results.append(method.attend(store, q, None, **options(shape)))
+        rows.append(store.rows_read.clone())
+    assert torch.equal(*rows) and int(rows[0][0, 0]) > 50
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [1, 40, 1000])
 def test_logits_of_every_size(isa, size):
     """All channels are read, because at large logits the rows that are drawn have almost all of the weight."""
