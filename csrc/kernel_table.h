@@ -13,7 +13,8 @@ namespace skimkv {
 struct Kernels {
     // Attention (all methods but SubGenStream); the threads ith of nth share one scratch memory.
     size_t (*attention_scratch_bytes)(const skimkv_op *, int nth);
-    void (*attention)(const skimkv_op *, void *scratch, int ith, int nth);
+    // stage_ns as for skimkv_step_timed, or nullptr.
+    void (*attention)(const skimkv_op *, void *scratch, int ith, int nth, int64_t *stage_ns);
     void (*append)(const skimkv_tokens *, int64_t unit);
     // SubGenStream.
     size_t (*cluster_scratch_bytes)(const skimkv_clusters *);

@@ -139,7 +139,8 @@ void run_rows(const Kernels *kernels, Row *rows, int from, int to, char *work, i
         std::memset(at, 0, 64 + sizeof(int) * (size_t)rows[b].cache.H);
     skimkv::on_every_thread(threads, parallel, [&](int thread) {
         char *mine = work;
-        for (int b = from; b < to; mine += rows[b++].work_bytes) kernels->attention(&rows[b].op, mine, thread, threads);
+        for (int b = from; b < to; mine += rows[b++].work_bytes)
+            kernels->attention(&rows[b].op, mine, thread, threads, nullptr);
     });
 }
 

@@ -52,10 +52,10 @@ size_t skimkv_work(const skimkv_op *op, int nth) {
 }
 
 void skimkv_share(const skimkv_op *op, void *work, int ith, int nth) {
-    selected_kernels()->attention(op, work, ith, nth);
+    selected_kernels()->attention(op, work, ith, nth, nullptr);
 }
 
-int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
+static int run_step(const skimkv_op *op, int threads, skimkv_parallel parallel, int64_t *stage_ns) {
     const Kernels *kernels = selected_kernels();
     if (!kernels) return -1;
     threads = usable_threads(threads, parallel);
@@ -63,12 +63,22 @@ int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
     if (!work) return -1;
     // If fewer threads than asked for took part in the last step, its counters are not zero: clear them every time.
     std::memset(work, 0, 64 + sizeof(int) * (size_t)op->cache->B * (size_t)op->cache->H);
-    skimkv::on_every_thread(threads, parallel, [&](int thread) { kernels->attention(op, work, thread, threads); });
+    skimkv::on_every_thread(threads, parallel,
+                            [&](int thread) { kernels->attention(op, work, thread, threads, stage_ns); });
     return 0;
+}
+
+int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
+    return run_step(op, threads, parallel, nullptr);
 }
 
 const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new, int threads,
                         skimkv_parallel parallel) {
+    return skimkv_step_timed(op, q, y, k_new, v_new, threads, parallel, nullptr);
+}
+
+const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new, int threads,
+                              skimkv_parallel parallel, int64_t *stage_ns) {
     if (!op) return "operation is NULL";
     op->q = q, op->y = y, op->k_new = k_new, op->v_new = v_new;
     if (const char *error = skimkv_check(op)) return error;
@@ -76,7 +86,7 @@ const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new
     if (skimkv::is_misaligned(q, type) || skimkv::is_misaligned(y, type) || skimkv::is_misaligned(k_new, cache_type) ||
         skimkv::is_misaligned(v_new, cache_type))
         return "q, y, k or v is not aligned to its elements";
-    return skimkv_run(op, threads, parallel) ? "no memory for the kernels' scratch space" : nullptr;
+    return run_step(op, threads, parallel, stage_ns) ? "no memory for the kernels' scratch space" : nullptr;
 }
 
 int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel) {

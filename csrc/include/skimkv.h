@@ -173,6 +173,22 @@ SKIMKV_API int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel para
 SKIMKV_API const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
                                    int threads, skimkv_parallel parallel);
 
+/* The stages of a step: the query is loaded and its channels are chosen; positions are scored; some are chosen; their
+ * rows are requested from memory; they are attended to; the new row is put into the cache. */
+enum {
+    SKIMKV_STAGE_PREPARE,
+    SKIMKV_STAGE_SCORE,
+    SKIMKV_STAGE_CHOOSE,
+    SKIMKV_STAGE_FETCH,
+    SKIMKV_STAGE_ATTEND,
+    SKIMKV_STAGE_APPEND,
+    SKIMKV_STAGES
+};
+
+/* The same as skimkv_step, and the nanoseconds of all threads in every stage are added to stage_ns[SKIMKV_STAGES]. */
+SKIMKV_API const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
+                                         int threads, skimkv_parallel parallel, int64_t *stage_ns);
+
 /* Appends tokens to a cache. */
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);
 SKIMKV_API int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel);

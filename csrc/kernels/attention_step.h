@@ -17,6 +17,7 @@
 #include "kernels/scratch_arena.h"
 #include "kernels/skim_attention.h"
 #include "kernels/sparse_attention.h"
+#include "kernels/stage_clock.h"
 #include "kernels/unit.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
@@ -38,6 +39,7 @@ struct ThreadScratch {
     ByteWeights weights;
     ExpSums sums;
     Scores scores;  // not if units are split: then each unit has its own
+    StageClock clock;
 };
 
 // How a step is split, and where its scratch memory lies.
@@ -52,6 +54,7 @@ struct Plan {
     size_t scores_ld;
     char *thread_scratch;  // [nth]
     size_t thread_scratch_ld, total;
+    int64_t *stage_ns;  // as for skimkv_step_timed, or nullptr
 };
 
 static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t n, bool split) {
@@ -123,60 +126,83 @@ template <class T> static void append_if_last(const skimkv_op *op, int64_t b, in
 
 // A task of dense attention: attends to one part, and the last part joins all.
 template <class T, class R, int D_>
-static void dense_task(const skimkv_op *op, const Plan &p, const DenseScratch &x, int64_t task) {
+static void dense_task(const skimkv_op *op, const Plan &p, ThreadScratch &thread, int64_t task) {
     const skimkv_cache *c = op->cache;
+    const DenseScratch &x = thread.dense;
+    StageClock &clock = thread.clock;
     const int64_t unit = task / p.parts, i = task % p.parts, b = unit / c->H, h = unit % c->H;
     const int64_t n = c->lengths[b] + (op->k_new ? 1 : 0);
-    if (op->score) return dense_with_scores<T, R, D_>(op, b, h, x);
+    if (op->score) {
+        dense_with_scores<T, R, D_>(op, b, h, x);
+        return clock.mark(SKIMKV_STAGE_ATTEND);
+    }
     append_if_last<T>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1));
+    clock.mark(SKIMKV_STAGE_APPEND);
     float *state = p.parts > 1 ? p.partial + task * p.partial_ld : x.online;
     const OnlineSoftmax o = online_softmax_at(state, c->G);
     dense_positions<T, R, D_>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1), x, o);
+    clock.mark(SKIMKV_STAGE_ATTEND);
     if (!is_last_part(p, unit)) return;
     const OnlineSoftmax sum = p.parts > 1 ? online_softmax_at(p.partial + unit * p.parts * p.partial_ld, c->G) : o;
     for (int64_t j = 1; j < p.parts; j++)
         merge_softmax(sum, online_softmax_at(p.partial + (unit * p.parts + j) * p.partial_ld, c->G), c->G, p.P);
     finish_dense(op, b, h, sum);
+    clock.mark(SKIMKV_STAGE_ATTEND);
     if (op->keep == SKIMKV_SLOT) put_into_slot<T, R>(op, b, h, x, 0);
+    clock.mark(SKIMKV_STAGE_APPEND);
 }
 
 // Loads the query of a task's unit, and prepares it for step 1.
-template <class T> static void prepare_query(const skimkv_op *op, const Plan &p, Unit &u, int64_t task) {
+template <class T> static void prepare_query(const skimkv_op *op, const Plan &p, ThreadScratch &x, int64_t task) {
+    Unit &u = x.unit;
     const int64_t unit = task / p.parts, b = unit / op->cache->H, h = unit % op->cache->H;
     if (appends_new_row(op) && task % p.parts == p.parts - 1) prefetch_new_row<T>(op, b, h);
     load_query(op, u, b, h);
+    x.clock.mark(SKIMKV_STAGE_PREPARE);
     // Skim chooses channels by the codes of the last full group, which may be the one that the new row fills.
     if (op->method == SKIMKV_SKIM && p.parts == 1) append_if_last<T>(op, b, h, 0, u.n);
+    x.clock.mark(SKIMKV_STAGE_APPEND);
     if (op->method == SKIMKV_SPARQ) choose_channels(op, u);
     if (op->method == SKIMKV_SKIM) choose_skim_channels(op, u);
     if (op->method == SKIMKV_LOWRANK) project_query(op, u);
+    x.clock.mark(SKIMKV_STAGE_PREPARE);
 }
 
 // Step 1 of part i of the thread's unit, into z.
 template <class T, class R, int D_>
-static void score_part(const skimkv_op *op, const Plan &p, const ThreadScratch &x, const Scores &z, int64_t i) {
+static void score_part(const skimkv_op *op, const Plan &p, ThreadScratch &x, const Scores &z, int64_t i) {
     const Unit &u = x.unit;
     const int64_t from = part_start(u.n, p.parts, i), to = part_start(u.n, p.parts, i + 1);
     const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
     if (from >= to) return;
     if (op->method != SKIMKV_SKIM || p.parts > 1) append_if_last<T>(op, u.b, u.h, from, to);
+    x.clock.mark(SKIMKV_STAGE_APPEND);
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
     if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
     else score_channels<T>(op, u, z, x.weights, x.sums, t0, t1);
+    x.clock.mark(SKIMKV_STAGE_SCORE);
 }
 
 // Steps 2 and 3 of the thread's unit, whose scores are z.
 template <class R, int D_> static void finish_unit(const skimkv_op *op, ThreadScratch &x, const Scores &z) {
     Unit &u = x.unit;
-    if (op->method == SKIMKV_SKIM) return skim_unit<R, D_>(op, u, z, x.selection, x.skim);
+    if (op->method == SKIMKV_SKIM) {
+        skim_unit<R, D_>(op, u, z, x.selection, x.skim);
+        return x.clock.mark(SKIMKV_STAGE_ATTEND);
+    }
     const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
     const bool keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
     prefetch_rows(op, u, nullptr, u.n - 1 - local, u.n, keys, true);
+    x.clock.mark(SKIMKV_STAGE_FETCH);
     select_positions(op, u, z, x.selection);
+    x.clock.mark(SKIMKV_STAGE_CHOOSE);
     prefetch_rows(op, u, u.chosen, 0, u.chosen_count, keys, true);
+    x.clock.mark(SKIMKV_STAGE_FETCH);
     if (op->use_mean) sum_selected_mass(op, u, z, x.selection);
+    x.clock.mark(SKIMKV_STAGE_CHOOSE);
     attend_selected<R, D_>(op, u, z, x.selection);
+    x.clock.mark(SKIMKV_STAGE_ATTEND);
 }
 
 // The next task of the step, or -1.
@@ -188,7 +214,7 @@ static inline int64_t take_task(const Plan &p) {
 // Tasks that are whole units.
 template <class T, class R, int D_> static void run_units(const skimkv_op *op, const Plan &p, ThreadScratch &x) {
     for (int64_t task; (task = take_task(p)) >= 0;) {
-        prepare_query<T>(op, p, x.unit, task);
+        prepare_query<T>(op, p, x, task);
         score_part<T, R, D_>(op, p, x, x.scores, 0);
         finish_unit<R, D_>(op, x, x.scores);
     }
@@ -200,7 +226,7 @@ template <class T, class R, int D_> static void run_parts(const skimkv_op *op, c
         const int64_t unit = task / p.parts;
         Arena a{p.scores.at + unit * p.scores_ld};
         const Scores z = take_scores(a, op, p.longest);
-        prepare_query<T>(op, p, x.unit, task);
+        prepare_query<T>(op, p, x, task);
         score_part<T, R, D_>(op, p, x, z, task % p.parts);
         if (is_last_part(p, unit)) finish_unit<R, D_>(op, x, z);
     }
@@ -210,10 +236,12 @@ template <class T, class R, int D_> static void run_parts(const skimkv_op *op, c
 template <class T, class R, int D_> static void run_tasks(const skimkv_op *op, const Plan &p, int ith, int nth) {
     Arena a{p.thread_scratch + ith * p.thread_scratch_ld};
     ThreadScratch x = take_thread_scratch(a, op, p.longest, p.parts > 1);
+    x.clock.start(p.stage_ns);
     if (op->method == SKIMKV_DENSE)
-        for (int64_t task; (task = take_task(p)) >= 0;) dense_task<T, R, D_>(op, p, x.dense, task);
+        for (int64_t task; (task = take_task(p)) >= 0;) dense_task<T, R, D_>(op, p, x, task);
     else if (p.parts > 1) run_parts<T, R, D_>(op, p, x);
     else run_units<T, R, D_>(op, p, x);
+    x.clock.finish();
     // The last thread makes the scratch memory ready for the next step.
     if (__atomic_add_fetch(&p.counter->done, 1, __ATOMIC_ACQ_REL) == nth) p.counter->next = p.counter->done = 0;
 }
@@ -238,8 +266,9 @@ template <class T> static void run_row_type(const skimkv_op *op, const Plan &p, 
     else run_head_size<T, T>(op, p, ith, nth);
 }
 
-static void attention(const skimkv_op *op, void *work, int ith, int nth) {
-    const Plan p = plan_step(op, work, nth);
+static void attention(const skimkv_op *op, void *work, int ith, int nth, int64_t *stage_ns) {
+    Plan p = plan_step(op, work, nth);
+    p.stage_ns = stage_ns;
     if (op->cache->dtype == SKIMKV_F32) run_row_type<float>(op, p, ith, nth);
     else if (op->cache->dtype == SKIMKV_BF16) run_row_type<bf16>(op, p, ith, nth);
     else run_row_type<f16>(op, p, ith, nth);

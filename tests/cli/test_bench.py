@@ -11,7 +11,9 @@ import torch
 
 from skimkv.bench import attention as bench_attention
 from skimkv.bench import machine as machines
+from skimkv.cli.bench import STAGES
 from support.command_line import answer, assert_mistake, run
+from support.kernels import NATIVE
 from support.stand_in_machine import StandInGpu
 
 ATTENTION = ["bench", "attention", "--heads", "2", "--head-dim", "32", "--rounds", "1"]
@@ -46,6 +48,19 @@ def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path:
     result = answer(capsys, *args, "--plot", str(figure))
     assert set(result) >= {"machine", "rows"} | keys
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+def test_a_profile_shows_every_stage_per_head(capsys):
+    args = [*ATTENTION, "--length", "300", "--profile", *SPARQ, "--method", "SubGenStream(delta=4.0, t=2, s=16)"]
+    _, out, _ = run(capsys, *args)
+    assert "microseconds of one thread per head and stage (1 threads for 2 heads)" in " ".join(out.split())
+    rows = {row["method"]: row for row in answer(capsys, *args)["stages"]}
+    dense, sparq, stream = (rows[name] for name in ("Dense()", SPARQ[1], "SubGenStream(delta=4.0, t=2, s=16)"))
+    for row, stages in ((dense, {"attend", "append", "call"}), (sparq, set(STAGES))):
+        timed = {stage for stage in STAGES if row[stage] > 0}
+        assert "attend" in timed and timed <= stages and row["length"] == 300
+    assert stream["call"] > 0 and all(stream[stage] is None for stage in STAGES if stage != "call")
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -99,6 +114,7 @@ def test_threads_are_set(monkeypatch, capsys):
     (["attention", "--device", "tpu"], "--device 'tpu' is unknown"),
     (["attention", "--device", "meta"], "--device 'meta' is unknown"),
     (["attention", "--device", "mps"], "--device mps: benchmarks run on cpu or cuda"),
+    (["attention", "--profile", "--device", "cuda"], "--profile: it is measured with --device cpu only"),
     (["attention", "--sweep", "paper"], "--sweep paper: only paper is known, with --device cuda"),
     (["attention", "--sweep", "all", "--device", "cuda"], "--sweep all: only paper is known"),
     (["attention", "--method", "Sparq(r=8)"], "Sparq"),

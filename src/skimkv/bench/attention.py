@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ from torch import Tensor
 from .. import ops
 from ..methods import Dense, parse
 from ..methods.base import Method
+from ..ops.cpu.stages import STAGES, stage_times
+from ..ops.cpu.views import CacheView
 from ..stores.base import Shape, Store
 from ..stores.full import Full
 from .caches import filled_store, keys_values, random_store
 from .machine import Call, Machine, nothing, peak_bandwidth
-from .rounds import Timings, take_turns
+from .rounds import LONGEST_WAIT, Timings, take_turns
 from .torch_baseline import dense_calls, dtype_of
 
 MOST_SETS = 64  # of caches that are taken in turn
@@ -70,15 +73,17 @@ def attention(
     dtype: torch.dtype = torch.bfloat16,
     rounds: int = 15,
     tick: Call = nothing,
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract for every length and method; PyTorch's dense paths are rows too.
 
     `skipped` has a line for each length whose caches do not fit in memory. kept: the calls of a row that count, which
     are those that other processes did not delay (`rounds.is_delayed`); if all were delayed, all count and kept is 0.
-    waits_known: whether the system tells how long threads waited.
+    waits_known: whether the system tells how long threads waited. profile: `stages` has a row for each method, as
+    `stage_row` gives it.
     """
     specs = list(dict.fromkeys([Dense(), *map(parse, methods)]))
-    rows, peaks, skipped = list[dict[str, Any]](), [0.0], list[str]()
+    rows, peaks, skipped, stages = list[dict[str, Any]](), [0.0], list[str](), list[dict[str, Any]]()
     for n in lengths:
         sets = sets_in_turn(machine, specs, shape, dtype, n)
         if not sets:
@@ -87,12 +92,16 @@ def attention(
             continue
         contenders = candidates(machine, shape, n, specs, dtype, sets)
         timings, peak = race(machine, contenders, rounds, tick)
+        for method in specs if profile else ():
+            stages.append({**stage_row(machine, contenders[repr(method)], shape, rounds, tick), "length": n})
+            stages[-1]["method"] = repr(method)
         peaks.append(peak)
         rows += _rows(machine, timings, specs, shape, n, dtype, peak, sets)
     crossings = {repr(method): crossover(method, shape, dtype) for method in specs}
     return {
         "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
         "crossover": crossings, "skipped": skipped, "waits_known": machine.waiting_clock() is not None,
+        **({"stages": stages} if profile else {}),
     }  # fmt: skip
 
 
@@ -220,6 +229,42 @@ def race(
         candidate.undo()
     steps = {name: [s / len(candidates[name]) for s in measured.seconds[name]] for name in candidates}
     return Timings(steps, measured.waited), peak_bandwidth(moves, measured.seconds)
+
+
+def stage_row(
+    machine: Machine, candidate: Candidate, shape: Shape, rounds: int, tick: Call = nothing
+) -> dict[str, float | None]:
+    """Return the microseconds of one thread that every stage of a step takes for one KV head; medians of the rounds.
+
+    call: the rest of the time in which the threads were at the step's disposal: Python, the start and the end of the
+    work on several threads, and waiting for one another. Stages are None where the step is not one of the C++ attention
+    kernels.
+    """
+    rows, waits = list[dict[str, float | None]](), list[float]()
+    clock, heads = machine.waiting_clock() or float, shape.B * shape.H
+    for _ in range(rounds):
+        (step,) = candidate
+        step.undo()
+        machine.between_calls(step.refresh)
+        assert step.store is not None
+        start = clock()
+        if isinstance(step.store.view, CacheView):
+            with stage_times(step.store) as seconds:
+                whole = machine.seconds(step.run)
+        else:
+            seconds, whole = {}, machine.seconds(step.run)
+        waits.append(clock() - start)
+        rest = whole * max(1, machine.threads) - sum(seconds.values())
+        us: dict[str, float | None] = dict.fromkeys(STAGES)
+        rows.append({**us, **{stage: s * 1e6 / heads for stage, s in {**seconds, "call": rest}.items()}})
+        step.undo()
+        tick()
+    kept = [row for row, wait in zip(rows, waits, strict=True) if wait < LONGEST_WAIT] or rows
+    columns = {stage: [row[stage] for row in kept] for stage in rows[0]}
+    return {
+        stage: None if None in numbers else statistics.median(x for x in numbers if x is not None)
+        for stage, numbers in columns.items()
+    }
 
 
 def _rows(

@@ -51,6 +51,13 @@ def _milliseconds(ms: float) -> str:
     return f"{ms:,.3f}" if ms < 100 else f"{ms:,.1f}"
 
 
+STAGES = ("prepare", "score", "choose", "fetch", "attend", "append", "call")
+
+
+def _microseconds(us: float | None) -> str:
+    return "–" if us is None else f"{us:.2f}"
+
+
 # Key of a row -> (heading of its column, how its numbers are written)
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "method": ("method", str),
@@ -79,6 +86,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "prompt_s": ("s for\nprompts", "{:.2f}".format),
     "latency_s": ("s in\nall", "{:.2f}".format),
     "ms_per_step": ("ms a\nstep", _milliseconds),
+    **{stage: (stage, _microseconds) for stage in STAGES},
     "nbytes": ("bytes\nheld", "{:,}".format),
     "allocated": ("bytes\nallocated", "{:,}".format),
     "peak_rss_growth": ("growth of the\nprocess's peak", "{:,}".format),
@@ -149,6 +157,10 @@ def attention(
     head_dim: HeadDim = 128,
     dtype: CacheDtype = "bfloat16",
     device: Device = "cpu",
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Show where the time of our steps goes: in every stage, per head; on a CPU."),
+    ] = False,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -165,6 +177,8 @@ def attention(
     """
     if sweep not in (None, "paper") or (sweep and (not device.startswith("cuda") or method or length)):
         raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
+    if profile and (sweep or not device.startswith("cpu")):
+        raise ValueError("--profile: it is measured with --device cpu only, and without --sweep")
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
@@ -178,7 +192,7 @@ def attention(
         if sweep:
             result = bench.sweep(machine, shape, numbers, rounds, tick)
         else:
-            result = bench.attention(machine, shape, length or LENGTHS, methods, numbers, rounds, tick)
+            result = bench.attention(machine, shape, length or LENGTHS, methods, numbers, rounds, tick, profile)
     if not result["rows"]:
         raise ValueError(f"nothing fits in memory: {'; '.join(result['skipped'])}")
     if not sweep:
@@ -193,6 +207,9 @@ def attention(
     title = f"one decode step of a layer: batch {batch}, {heads} heads on {kv_heads}, head size {head_dim}, {dtype}"
     _print_table(result, columns, title)
     _print_kept(result, rounds)
+    if profile:
+        title = f"microseconds of one thread per head and stage ({machine.threads} threads for {kv_heads} heads)"
+        _print_table({**result, "rows": result["stages"]}, ["method", "length", *STAGES], title)
     for line in result["skipped"]:
         print(f"skipped: {line}")
     if not sweep:
