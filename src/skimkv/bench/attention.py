@@ -28,7 +28,7 @@ from ..stores.base import Shape, Store
 from ..stores.full import Full
 from .caches import filled_store, keys_values, random_store
 from .machine import Call, Machine, nothing, peak_bandwidth
-from .rounds import LONGEST_WAIT, Timings, take_turns
+from .rounds import Timings, is_delayed, take_turns
 from .torch_baseline import dense_calls, dtype_of
 
 MOST_SETS = 64  # of caches that are taken in turn
@@ -240,7 +240,7 @@ def stage_row(
     work on several threads, and waiting for one another. Stages are None where the step is not one of the C++ attention
     kernels.
     """
-    rows, waits = list[dict[str, float | None]](), list[float]()
+    rows, delays = list[dict[str, float | None]](), list[bool]()
     clock, heads = machine.waiting_clock() or float, shape.B * shape.H
     for _ in range(rounds):
         (step,) = candidate
@@ -253,13 +253,13 @@ def stage_row(
                 whole = machine.seconds(step.run)
         else:
             seconds, whole = {}, machine.seconds(step.run)
-        waits.append(clock() - start)
+        delays.append(is_delayed(whole, clock() - start))
         rest = whole * max(1, machine.threads) - sum(seconds.values())
         us: dict[str, float | None] = dict.fromkeys(STAGES)
         rows.append({**us, **{stage: s * 1e6 / heads for stage, s in {**seconds, "call": rest}.items()}})
         step.undo()
         tick()
-    kept = [row for row, wait in zip(rows, waits, strict=True) if wait < LONGEST_WAIT] or rows
+    kept = [row for row, delayed in zip(rows, delays, strict=True) if not delayed] or rows
     columns = {stage: [row[stage] for row in kept] for stage in rows[0]}
     return {
         stage: None if None in numbers else statistics.median(x for x in numbers if x is not None)

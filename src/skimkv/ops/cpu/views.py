@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,7 +114,8 @@ class CacheView:
         self.address = ctypes.addressof(self.op)
         self.arguments: Arguments | None = None
         self.outputs = Outputs(tuple(store.shape))
-        self.pool, self.take_step = library.thread_pool(), library.library().skimkv_step
+        self.pool = library.thread_pool()
+        self.take_step: Any = library.library().skimkv_step
 
     def is_current(self, store: Store) -> bool:
         """Whether the store still has the shape and the tensors that this view points into."""
