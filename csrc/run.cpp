@@ -5,6 +5,7 @@
 #include "element_types.h"
 #include "kernel_table.h"
 #include "kernels/block_inputs.h"
+#include "scratch_memory.h"
 #include "skimkv.h"
 #include "threads.h"
 
@@ -16,22 +17,7 @@ using skimkv::selected_kernels;
 using skimkv::usable_threads;
 
 // Scratch memory of the calling thread, which is kept between steps.
-struct Scratch {
-    void *memory = nullptr;
-    size_t capacity = 0;
-    ~Scratch() { std::free(memory); }
-    // At least `bytes` bytes, or nullptr if there is no memory.
-    void *get(size_t bytes) {
-        if (bytes > capacity) {
-            std::free(memory);
-            capacity = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-            memory = std::aligned_alloc(4096, capacity);
-            if (memory == nullptr) capacity = 0;
-        }
-        return memory;
-    }
-};
-thread_local Scratch scratch;
+thread_local skimkv::ScratchMemory scratch;
 
 // A part of a linear layer smaller than this many products is not worth a second thread.
 constexpr int64_t LEAST_PRODUCTS = 1 << 16;

@@ -7,6 +7,7 @@
 
 #include "isa/simd_avx512.h"
 #include "kernels/block_inputs.h"
+#include "kernels/block_types.h"
 #include "kernels/vector_math.h"
 
 namespace skimkv::SKIMKV_NS {

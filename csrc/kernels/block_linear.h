@@ -8,37 +8,13 @@
 
 #include "kernel_table.h"
 #include "kernels/block_inputs.h"
+#include "kernels/block_types.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
 
 namespace skimkv::SKIMKV_NS {
 
 constexpr int STREAMS = 2;  // rows that are multiplied at the same time, far from each other
-
-// The types: SIZE weights in BYTES bytes, in parts of PART weights.
-struct BlockQ4_0 {  // four blocks of 32: a float16 scale, then two codes a byte
-    static constexpr int SIZE = 128, BYTES = 72, PART = 32;
-    static constexpr bool HAS_OFFSET = false;
-};
-struct BlockQ4_K {  // two float16 scales, of the scales and of the minima; 6 bits of each for every part; codes
-    static constexpr int SIZE = 256, BYTES = 144, PART = 32;
-    static constexpr bool HAS_OFFSET = true;
-};
-struct BlockQ5_K {  // the same, with the fifth bits of the codes before the rest of them
-    static constexpr int SIZE = 256, BYTES = 176, PART = 32;
-    static constexpr bool HAS_OFFSET = true;
-};
-struct BlockQ6_K {  // four bits of the codes, two bits of the codes, 8-bit scales, and their float16 scale
-    static constexpr int SIZE = 256, BYTES = 210, PART = 16;
-    static constexpr bool HAS_OFFSET = false;
-};
-
-// The bytes of a group of blocks of which `weights` are left in the row: `w` itself, or a copy filled with zeros.
-template <class Block> static inline const uint8_t *whole_group(const uint8_t *w, int64_t weights, uint8_t *copy) {
-    if (weights >= Block::SIZE) return w;
-    for (int i = 0; i < Block::BYTES; i++) copy[i] = i < weights * Block::BYTES / Block::SIZE ? w[i] : 0;
-    return copy;
-}
 
 static inline float float16_at(const uint8_t *p) {
     f16 x;

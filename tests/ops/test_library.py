@@ -159,7 +159,7 @@ def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
     lib.skimkv_work.argtypes = [ctypes.c_void_p, ctypes.c_int]
     lib.skimkv_share.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
 
-    def shares(address, q, y, k, v):
+    def shares(address, q, y, k, v, threads, pool):
         op = native.COp.from_address(address)
         op.q, op.y, op.k_new, op.v_new = q, y, k, v
         assert lib.skimkv_check(op) is None
@@ -173,7 +173,7 @@ def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
     with on(isa):
         want = getattr(steps, name)(store, q, 0.125, None, *args)
     calls = []
-    monkeypatch.setattr(native, "step", shares)
+    monkeypatch.setattr(store.view, "take_step", shares)
     got = compare(name, isa, q, store, 0.125, None, *args)
     assert calls == [name]
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

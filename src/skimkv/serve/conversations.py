@@ -31,7 +31,7 @@ class Conversation(NamedTuple):
 
 
 class Conversations:
-    """At most `count` conversations whose caches occupy at most `nbytes` bytes; the one used longest ago goes first.
+    """Keeps at most `count` conversations, in at most `nbytes` bytes of caches; the one used longest ago goes first.
 
     One thread uses it.
     """
