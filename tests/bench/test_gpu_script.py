@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,9 +76,18 @@ def test_settings_with_a_wrong_result_are_not_timed(script, monkeypatch, tmp_pat
     run = script.Run(script.Dry(), tmp_path, "tune", dry=True)
     search = script.Search("dense", "Dense()", script.SHORT, {"block": (64, 512), "programs": (4, 8)})
     monkeypatch.setattr(script, "error_of", lambda candidate: 0.2 if settings.dense.programs == 8 else 0.0)
+    timed = []
+
+    def race(machine, candidates, rounds):
+        next(iter(candidates.values())).run()
+        timed.append((settings.dense.block, settings.dense.programs))
+        return SimpleNamespace(ms=lambda spec: 1.0 + abs(timed[-1][1] - 4)), {}
+
+    monkeypatch.setattr(script.bench_attention, "race", race)
     row = script.search_settings(run, search)
     ms = {(tried["block"], tried["programs"]): tried["ms"] for tried in row["tried"]}
-    assert ms[64, 8] == ms[512, 4] == float("inf") > ms[64, 4] and row["best"]["programs"] == 4
+    assert ms[64, 8] == ms[512, 4] == float("inf") > ms[64, 4] == row["ms"] == 1.0
+    assert row["best"]["programs"] == 4 and (64, 4) in timed and not {(64, 8), (512, 4)} & set(timed)
 
 
 @pytest.mark.slow
