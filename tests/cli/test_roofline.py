@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import gguf
 import pytest
 
 from skimkv.bench import machine as machines
 from support.command_line import answer, assert_mistake, run
+from support.gguf_files import Kind, of_family, write
 
 
 def test_rows_facts_and_a_figure(tmp_path: Path, monkeypatch, capsys):
@@ -18,7 +20,7 @@ def test_rows_facts_and_a_figure(tmp_path: Path, monkeypatch, capsys):
     result = answer(capsys, *argv, "--plot", str(figure))
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert set(result) == {"model", "batch", "weights", "cache", "hardware", "rows", "figure"}
-    assert set(result["model"]) == {"name", "weights", "layers", "H", "G", "D", "sliding", "window"}
+    assert set(result["model"]) == {"name", "weights", "layers", "H", "G", "D", "sliding", "window", "weight_bytes"}
     dense, h2o = result["rows"][:2]
     assert (dense["method"], dense["speedup"], h2o["method"]) == ("Dense()", 1, "H2O(k=512)")
     assert h2o["speedup"] == pytest.approx(dense["ms"] / h2o["ms"])
@@ -40,7 +42,28 @@ def test_a_table_for_the_bundled_model(capsys):
     assert "dense attention is half of a step from" in out and "SparQ(r=8, k=32)" in out
 
 
+def test_a_gguf_file_counts_the_bytes_of_its_own_blocks(tmp_path: Path, capsys):
+    path = tmp_path / "mixed.gguf"
+    kinds = {f"blk.{i}.ffn_down": Kind.Q4_K for i in range(2)} | {"token_embd": Kind.Q6_K}
+    write(path, of_family("llama"), kinds)
+    argv = ["roofline", "--model", str(path), "--hardware", "a10", "--length", "512", "--method", "Dense()"]
+    result = answer(capsys, *argv)
+    read = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name != "token_embd.weight"]
+    weights, nbytes = (sum(int(x) for x in numbers) for numbers in zip(*((t.n_elements, t.n_bytes) for t in read)))
+    model = result["model"]
+    assert (model["weights"], model["weight_bytes"], model["layers"], model["H"]) == (weights, nbytes, 2, 2)
+    assert result["weights"] == "Q8_0, Q4_K" or result["weights"].startswith("Q8_0, Q4_K,")
+    row, cache = result["rows"][0], 2 * 2 * 2 * 512 * 64 * 2
+    assert row["ms"] == pytest.approx((nbytes + cache) / 600e9 * 1e3, rel=0.01)
+    as_int8 = answer(capsys, *argv, "--weights", "int8")
+    assert as_int8["weights"] == "int8" and as_int8["rows"][0]["ms"] > row["ms"]
+    assert "weights Q8_0, Q4_K" in " ".join(run(capsys, *argv)[1].split())
+    path.write_bytes(b"GGUF")
+    assert_mistake(run(capsys, *argv), f"--model {path}: truncated or damaged")
+
+
 @pytest.mark.parametrize(("argv", "words"), [
+    (["--model", "no.gguf"], "--model no.gguf: "),
     (["--model", "llama-9"], "'llama-9' is unknown"),
     (["--hardware", "abacus"], "'abacus' is unknown"),
     (["--sizes", "1,2,three"], "'1,2,three' must be numbers"),

@@ -57,11 +57,11 @@ class DecodeStep(NamedTuple):
 
 
 def decode_step(
-    hardware: Hardware, model: ModelReads, method: Method, n: int, batch: int, weights: str, cache: torch.dtype
+    hardware: Hardware, model: ModelReads, method: Method, n: int, batch: int, weights: str | None, cache: torch.dtype
 ) -> DecodeStep:
     """Return the step after n tokens; every element of the cache that is read enters G multiply-adds (eq. C1).
 
-    weights: a key of WEIGHT_BYTES. Arithmetic runs at the peak of 16-bit numbers, or of 32-bit ones where that is
+    weights: a key of WEIGHT_BYTES; None for a model that knows its weight_bytes. Arithmetic runs at the peak of 16-bit numbers, or of 32-bit ones where that is
     known and the cache has them.
     """
     shape = Shape(batch, model.H, model.G, model.D)
@@ -70,7 +70,7 @@ def decode_step(
     by_method, in_window = method.traffic(n, shape, cache), Dense().traffic(window, shape, cache)
     cache_bytes = full * by_method.bytes + model.sliding * in_window.bytes
     cache_elements = full * by_method.elements + model.sliding * in_window.elements
-    weight_bytes = model.weights * WEIGHT_BYTES[weights]
+    weight_bytes = float(model.weight_bytes or 0) if weights is None else model.weights * WEIGHT_BYTES[weights]
     products, sums = batch * model.weights, cache_elements * model.G
     rate = hardware.peak.get(cache.itemsize, hardware.peak[2])
     arithmetic = [products / rate, sums / rate]
@@ -83,7 +83,7 @@ def decode_step(
     )  # fmt: skip
 
 
-def crossing(hardware: Hardware, model: ModelReads, batch: int, weights: str, cache: torch.dtype) -> int | None:
+def crossing(hardware: Hardware, model: ModelReads, batch: int, weights: str | None, cache: torch.dtype) -> int | None:
     """Return the least power of two of tokens at which dense attention takes half of the step; None up to 2^24."""
     for power in range(25):
         if decode_step(hardware, model, Dense(), 1 << power, batch, weights, cache).share >= 0.5:

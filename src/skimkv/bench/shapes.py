@@ -50,7 +50,7 @@ class ModelReads(NamedTuple):
     """What a decode step of a model reads: `weights` elements, and in every layer the cache of H KV heads.
 
     G query heads share a KV head; D is the head size. `sliding` of the layers see only the last `window` tokens,
-    whatever the method.
+    whatever the method. weight_bytes: of the weights as a file holds them; None where only their number is known.
     """
 
     name: str
@@ -61,6 +61,7 @@ class ModelReads(NamedTuple):
     D: int
     sliding: int = 0
     window: int = 0
+    weight_bytes: int | None = None
 
 
 def reads_of_sizes(name: str, sizes: Sequence[int]) -> ModelReads:
@@ -79,6 +80,22 @@ def reads_of_sizes(name: str, sizes: Sequence[int]) -> ModelReads:
     layer = 2 * hidden * D * (heads + kv_heads) + 3 * hidden * intermediate + 2 * hidden
     weights = layers * layer + hidden + vocabulary * hidden
     return ModelReads(name, weights, layers, kv_heads, heads // kv_heads, D)
+
+
+def reads_of_gguf(path: Path) -> tuple[ModelReads, str]:
+    """What the model of a GGUF file reads, and the types of its weights. Raises ValueError if it cannot be read."""
+    from ..hf.errors import as_value_error
+    from ..hf.gguf_llama import read_contents
+
+    with as_value_error(str(path)):
+        contents = read_contents(path)
+    config: Any = contents.config
+    H, heads = config.num_key_value_heads, config.num_attention_heads
+    reads = ModelReads(
+        str(path), sum(contents.elements.values()), config.num_hidden_layers, H, heads // H, config.head_dim,
+        weight_bytes=sum(contents.nbytes.values()),
+    )  # fmt: skip
+    return reads, contents.weights
 
 
 def reads_of_folder(path: Path) -> ModelReads:

@@ -49,7 +49,7 @@ def roofline(
         typer.Option(
             metavar="MODEL",
             rich_help_panel=MODEL_OPTIONS,
-            help="The model: a name such as llama-3-8b, builtin, or a folder with a config.json.",
+            help="The model: a name such as llama-3-8b, builtin, a folder with a config.json, or a GGUF file.",
         ),
     ] = "llama-2-7b",
     sizes: Annotated[
@@ -62,13 +62,14 @@ def roofline(
         ),
     ] = None,
     weights: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="FORMAT",
             rich_help_panel=MODEL_OPTIONS,
+            show_default="bfloat16, or as a GGUF file has them",
             help="Number format of the weights: int8, bfloat16, float16 or float32.",
         ),
-    ] = "bfloat16",
+    ] = None,
     cache: Annotated[
         str,
         typer.Option(
@@ -91,16 +92,18 @@ def roofline(
         skimkv roofline --model llama-3-8b --hardware h100 --length 16384 --weights int8
     """
     names, places = list(dict.fromkeys(hardware or HARDWARE)), list[Any]()
-    weights = DTYPES.get(weights, weights)
+    from_file = weights is None and sizes is None and model.endswith(".gguf")
+    weights = None if from_file else DTYPES.get(weights or "bfloat16", weights)
     _check(names, weights)
-    reads = _model(model, sizes)
+    reads, weights_name = _model(model, sizes)
+    weights_name = weights_name if weights is None else weights
     from ..bench import roofline as bench
     from ..bench.shapes import HARDWARE as KNOWN
     from ..methods import Dense, parse
     from ..stores.base import Shape
     from .options import torch_dtype
 
-    dtype, setting = torch_dtype(cache), f"{reads.name}, batch {batch}, weights {weights}, cache {cache}"
+    dtype, setting = torch_dtype(cache), f"{reads.name}, batch {batch}, weights {weights_name}, cache {cache}"
     methods = list(dict.fromkeys([Dense(), *map(parse, method or METHODS)]))
     for spec in methods:
         try:
@@ -134,7 +137,7 @@ def roofline(
             {
                 "model": reads._asdict(),
                 "batch": batch,
-                "weights": weights,
+                "weights": weights_name,
                 "cache": cache,
                 "hardware": facts,
                 "rows": rows,
@@ -147,42 +150,58 @@ def roofline(
         print(f"Figure: {plot}")
 
 
-def _check(hardware: Sequence[str], weights: str) -> None:
+def _check(hardware: Sequence[str], weights: str | None) -> None:
     """Raises ValueError if a machine or the format of the weights is unknown."""
     from ..bench.shapes import HARDWARE as KNOWN
     from ..bench.shapes import WEIGHT_BYTES
 
-    if weights not in WEIGHT_BYTES:
+    if weights is not None and weights not in WEIGHT_BYTES:
         raise ValueError(f"--weights {weights!r} is unknown; known: {', '.join(WEIGHT_BYTES)}")
     for name in hardware:
         if name != "here" and name not in KNOWN:
             raise ValueError(f"--hardware {name!r} is unknown; known: {', '.join(KNOWN)}, here")
 
 
-def _model(name: str, sizes: str | None) -> ModelReads:
-    """What a step of the model reads. Raises ValueError if there is no such model, or if the sizes fit none."""
-    from ..bench.shapes import FIELDS, MODELS, reads_of_folder, reads_of_sizes
+def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
+    """What a step of the model reads, and the types of a GGUF file's weights, "" for another model.
+
+    Raises ValueError if there is no such model, or if the sizes fit none.
+    """
+    from ..bench.shapes import FIELDS, MODELS, reads_of_folder, reads_of_gguf, reads_of_sizes
 
     if sizes is not None:
         try:
-            return reads_of_sizes(f"sizes {sizes}", [int(x) for x in sizes.split(",")])
+            return reads_of_sizes(f"sizes {sizes}", [int(x) for x in sizes.split(",")]), ""
         except ValueError as error:
             if "invalid literal" in str(error):
                 raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]") from None
             raise ValueError(f"--{error}") from None
     if name in MODELS:
-        return reads_of_sizes(name, MODELS[name])
+        return reads_of_sizes(name, MODELS[name]), ""
     if name == "builtin":
         from ..hf.load import BUILTIN
 
-        return reads_of_folder(BUILTIN)._replace(name=name)
+        return reads_of_folder(BUILTIN)._replace(name=name), ""
+    if name.endswith(".gguf"):
+        try:
+            return reads_of_gguf(Path(name))
+        except ValueError as error:
+            raise ValueError(f"--model {error}") from None
     if Path(name).is_dir():
-        return reads_of_folder(Path(name))
-    raise ValueError(f"--model {name!r} is unknown: give builtin, a folder with a config.json, or {', '.join(MODELS)}")
+        return reads_of_folder(Path(name)), ""
+    raise ValueError(
+        f"--model {name!r} is unknown: give builtin, a folder with a config.json, a GGUF file, or {', '.join(MODELS)}"
+    )
 
 
 def _rows(
-    place: Hardware, model: ModelReads, methods: Sequence[Method], n: int, batch: int, weights: str, dtype: torch.dtype
+    place: Hardware,
+    model: ModelReads,
+    methods: Sequence[Method],
+    n: int,
+    batch: int,
+    weights: str | None,
+    dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
     """The rows of one machine at one length; the first method is dense."""
     from ..bench.roofline import decode_step
@@ -208,7 +227,7 @@ def _rows(
 
 
 def _curves(
-    place: Hardware, model: ModelReads, methods: Sequence[Method], batch: int, weights: str, dtype: torch.dtype
+    place: Hardware, model: ModelReads, methods: Sequence[Method], batch: int, weights: str | None, dtype: torch.dtype
 ) -> list[tuple[str, list[int], list[float], list[float]]]:
     """For the figure: (method, lengths from 2^8 to 2^18 tokens, shares of the time in attention, speed-ups)."""
     lengths = [round(2 ** (i / 4)) for i in range(32, 73)]

@@ -61,6 +61,15 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[PreTr
     file that is damaged, of an architecture that is not in ARCHITECTURES, or with blocks of another type than Q8_0 and
     those of block_weights.TYPES.
     """
+    path = Path(path)
+    model = load_gguf_model(path, dtype)
+    with as_value_error(f"{path}: no tokenizer that can be read"):
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    return model, tokenizer
+
+
+def load_gguf_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load a model as `load_gguf` does, without its tokenizer, which the file need not have then."""
     path, dtype = Path(path), dtype or torch.bfloat16
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -68,17 +77,43 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[PreTr
         _check_supported(file)
         model = _empty_model(_config(file.metadata, file.tensors), dtype)
         _read_weights(model, file)
-    with as_value_error(f"{path}: no tokenizer that can be read"):
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     nn.Module.eval(model.requires_grad_(False))
-    return model, tokenizer
+    return model
+
+
+class Contents(NamedTuple):
+    """What a GGUF file holds: the model's configuration, and for every type of its tensors what a decode step reads.
+
+    elements and nbytes: of all tensors of a type, but of an embedding table that is not the output layer too.
+    """
+
+    config: PretrainedConfig
+    elements: dict[str, int]
+    nbytes: dict[str, int]
+
+    @property
+    def weights(self) -> str:
+        """The types of the matrices by their bytes, the most first, such as "Q4_K, Q6_K"."""
+        types = sorted(self.nbytes, key=lambda name: -self.nbytes[name])
+        return ", ".join(name for name in types if self.nbytes[name] * 100 >= sum(self.nbytes.values()))
+
+
+def read_contents(path: str | Path) -> Contents:
+    """Read what a GGUF file says of its model, but no weights. Raises ValueError where `load_gguf` would for that."""
+    elements, nbytes = dict[str, int](), dict[str, int]()
+    with GGUFFile(Path(path)) as file:
+        _check_supported(file)
+        config = _config(file.metadata, file.tensors)
+        for entry in file.tensors.values():
+            if entry.name != "token_embd.weight" or "output.weight" not in file.tensors:
+                elements[entry.quantisation] = elements.get(entry.quantisation, 0) + math.prod(entry.shape)
+                nbytes[entry.quantisation] = nbytes.get(entry.quantisation, 0) + entry.nbytes
+    return Contents(config, elements, nbytes)
 
 
 def read_config(path: str | Path) -> PretrainedConfig:
     """The configuration of a GGUF file's model. Raises ValueError where `load_gguf` would for its metadata."""
-    with GGUFFile(Path(path)) as file:
-        _check_supported(file)
-        return _config(file.metadata, file.tensors)
+    return read_contents(path).config
 
 
 def _check_supported(file: GGUFFile) -> None:
