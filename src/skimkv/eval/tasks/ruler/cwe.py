@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 
 from .. import source
 from ..base import Example, check_whole
 from . import words
-from .sample import CountTokens, Sample, fit, match_all
+from .sample import CountTokens, Make, Sample, fit_each, prompt_of, share_of_answers
 
 HEAD = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -65,37 +64,30 @@ def examples(
     is_short, vocabulary = length < SHORT, _vocabulary(data)
     times = TIMES_OF_SHORT if is_short else TIMES
     shot_size, shot_times = (SHOT_WORDS_OF_SHORT, SHOT_TIMES_OF_SHORT) if is_short else (SHOT_WORDS, SHOT_TIMES)
-    for i in count():
-        text = make_shot(random.Random(f"{seed} {i} shot"), shot_size, shot_times, vocabulary)
+    guess, most = length // (5 * times[1]), len(vocabulary)
 
-        def sample(size: int, key: str = f"{seed} {i}", text: str = text) -> Sample:
-            return make(random.Random(key), size, times, vocabulary, text)
+    def with_shot(key: str) -> Make:
+        """Return what makes a list of words after one and the same shot."""
+        text = make_shot(random.Random(f"{key} shot"), shot_size, shot_times, vocabulary)
+        return lambda rng, size: make(rng, size, times, vocabulary, text)
 
-        guess, most = length // (5 * times[1]), len(vocabulary)
-        found, size = fit(sample, length, NEW_TOKENS, count_tokens, ASKED + 1, guess, most)
+    for example, size in fit_each(with_shot, seed, length, NEW_TOKENS, count_tokens, ASKED + 1, guess, most):
         if size == most:
             raise ValueError(
                 f"cwe: length = {length} needs more than the {most} words that are here; give --data a folder with "
                 "words.txt, one word a line"
             )
-        yield found.example(str(i), length, NEW_TOKENS)
+        yield example
 
 
 def _vocabulary(data: Path | None) -> list[str]:
     """The different words of words.txt, else those that come with the package."""
     if data is None or not (data / "words.txt").is_file():
         return words.ALL
-    found = sorted(set(source.read_text(data / "words.txt").split()))
-    if len(found) < SHOT_WORDS:
-        raise ValueError(f"{data / 'words.txt'}: {len(found)} different words are too few, cwe needs {SHOT_WORDS}")
-    return found
+    different = sorted(set(source.read_text(data / "words.txt").split()))
+    if len(different) < SHOT_WORDS:
+        raise ValueError(f"{data / 'words.txt'}: {len(different)} different words are too few, cwe needs {SHOT_WORDS}")
+    return different
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The shot and the list of words, and the question with the beginning of its answer."""
-    return example.context, example.question
-
-
-def score(output: str, example: Example) -> float:
-    """The share of the ten words that the output holds."""
-    return match_all(output, example.answers)
+prompt, score = prompt_of, share_of_answers

@@ -6,11 +6,10 @@ import math
 import random
 import string
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 from ..base import Example, check_whole
-from .sample import CountTokens, Sample, fit, match_all
+from .sample import CountTokens, Sample, fit_each, prompt_of, share_of_answers
 
 HEAD = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
@@ -51,20 +50,13 @@ def examples(
     """Make samples without end, each as long as `length` allows, out of a fiftieth as many words."""
     check_whole("length", length, 512)
     room = length - NEW_TOKENS
-    for i in count():
 
-        def sample(size: int, key: str = f"{seed} {i}") -> Sample:
-            return make(random.Random(key), size, max(5, room // 50))
+    def sample(rng: random.Random, size: int) -> Sample:
+        """Make a sample whose number of words fits the length."""
+        return make(rng, size, max(5, room // 50))
 
-        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, LEAST, room // 3)
-        yield found.example(str(i), length, NEW_TOKENS)
-
-
-def prompt(example: Example) -> tuple[str, str]:
-    """The text of made-up words, and the question with the beginning of its answer."""
-    return example.context, example.question
+    for example, _ in fit_each(lambda key: sample, seed, length, NEW_TOKENS, count_tokens, LEAST, room // 3):
+        yield example
 
 
-def score(output: str, example: Example) -> float:
-    """The share of the three words that the output holds."""
-    return match_all(output, example.answers)
+prompt, score = prompt_of, share_of_answers

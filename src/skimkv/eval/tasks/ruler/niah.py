@@ -6,13 +6,12 @@ import random
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 
 from .. import source
 from ..base import Example, check_whole
 from ..record import WORDS as NOUNS
-from .sample import CountTokens, Sample, fit, match_all
+from .sample import CountTokens, Sample, fit_each, prompt_of, share_of_answers
 from .words import ADJECTIVES
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -115,13 +114,13 @@ def examples(
     check_whole("length", length, 256)
     essays = read_essays(data) if hay == "essays" else []
     least, guess = (LEAST_WORDS, length) if essays else (keys * values, length // 20)
-    for i in count():
 
-        def sample(size: int, key: str = f"{seed} {i}") -> Sample:
-            return make(random.Random(key), size, hay, keys, values, queries, key_kind, value_kind, essays)
+    def sample(rng: random.Random, size: int) -> Sample:
+        """Make a sample of this task."""
+        return make(rng, size, hay, keys, values, queries, key_kind, value_kind, essays)
 
-        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, least, guess)
-        yield found.example(str(i), length, NEW_TOKENS)
+    for example, _ in fit_each(lambda key: sample, seed, length, NEW_TOKENS, count_tokens, least, guess):
+        yield example
 
 
 def read_essays(data: Path | None) -> list[str]:
@@ -138,11 +137,4 @@ def read_essays(data: Path | None) -> list[str]:
     return found
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The hay with the needles, and the question with the beginning of its answer."""
-    return example.context, example.question
-
-
-def score(output: str, example: Example) -> float:
-    """The share of the values that the output holds."""
-    return match_all(output, example.answers)
+prompt, score = prompt_of, share_of_answers

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import source
 from ..base import Example, check_whole
-from .sample import CountTokens, Sample, TooShort, fit, match_part
+from .sample import CountTokens, Sample, TooShort, fit, match_part, prompt_of
 
 TASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 HEAD = f"{TASK}\n\nThe following are given documents.\n\n"
@@ -164,9 +164,7 @@ def _hub(corpus: str) -> Corpus:
     )
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The documents, and the question."""
-    return example.context, example.question
+prompt = prompt_of
 
 
 def score(output: str, example: Example) -> float:

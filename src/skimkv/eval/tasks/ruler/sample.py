@@ -1,13 +1,16 @@
-"""What RULER's tasks share: a sample, the hay that fits into a length, and the two scores."""
+"""What RULER's tasks share: a sample, the hay that fits into a length, the prompt, and the two scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import NamedTuple
 
 from ..base import Example
 
 CountTokens = Callable[[str], int]
+Make = Callable[[random.Random, int], "Sample"]  # out of a random generator, with so many pieces of hay
 MOST_PIECES = 10**7  # of hay, beyond the positions of any model
 
 
@@ -83,6 +86,41 @@ def fit(
         else:
             low, best, low_tokens = size, sample, tokens
     return best, low
+
+
+def fit_each(
+    maker: Callable[[str], Make],
+    seed: int,
+    length: int,
+    new: int,
+    count_tokens: CountTokens,
+    least: int,
+    guess: int,
+    most: int = MOST_PIECES,
+) -> Iterator[tuple[Example, int]]:
+    """Make examples without end, each with the most hay that fits: yield them and how many pieces of hay they have.
+
+    maker: returns what makes the samples of one example, whose key it is given: the seed and the example's number. The
+    other arguments, and the error, are those of `fit`.
+    """
+    for i in count():
+        key = f"{seed} {i}"
+        make = maker(key)
+        sample, size = fit(
+            lambda size, key=key, make=make: make(random.Random(key), size),
+            length, new, count_tokens, least, guess, most,
+        )  # fmt: skip
+        yield sample.example(str(i), length, new), size
+
+
+def prompt_of(example: Example) -> tuple[str, str]:
+    """Return the context with the hay, and the question with the beginning of its answer."""
+    return example.context, example.question
+
+
+def share_of_answers(output: str, example: Example) -> float:
+    """Return the share of the right answers that the output holds."""
+    return match_all(output, example.answers)
 
 
 def match_all(output: str, answers: tuple[str, ...]) -> float:

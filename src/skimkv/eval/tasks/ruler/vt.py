@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Iterator
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from ..base import Example, check_whole
 from .niah import NOISE
-from .sample import CountTokens, Sample, TooShort, fit, match_all
+from .sample import CountTokens, Make, Sample, TooShort, fit, fit_each, prompt_of, share_of_answers
 
 HEAD = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = (
@@ -57,28 +57,22 @@ def examples(
     """
     check_whole("length", length, 256)
     least = HOPS + 1
-    for i in count():
 
-        def shot(size: int, key: str = f"{seed} {i} shot") -> Sample:
-            return Sample(make_shot(random.Random(key), size), "", ())
+    def with_shot(key: str) -> Make:
+        """Return what makes a text after one and the same shot."""
+
+        def shot(size: int) -> Sample:
+            """Make a shot with so many lines of noise."""
+            return Sample(make_shot(random.Random(f"{key} shot"), size), "", ())
 
         try:
             text = fit(shot, min(SHOT_TOKENS, length // 8), 0, count_tokens, least, 15)[0].context
         except TooShort:
             text = shot(least).context
+        return lambda rng, size: make(rng, size, shot=text)
 
-        def sample(size: int, key: str = f"{seed} {i}", text: str = text) -> Sample:
-            return make(random.Random(key), size, shot=text)
-
-        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, least, length // 20)
-        yield found.example(str(i), length, NEW_TOKENS)
+    for example, _ in fit_each(with_shot, seed, length, NEW_TOKENS, count_tokens, least, length // 20):
+        yield example
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The shot and the text with the chain, and the question with the beginning of its answer."""
-    return example.context, example.question
-
-
-def score(output: str, example: Example) -> float:
-    """The share of the variables that the output holds."""
-    return match_all(output, example.answers)
+prompt, score = prompt_of, share_of_answers
