@@ -44,17 +44,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu import GROUPED, HEAD_DIM, INT4, INT8, LONG, MEDIUM, SHORT, SPARQ, TARGETS, Case
 
 from skimkv.methods import Dense, SparQ, SubGenStream, parse
-from skimkv.ops.gpu import launch, tables
+from skimkv.ops.gpu import launch, occupancy, tables
 from skimkv.ops.gpu.backend import GpuKernels
 from skimkv.stores.base import Store
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 
 CAPABILITY = 90  # H100, H200
-MULTIPROCESSORS, CLOCK = 132, 1.98e9  # of an H200, and its cycles per second at full clock
+LIMITS = occupancy.Limits(multiprocessors=132, registers=65536, shared=228 << 10, warps=64, programs=32)  # of an H200
+CLOCK = 1.98e9  # its cycles per second at full clock
 BANDWIDTH = 4.3e12  # bytes per second that an H200's memory delivers
-REGISTERS, SHARED_BYTES, WARPS, BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor
-RESERVED_SHARED = 1 << 10  # bytes that every block takes besides its own
 CLUSTERS = 256  # of a KV head, where SubGenStream is counted
 BISECTIONS = 4  # rounds of a search for a threshold after two histograms, which leave a few numbers in a bin
 GROUP = tables.PAGE_TOKENS
@@ -225,12 +224,20 @@ def functions_of_source(file: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def disassemble(cubin: bytes) -> tuple[list[Instruction], list[Loop], dict[str, int]]:
-    """Return the instructions of a kernel, its loops, the outer ones first, and its registers and bytes of stack."""
+def used_by(cubin: bytes) -> dict[str, int]:
+    """Return the registers of a thread and the bytes of stack of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         used = dict(re.findall(r"(REG|STACK):(\d+)", tool("cuobjdump", "-res-usage", file.name)))
+    return {"registers": int(used["REG"]), "stack": int(used["STACK"])}
+
+
+def disassemble(cubin: bytes) -> tuple[list[Instruction], list[Loop]]:
+    """Return the instructions of a kernel, and its loops, the outer ones first."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
         text = tool("nvdisasm", "-gi", file.name)
     instructions: list[Instruction] = []
     labels, pending, jumps = dict[str, int](), list[str](), list[tuple[int, str]]()
@@ -252,7 +259,7 @@ def disassemble(cubin: bytes) -> tuple[list[Instruction], list[Loop], dict[str, 
     back = [Loop(labels[name], address) for address, name in jumps if 0 <= labels.get(name, -1) < address]
     merged = [Loop(first, max(loop.last for loop in back if loop.first == first)) for first in {b.first for b in back}]
     ordered = sorted(merged, key=lambda loop: loop.first - loop.last)
-    return instructions, ordered, {"registers": int(used["REG"]), "stack": int(used["STACK"])}
+    return instructions, ordered
 
 
 def source_frames(instruction: Instruction) -> Iterator[tuple[str, int]]:
@@ -286,6 +293,12 @@ def share_of_runs(instruction: Instruction, programs: int, one_tile: bool) -> fl
     if functions & OF_SEVERAL_TILES and one_tile:
         return 0
     return 1 / programs if functions & BY_THE_LAST else 1
+
+
+def footprint_of(compiled: Any) -> occupancy.Footprint:
+    """Return what a program of a kernel that is not loaded takes of a multiprocessor."""
+    used = used_by(compiled.asm["cubin"])
+    return occupancy.Footprint(used["registers"], compiled.metadata.shared, compiled.metadata.num_warps)
 
 
 class Count(NamedTuple):
@@ -330,13 +343,6 @@ def count(launch_: Launch, instructions: list[Instruction], loops: list[Loop]) -
     return Count(total, over_positions, barriers)
 
 
-def blocks_per_multiprocessor(registers: int, shared: int, warps: int) -> int:
-    """Return how many programs of so many warps a multiprocessor holds at once."""
-    by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
-    by_shared = SHARED_BYTES // (-(-shared // 128) * 128 + RESERVED_SHARED)
-    return min(BLOCKS, WARPS // warps, by_registers, by_shared)
-
-
 def bytes_per_256(launch_: Launch) -> int:
     """Return the bytes that memory delivers for 256 tokens (or slots, or rows of clusters) and KV head."""
     a, size = launch_.arguments, DTYPE.itemsize
@@ -350,23 +356,24 @@ def bytes_per_256(launch_: Launch) -> int:
 
 def describe(launch_: Launch, channels: str) -> dict[str, Any]:
     """Return the row of one launch."""
-    instructions, loops, used = disassemble(launch_.compiled.asm["cubin"])
+    cubin = launch_.compiled.asm["cubin"]
+    (instructions, loops), used = disassemble(cubin), used_by(cubin)
     counted, (batch, heads, kv_heads, length) = count(launch_, instructions, loops), launch_.case
     shared, programs = launch_.compiled.metadata.shared, launch_.grid[0] * (launch_.grid[1:] or (1,))[0]
     groups = batch * kv_heads * length / GROUP
     if launch_.name in ("slots", "clusters"):
         groups = batch * kv_heads * stored_rows(launch_) / GROUP
-    blocks = blocks_per_multiprocessor(used["registers"], shared, launch_.warps)
+    blocks = occupancy.programs_at_once(occupancy.Footprint(used["registers"], shared, launch_.warps), LIMITS)
     issued = counted.instructions * launch_.warps * programs
     return {
         "kernel": launch_.name, "channels": channels, "group": heads // kv_heads, "batch": batch,
         "kv_heads": kv_heads, "length": length, **used, "shared": shared, "warps": launch_.warps,
-        "programs": programs, "blocks_per_multiprocessor": blocks, "waves": programs / blocks / MULTIPROCESSORS,
+        "programs": programs, "blocks_per_multiprocessor": blocks, "waves": programs / blocks / LIMITS.multiprocessors,
         "barriers_per_256": counted.barriers_over_positions * programs / groups,
         "instructions_per_256": counted.instructions_over_positions * launch_.warps * programs / groups,
         "bytes_per_256": bytes_per_256(launch_),
         "instructions_per_kv_head": issued / batch / kv_heads,
-        "issue_us_at_2": 1e6 * issued / (2 * CLOCK * MULTIPROCESSORS),
+        "issue_us_at_2": 1e6 * issued / (2 * CLOCK * LIMITS.multiprocessors),
     }  # fmt: skip
 
 
@@ -387,10 +394,12 @@ class Compiler:
 
     def __enter__(self) -> Compiler:
         compiler, self.run = self, JITFunction.run
-        self.runs, self.multiprocessors = launch.runs, launch.multiprocessors
+        self.runs, self.limits_of, self.footprint_of = launch.runs, occupancy.limits_of, occupancy.footprint_of
 
         def instead_of_a_launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
             compiled = compiler.run(kernel, *arguments, grid=grid, warmup=True, **options)
+            if warmup:
+                return compiled
             names = dict(zip([p.name for p in kernel.params], arguments, strict=False))
             programs = grid[1] if len(grid) > 1 else 1
             facts = SimpleNamespace(**names, **options, programs=programs)
@@ -402,12 +411,13 @@ class Compiler:
 
         driver.set_active(AbsentGpu())
         JITFunction.run = instead_of_a_launch
-        launch.runs, launch.multiprocessors = (lambda store: True), (lambda device: MULTIPROCESSORS)
+        launch.runs = lambda store: True
+        occupancy.limits_of, occupancy.footprint_of = (lambda device: LIMITS), footprint_of  # type: ignore[assignment]
         return self
 
     def __exit__(self, *error: object) -> None:
         JITFunction.run = self.run
-        launch.runs, launch.multiprocessors = self.runs, self.multiprocessors
+        launch.runs, occupancy.limits_of, occupancy.footprint_of = self.runs, self.limits_of, self.footprint_of
 
     def step(self, case: Case, spec: str) -> list[Launch]:
         """Return the launches of one step of a method at a shape of the table. No memory is allocated."""

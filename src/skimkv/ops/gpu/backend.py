@@ -33,13 +33,13 @@ from .launch import (
     Scores,
     Splits,
     TokenRows,
-    count_splits,
     dot_type,
     fit_block,
     pad,
     types,
     validate,
 )
+from .occupancy import SplitKernel, count_splits
 from .tables import INT4_BLOCK, PAGE_TOKENS, ClusterView, PageView, scratch
 
 try:
@@ -125,14 +125,16 @@ class GpuKernels:
     def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to all positions: equation 2 of SparQ. It reads 2ND elements per KV head."""
         query = self._start(store, q, token, **softmax)
-        (B, H, _, _), view, settings = store.shape, device.page_view(store), SETTINGS.dense
-        count = count_splits(store, view.room // PAGE_TOKENS, settings.programs)
-        dense_kernel[B * H, count](
-            query, _cached_pages(store, view), _splits(store, count),
-            **_sizes(store, q), **_variants(query), SP=pad(count, 2), TYPE=types()[store.dtype],
-            BLOCK=fit_block(settings.block, _row_bytes(store)), STAGES=settings.stages,
-            num_warps=settings.warps,
-        )  # fmt: skip
+        view, settings = device.page_view(store), SETTINGS.dense
+        constants = {
+            **_sizes(store, q), **_variants(query), "TYPE": types()[store.dtype], "STAGES": settings.stages,
+            "BLOCK": fit_block(settings.block, _row_bytes(store)), "num_warps": settings.warps,
+        }  # fmt: skip
+        pages = _cached_pages(store, view)
+        split = SplitKernel(
+            dense_kernel, settings.programs, constants, lambda count: (query, pages, _splits(store, count)), merges=True
+        )
+        split.launch(store, count_splits(store, view.room // PAGE_TOKENS, split))
         return query.y
 
     def sparq(
@@ -203,7 +205,6 @@ class GpuKernels:
         store.reserve()
         view = device.slot_view(store, recent)
         C, block = store.capacity, fit_block(settings.block, _row_bytes(store))
-        count = count_splits(store, -(-C // settings.block), settings.programs)
         width = -(-C // block) * block
         unused = view.lengths
         slots = CachedSlots(
@@ -213,12 +214,17 @@ class GpuKernels:
             logits=scratch(store, "logits", 1 if store.score is None else B * H * G * width),
             width=width, B=B, H=H, C=C, fixed=store.fixed,
         )  # fmt: skip
-        slots_kernel[B * H, count](
-            query, slots, _token_rows(k, v), _splits(store, count),
-            **_sizes(store, q), **_variants(query), SP=pad(count, 2), SCORED=store.score is not None,
-            ORDERED=store.order is not None, GROWS=store.grows, BLOCK=block, TILE=settings.tile, STAGES=settings.stages,
-            num_warps=settings.warps,
+        constants = {
+            **_sizes(store, q), **_variants(query), "SCORED": store.score is not None,
+            "ORDERED": store.order is not None, "GROWS": store.grows, "BLOCK": block, "TILE": settings.tile,
+            "STAGES": settings.stages, "num_warps": settings.warps,
+        }  # fmt: skip
+        rows = _token_rows(k, v)
+        split = SplitKernel(
+            slots_kernel, settings.programs, constants, lambda count: (query, slots, rows, _splits(store, count)),
+            merges=True,
         )  # fmt: skip
+        split.launch(store, count_splits(store, -(-C // settings.block), split))
         device.advance(store)
         return query.y
 
@@ -230,15 +236,19 @@ class GpuKernels:
         Where no sample stands for the keys that dominate z, y has no bound; it stops at +-2^63 (float16: 65504).
         """
         query = self._start(store, q, token, scale=scale, sinks=sinks)
-        (B, H, _, _), view, settings = store.shape, device.cluster_view(store), SETTINGS.clusters
+        view, settings = device.cluster_view(store), SETTINGS.clusters
         block = fit_block(settings.block, _row_bytes(store))
-        count = count_splits(store, -(-(view.room * store.t + store.s) // block), settings.programs)
-        clusters_kernel[B * H, count](
-            query, _cached_clusters(store, view), _splits(store, count),
-            **_sizes(store, q), SP=pad(count, 2), TYPE=types()[store.dtype], BLOCK=block,
-            TINY=torch.finfo(torch.float32).tiny, LIMIT=min(2.0**63, torch.finfo(q.dtype).max),
-            SINKS=query.sinks is not query.q, num_warps=settings.warps,
+        constants = {
+            **_sizes(store, q), "TYPE": types()[store.dtype], "BLOCK": block, "TINY": torch.finfo(torch.float32).tiny,
+            "LIMIT": min(2.0**63, torch.finfo(q.dtype).max), "SINKS": query.sinks is not query.q,
+            "num_warps": settings.warps,
+        }  # fmt: skip
+        cached = _cached_clusters(store, view)
+        split = SplitKernel(
+            clusters_kernel, settings.programs, constants, lambda count: (query, cached, _splits(store, count)),
+            merges=True,
         )  # fmt: skip
+        split.launch(store, count_splits(store, -(-(view.room * store.t + store.s) // block), split))
         return query.y
 
     def _start(
@@ -297,20 +307,23 @@ def _sizes(store: Store, q: Tensor) -> dict[str, Any]:
 
 def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
     """Run steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
-    (B, H, G, _), view = store.shape, device.page_view(store)
+    G, view = store.shape.G, device.page_view(store)
     pages, settings = _cached_pages(store, view), SETTINGS.choose
     scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
     if _one_warp_scores(store, selection):
         scores = _score_by_channels(store, scoring, pages, selection, view.room)
     else:
         scores = _score_by_products(store, scoring, pages, selection, view.room)
-    programs = count_splits(store, -(-view.room // settings.tile), settings.programs)
-    choose_kernel[B * H, programs](
-        query, pages, scores, _candidates(store, selection, view.room, settings.tile, programs),
-        **_sizes(store, query.q), **_variants(query), TYPE=types()[store.dtype], SP=pad(scores.splits, 2),
-        RENORMALISE=selection.renormalise, MEAN=selection.mean, ALONE=G == 1, TILE=settings.tile,
-        CHOSEN_BLOCK=fit_block(settings.block, _row_bytes(store)), num_warps=settings.warps,
+    constants = {
+        **_sizes(store, query.q), **_variants(query), "TYPE": types()[store.dtype], "SP": pad(scores.splits, 2),
+        "RENORMALISE": selection.renormalise, "MEAN": selection.mean, "ALONE": G == 1, "TILE": settings.tile,
+        "CHOSEN_BLOCK": fit_block(settings.block, _row_bytes(store)), "num_warps": settings.warps,
+    }  # fmt: skip
+    split = SplitKernel(
+        choose_kernel, settings.programs, constants,
+        lambda programs: (query, pages, scores, _candidates(store, selection, view.room, settings.tile, programs)),
     )  # fmt: skip
+    split.launch(store, count_splits(store, -(-view.room // settings.tile), split))
     return query.y
 
 
@@ -328,30 +341,37 @@ def _one_warp_scores(store: Full, selection: Selection) -> bool:
 def _score_by_channels(store: Full, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
     """Run step 1 with one warp for a page, and return where its logits are."""
     (B, H, G, _), channels, settings = store.shape, _scoring_channels(store, selection), SETTINGS.channel_scores
-    splits = count_splits(store, width // PAGE_TOKENS, settings.programs)
-    scores = _scores(store, width, splits, selection.r, channels)
+    constants = {
+        "G": G, "CHANNELS": channels, "PADDED": pad(channels), "TYPE": types()[store.dtype],
+        "LAYOUT": selection.layout, "CAPPED": query.softcap > 0, "num_warps": 1,
+    }  # fmt: skip
+    split = SplitKernel(
+        channel_scores_kernel, settings.programs, constants,
+        lambda splits: (query, pages, _scores(store, width, splits, selection.r, channels)),
+    )  # fmt: skip
+    splits = count_splits(store, width // PAGE_TOKENS, split)
     R = query.q.shape[-1]
     choose_channels_kernel[B * H,](
-        query, scores, G=G, D=R, DP=pad(R), CHANNELS=channels, TEMPERATURE=selection.temperature, num_warps=1
-    )
-    channel_scores_kernel[B * H, splits](
-        query, pages, scores, G=G, CHANNELS=channels, PADDED=pad(channels), TYPE=types()[store.dtype],
-        LAYOUT=selection.layout, CAPPED=query.softcap > 0, num_warps=1,
+        query, _scores(store, width, splits, selection.r, channels), G=G, D=R, DP=pad(R), CHANNELS=channels,
+        TEMPERATURE=selection.temperature, num_warps=1,
     )  # fmt: skip
+    scores: Scores = split.launch(store, splits)[-1]
     return scores
 
 
 def _score_by_products(store: Full, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
     """Run step 1 on matrix units, and return where its logits are."""
-    (B, H, _, _), settings = store.shape, SETTINGS.quantised_scores if store.bits else SETTINGS.scores
-    splits = count_splits(store, width // PAGE_TOKENS, settings.programs)
-    scores = _scores(store, width, splits, selection.r, 1)
-    scores_kernel[B * H, splits](
-        query, pages, scores, **_sizes(store, query.q), RP=pad(_scoring_channels(store, selection)),
-        TYPE=types()[store.dtype], LAYOUT=selection.layout, TEMPERATURE=selection.temperature,
-        CAPPED=query.softcap > 0, BLOCK=_score_block(store, selection, settings.block), STAGES=settings.stages,
-        num_warps=settings.warps,
+    settings = SETTINGS.quantised_scores if store.bits else SETTINGS.scores
+    constants = {
+        **_sizes(store, query.q), "RP": pad(_scoring_channels(store, selection)), "TYPE": types()[store.dtype],
+        "LAYOUT": selection.layout, "TEMPERATURE": selection.temperature, "CAPPED": query.softcap > 0,
+        "BLOCK": _score_block(store, selection, settings.block), "STAGES": settings.stages, "num_warps": settings.warps,
+    }  # fmt: skip
+    split = SplitKernel(
+        scores_kernel, settings.programs, constants,
+        lambda splits: (query, pages, _scores(store, width, splits, selection.r, 1)),
     )  # fmt: skip
+    scores: Scores = split.launch(store, count_splits(store, width // PAGE_TOKENS, split))[-1]
     return scores
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,19 +40,19 @@ class SplitLaunch:
 
     block: positions that a program takes at a time; fewer where a row of K is larger than ROW_BYTES.
     warps: of 32 threads each, in a program.
-    programs: wanted on each multiprocessor; positions are split until there are so many.
+    programs: wanted on each multiprocessor; positions are split until there are so many. None: as many as run at once.
     """
 
     block: int
     warps: int
-    programs: int
+    programs: int | None = None
 
 
 @dataclass(frozen=True)
 class PipelinedLaunch(SplitLaunch):
     """A split kernel that loads blocks ahead. stages: blocks that are loaded or used at the same time."""
 
-    stages: int
+    stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class PagesLaunch(PipelinedLaunch):
 class SlotsLaunch(PipelinedLaunch):
     """The step over slots. tile: scores that the last program updates and searches at a time."""
 
-    tile: int
+    tile: int = 1024
 
 
 @dataclass(frozen=True)
@@ -84,27 +83,27 @@ class ChooseLaunch:
     tile: int
     block: int
     warps: int
-    programs: int
+    programs: int | None = None
 
 
 @dataclass(frozen=True)
 class PageLaunch:
     """Step 1 with one warp for each page of PAGE_TOKENS positions. programs: as in SplitLaunch."""
 
-    programs: int
+    programs: int | None = None
 
 
 @dataclass
 class LaunchSettings:
     """The settings of every kernel. To try other ones, put another value in the place of a field."""
 
-    dense: PagesLaunch = field(default=PagesLaunch(block=64, warps=4, programs=3, stages=3))
-    channel_scores: PageLaunch = field(default=PageLaunch(programs=20))
-    scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4, programs=3, stages=3))
-    quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4, programs=3, stages=3))
-    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=32, warps=4, programs=2))
-    clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4, programs=2))
-    slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4, programs=2, stages=3, tile=1024))
+    dense: PagesLaunch = field(default=PagesLaunch(block=64, warps=4))
+    channel_scores: PageLaunch = field(default=PageLaunch())
+    scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4))
+    quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4))
+    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=32, warps=4))
+    clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4))
+    slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4))
 
 
 SETTINGS = LaunchSettings()
@@ -253,21 +252,6 @@ def dot_type(store: Store, q: Tensor) -> Any:
     """
     half = store.dtype == q.dtype and not (interpreted() and q.dtype == torch.bfloat16)
     return types()[q.dtype] if half else tl.float32
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the device has; a few where the kernels are interpreted."""
-    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def count_splits(store: Store, most: int, programs: int) -> int:
-    """Return how many programs, at most `most`, share each row and KV head so that the device is full.
-
-    The cache's length is no part of it, so a CUDA graph can hold the launch.
-    """
-    B, H, _, _ = store.shape
-    return max(1, min(most, multiprocessors(store.device) * programs // (B * H), MOST_SPLITS))
 
 
 def fit_block(positions: int, row_bytes: int, least: int = TENSOR_CORE) -> int:
