@@ -10,8 +10,9 @@
     6 rest      a whole compiled token, a small sweep, and the kernel tests under compute-sanitizer (10)
 
 Every step is a process with a time limit, and appends lines of JSON to FOLDER/results.jsonl as it goes: a hang, a crash
-or the end of the time loses one step. No other program may use the GPU meanwhile. A dry run takes Triton's interpreter
-on the CPU and tiny shapes; its times mean nothing.
+or the end of the time loses one step. Steps 4 and 6 have several processes, one for each kernel and for each subject,
+which share the time of the step. No other program may use the GPU meanwhile. A dry run takes Triton's interpreter on
+the CPU and tiny shapes; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def descend(
     costs: dict[tuple[tuple[str, int], ...], float] = {}
 
     def known_cost(setting: dict[str, int]) -> float:
+        """Return the cost of a setting, which is found once."""
         key = tuple(setting.items())
         if key not in costs:
             costs[key] = cost(setting)
@@ -209,11 +211,16 @@ def error_of(candidate: bench_attention.Candidate) -> float:
 
 
 def check(run: Run) -> None:
-    """Compare the methods of the targets with their references at the targets' shapes."""
+    """Compare the methods of the targets with their references at the targets' shapes. Exits with 1 if one is wrong."""
+    wrong = []
     for case, spec in dict.fromkeys((target.case, target.method) for target in run.targets()):
         error = error_of(run.candidate(spec, case, 1))
         run.record(**case._asdict(), method=spec, relative_error=error, ok=error < MOST_ERROR)
+        if not error < MOST_ERROR:
+            wrong.append(f"{spec} at batch {case.batch} of {case.length} tokens")
         print(f"{spec}, batch {case.batch}, {case.length}: relative error {error:.1e}")
+    if wrong:
+        sys.exit(f"error: more than {MOST_ERROR} off the reference: {', '.join(wrong)}")
 
 
 def load_tuned(folder: Path) -> dict[str, dict[str, int]]:
@@ -225,20 +232,31 @@ def load_tuned(folder: Path) -> dict[str, dict[str, int]]:
     return tuned
 
 
-def tune(run: Run, only: int) -> None:
-    """Find and keep the best settings of one kernel, that of search `only`."""
+def tune(run: Run, search: Search) -> None:
+    """Find the best settings of one kernel, and keep the best so far in tuned.json beside those of other kernels."""
     tuned = load_tuned(run.folder)
-    row = search_settings(run, SEARCHES[only])
-    run.record(**row)
-    (run.folder / "tuned.json").write_text(json.dumps({**tuned, row["kernel"]: row["best"]}) + "\n")
+
+    def keep(setting: dict[str, int]) -> None:
+        """Put the settings into the file at once: a process that is stopped leaves the old file or the new one."""
+        unfinished = run.folder / "tuned.json.unfinished"
+        unfinished.write_text(json.dumps({**tuned, search.kernel: setting}) + "\n")
+        unfinished.replace(run.folder / "tuned.json")
+
+    run.record(**search_settings(run, search, keep))
 
 
-def search_settings(run: Run, search: Search) -> dict[str, Any]:
-    """Find and set the best settings of one kernel. A setting with another result than the reference's is not timed."""
+def search_settings(run: Run, search: Search, keep: Callable[[dict[str, int]], None]) -> dict[str, Any]:
+    """Find and set the best settings of one kernel. A setting with another result than the reference's is not timed.
+
+    keep: is given every setting that is better than all before it.
+    """
     kernel, spec, case, choices = search
+    fastest = float("inf")
     before, candidate = getattr(SETTINGS, kernel), run.candidate(spec, case, 8)
 
     def cost(setting: dict[str, int]) -> float:
+        """Return the milliseconds of a step with these settings."""
+        nonlocal fastest
         try:
             setattr(SETTINGS, kernel, dataclasses.replace(before, **setting))
             if not (relative := error_of(candidate)) < MOST_ERROR:
@@ -248,6 +266,9 @@ def search_settings(run: Run, search: Search) -> dict[str, Any]:
             print(f"  {kernel} {setting}: {error}".splitlines()[0], file=sys.stderr)
             candidate.undo()
             return float("inf")
+        if timings.ms(spec) < fastest:
+            fastest = timings.ms(spec)
+            keep(setting)
         return timings.ms(spec)
 
     start = dataclasses.asdict(before)
@@ -292,32 +313,48 @@ def tuned(run: Run) -> None:
 
 
 def tests(run: Run) -> None:
-    """Run the GPU tests on several processes, where pytest can."""
+    """Run the GPU tests on several processes, where pytest can. Exits with 1 if one fails."""
     several = ["-n", "4"] if importlib.util.find_spec("xdist") else []
-    run.record(**run_tests([sys.executable], TESTS, *several, *(["--collect-only"] if run.dry else [])))
+    record_tests(run, [sys.executable], TESTS, *several, *(["--collect-only"] if run.dry else []))
 
 
-def rest(run: Run) -> None:
-    """Measure a whole token and a small sweep, and look for accesses out of bounds."""
+def record_tests(run: Run, python: list[str], tests: list[str], *options: str, **row: str) -> None:
+    """Run tests and append what they reported. Exits with 1 if one fails."""
+    report = run_tests(python, tests, *options)
+    run.record(**row, **report)
+    if not report["ok"]:
+        sys.exit(f"error: {', '.join(tests)}: {report['lines'][-1] if report['lines'] else 'pytest failed'}")
+
+
+def sweep(run: Run) -> None:
+    """Measure a small sweep of lengths and batches, with a figure."""
     load_tuned(run.folder)
-    if not run.dry:
-        token(run)
-        result = bench_attention.sweep(
-            run.machine, Shape(1, 32, 1, HEAD_DIM), torch.float16, 9, batch=(1, 16), r=(32,), k=(128,)
-        )
-        run.record(sweep=result)
-        if result["rows"]:
-            figures.sweep(result["rows"], run.folder / "sweep.png")
+    shape, rounds, grid = Shape(1, 32, 1, HEAD_DIM), 9, {"batch": (1, 16), "r": (32,), "k": (128,)}
+    if run.dry:
+        shape, rounds = Shape(1, 2, 1, DRY_HEAD_DIM), 1
+        grid = {"batch": (1,), "length": (300,), "r": (4,), "k": (20,)}
+    result = bench_attention.sweep(run.machine, shape, torch.float16, rounds, **grid)
+    run.record(sweep=result)
+    if result["rows"]:
+        figures.sweep(result["rows"], run.folder / "sweep.png")
+
+
+def memory(run: Run) -> None:
+    """Run the kernel tests under compute-sanitizer. Exits with 1 if it finds accesses out of bounds."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         run.record(skipped="there is no compute-sanitizer on this machine")
         return
     python = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
-    run.record(tool=tool, **run_tests(python, [KERNEL_TESTS], "-k", "not methods"))
+    record_tests(run, python, [KERNEL_TESTS], "-k", "not methods", tool=tool)
 
 
 def token(run: Run) -> None:
-    """Measure a whole compiled token of llama-2-7b against what the bytes allow."""
+    """Measure a whole compiled token of llama-2-7b against what the bytes allow. A dry run leaves it out."""
+    if run.dry:
+        run.record(skipped="a whole token is not interpreted")
+        return
+    load_tuned(run.folder)
     result = bench_token.token(run.machine, "llama-2-7b", None, "bfloat16", [65536], [SPARQ], 25, compile=True)
     row = next(row for row in result["rows"] if row["method"] == SPARQ)
     share = row["speedup_dense"] / row["speedup_allowed"]
@@ -326,17 +363,21 @@ def token(run: Run) -> None:
 
 
 class Step(NamedTuple):
-    """A step and the seconds that it may take; tuning takes that long in all its processes."""
+    """A step: its parts, each a process, and the seconds that they may take together."""
 
     name: str
-    act: Callable[..., None]
+    parts: list[Callable[[Run], None]]
     limit: float
 
 
 STEPS = {
-    1: Step("check", check, 120), 2: Step("targets", targets, 180), 3: Step("tests", tests, 300),
-    4: Step("tune", tune, 480), 5: Step("tuned", tuned, 180), 6: Step("rest", rest, 600),
-}  # fmt: skip
+    1: Step("check", [check], 120),
+    2: Step("targets", [targets], 180),
+    3: Step("tests", [tests], 300),
+    4: Step("tune", [functools.partial(tune, search=search) for search in SEARCHES], 480),
+    5: Step("tuned", [tuned], 180),
+    6: Step("rest", [token, sweep, memory], 600),
+}
 
 
 class Dry(Cpu):
@@ -376,13 +417,13 @@ def versions() -> dict[str, str]:
         "commit": ["git", "describe", "--always", "--dirty"],
         "driver": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
     }
-    said = {
+    printed = {
         name: subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
         for name, command in tools.items()
         if shutil.which(command[0])
     }
     return {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda),
-            "python": sys.version.split()[0], **said}  # fmt: skip
+            "python": sys.version.split()[0], **printed}  # fmt: skip
 
 
 def run_limited(command: list[str], limit: float | None) -> str:
@@ -397,14 +438,32 @@ def run_limited(command: list[str], limit: float | None) -> str:
     return "ok" if status == 0 else f"exit status {status}"
 
 
-def run_in_process(name: str, only: int, folder: Path, dry: bool) -> None:
-    """Do one step in this process. In a dry run the kernels are asked for by name."""
+def run_in_process(name: str, part: int, folder: Path, dry: bool) -> None:
+    """Do one part of a step in this process. In a dry run the kernels are asked for by name."""
     machine = Dry() if dry else Cuda()
     run = Run(machine, folder, name, dry)
     run.record(machine=machine.name, versions=versions())
     step = next(step for step in STEPS.values() if step.name == name)
     with ops.backend("gpu") if dry else contextlib.nullcontext():
-        step.act(run, only) if step.act is tune else step.act(run)
+        step.parts[part](run)
+
+
+def run_parts(step: Step, folder: Path, dry: bool) -> bool:
+    """Run the parts of a step, each in a process of its own, and return whether all ended well.
+
+    A part may take its share of the time that is left, so one that hangs leaves the others theirs.
+    """
+    end, well = time.monotonic() + step.limit, True
+    for part in range(len(step.parts)):
+        start = time.monotonic()
+        limit = None if dry else max((end - start) / (len(step.parts) - part), 1)
+        command = [sys.executable, __file__, "--out", str(folder), "--inside", step.name, str(part)]
+        how = run_limited(command + ["--dry-run"] * dry, limit)
+        row = {"step": step.name, "part": part, "ended": how, "seconds": time.monotonic() - start}
+        append_line(folder, row)
+        print(row, flush=True)
+        well &= how == "ok"
+    return well
 
 
 def main(arguments: list[str]) -> int:
@@ -413,7 +472,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="The folder of the results.")
     parser.add_argument("--steps", default="1,2,3,4,5,6", metavar="1,2,...", help="The steps to take, in this order.")
     parser.add_argument("--dry-run", action="store_true", help="Interpret the kernels on the CPU, on tiny shapes.")
-    parser.add_argument("--inside", nargs=2, metavar=("STEP", "SEARCH"), help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs=2, metavar=("STEP", "PART"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.inside is not None:
         run_in_process(options.inside[0], int(options.inside[1]), options.out, options.dry_run)
@@ -428,19 +487,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    worst = 0
-    for step in [STEPS[number] for number in numbers]:
-        end = time.monotonic() + step.limit
-        for only in range(len(SEARCHES)) if step.act is tune else [0]:
-            start = time.monotonic()
-            command = [sys.executable, __file__, "--out", str(options.out), "--inside", step.name, str(only)]
-            limit = None if options.dry_run else max(end - start, 1)
-            how = run_limited(command + ["--dry-run"] * options.dry_run, limit)
-            row = {"step": step.name, "ended": how, "seconds": time.monotonic() - start}
-            append_line(options.out, row)
-            print(row, flush=True)
-            worst = max(worst, how != "ok")
-    return worst
+    ended_well = [run_parts(STEPS[number], options.out, options.dry_run) for number in numbers]
+    return 0 if all(ended_well) else 1
 
 
 if __name__ == "__main__":

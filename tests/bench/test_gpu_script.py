@@ -75,6 +75,7 @@ def test_settings_with_a_wrong_result_are_not_timed(script, monkeypatch, tmp_pat
     monkeypatch.setattr(script, "DRY_HEAD_DIM", 16)
     run = script.Run(script.Dry(), tmp_path, "tune", dry=True)
     search = script.Search("dense", "Dense()", script.SHORT, {"block": (64, 512), "programs": (4, 8)})
+    settings.dense = dataclasses.replace(settings.dense, programs=3)
     monkeypatch.setattr(script, "error_of", lambda candidate: 0.2 if settings.dense.programs == 8 else 0.0)
     timed = []
 
@@ -84,21 +85,82 @@ def test_settings_with_a_wrong_result_are_not_timed(script, monkeypatch, tmp_pat
         return SimpleNamespace(ms=lambda spec: 1.0 + abs(timed[-1][1] - 4)), {}
 
     monkeypatch.setattr(script.bench_attention, "race", race)
-    row = script.search_settings(run, search)
+    kept = []
+    row = script.search_settings(run, search, kept.append)
     ms = {(tried["block"], tried["programs"]): tried["ms"] for tried in row["tried"]}
     assert ms[64, 8] == ms[512, 4] == float("inf") > ms[64, 4] == row["ms"] == 1.0
     assert row["best"]["programs"] == 4 and (64, 4) in timed and not {(64, 8), (512, 4)} & set(timed)
+    assert kept[-1] == row["best"] and [setting["programs"] for setting in kept] == [3, 4]
+
+
+def test_a_stopped_search_leaves_the_best_so_far_to_later_steps(script, monkeypatch, tmp_path, settings):
+    """And what other kernels had. Later steps load the file; the half-written one has another name."""
+    run = script.Run(None, tmp_path, "tune", dry=True)
+    (tmp_path / "tuned.json").write_text('{"choose": {"tile": 1024, "block": 64, "warps": 8, "programs": 2}}')
+
+    def stopped(run, search, keep):
+        keep({"programs": 12})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "search_settings", stopped)
+    search = next(search for search in script.SEARCHES if search.kernel == "channel_scores")
+    with pytest.raises(KeyboardInterrupt):
+        script.tune(run, search)
+    measured = []
+    monkeypatch.setattr(script, "targets", lambda run: measured.append(settings.channel_scores.programs))
+    script.tuned(run)
+    assert measured == [12] and settings.choose == launch.ChooseLaunch(tile=1024, block=64, warps=8, programs=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["results.jsonl", "tuned.json"]
+
+
+def test_the_parts_of_a_step_share_its_time(script, monkeypatch, tmp_path):
+    """A kernel whose tuning hangs takes its share and no more; the time that one leaves goes to the rest."""
+    now, limits, commands = [0.0], [], []
+
+    def run_limited(command, limit):
+        limits.append(limit)
+        commands.append(command[-2:])
+        now[0] += limit if len(limits) == 2 else 0.5 * limit
+        return "ok" if len(limits) != 2 else "stopped"
+
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(script, "run_limited", run_limited)
+    step = script.STEPS[4]
+    assert not script.run_parts(step, tmp_path, False)
+    assert limits[0] == step.limit / len(script.SEARCHES) and limits == sorted(limits) and sum(limits) > step.limit
+    assert now[0] <= step.limit and commands == [["tune", str(i)] for i in range(len(script.SEARCHES))]
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["ended"] for line in lines] == ["ok", "stopped", "ok", "ok", "ok", "ok"]
+    assert [len(step.parts) for step in script.STEPS.values()] == [1, 1, 1, len(script.SEARCHES), 1, 3]
+
+
+def test_a_step_whose_results_are_wrong_fails(script, monkeypatch, tmp_path):
+    run = script.Run(script.Dry(), tmp_path, "check", dry=True)
+    monkeypatch.setattr(script.Run, "candidate", lambda *arguments: None)
+    monkeypatch.setattr(script, "error_of", lambda candidate: float("nan"))
+    with pytest.raises(SystemExit, match=r"more than 0.01 off the reference: Dense.* at batch 64 of 4096 tokens"):
+        script.check(run)
+    monkeypatch.setattr(script, "run_tests", lambda *arguments: {"ok": False, "lines": ["1 failed"]})
+    with pytest.raises(SystemExit, match=r"ops/test_gpu.py.*: 1 failed"):
+        script.tests(run)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["ok"] for line in lines] == [False] * 4
 
 
 @pytest.mark.slow
 def test_a_dry_run_on_a_cpu(tmp_path):
-    """Two steps, each in a process of its own, by Triton's interpreter: the lines that a GPU would leave."""
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry-run", "--out", tmp_path, "--steps", "1,2"]
+    """Steps, each in processes of its own, by Triton's interpreter: the lines that a GPU would leave."""
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry-run", "--out", tmp_path, "--steps", "1,5,6"]
+    best = {"dense": {"block": 32, "warps": 4, "programs": 2, "stages": 3}}
+    (tmp_path / "tuned.json").write_text(json.dumps(best))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert done.returncode == 0, (done.stderr[-2000:], lines)
-    assert [line["ended"] for line in lines if "ended" in line] == ["ok", "ok"]
+    assert [line["ended"] for line in lines if "ended" in line] == ["ok"] * 5
+    assert [line["launch"] for line in lines if "launch" in line] == [best]
+    assert [len(line["sweep"]["rows"]) for line in lines if "sweep" in line] == [4]
+    assert {line["part"] for line in lines if line["step"] == "rest" and "part" in line} == {0, 1, 2}
     assert all(line["versions"]["torch"] == torch.__version__ for line in lines if "versions" in line)
     checked = [line for line in lines if "relative_error" in line]
     assert len(checked) == 3 and all(line["ok"] for line in checked)
