@@ -189,6 +189,7 @@ def _builtin_signatures() -> dict[str, list[Parameter]]:
                 classes[node.name] = node
 
     def fields(name: str) -> list[Parameter]:
+        """Return the fields of a class, those of its bases first."""
         if name not in classes:
             return []
         own = []

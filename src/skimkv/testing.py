@@ -118,6 +118,7 @@ def prompt_is_exact(method: Method) -> None:
     x = Sequences.random(SHAPE, 70)
 
     def attention(of: Method) -> Tensor:
+        """Return the attention of the whole prompt."""
         store: Store = of.store(x.shape, x.k.dtype)
         return of.prefill(store, x.q, x.k, x.v, scale=0.25, pad=[0, 9])
 

@@ -45,9 +45,11 @@ def measure(method_spec: str, shape: Shape, tokens: int, dtype: torch.dtype) -> 
     method, (B, H, G, D) = parse(method_spec), shape
 
     def draw(*size: int) -> Tensor:
+        """Return normal numbers in the type of the cache."""
         return torch.randn(*size).to(dtype)
 
     def grow(n: int) -> Any:
+        """Return a store that n tokens, in blocks, and one decode step have filled."""
         store = empty_store(method, shape, dtype)
         for start in range(0, n, BLOCK):
             m = min(BLOCK, n - start)

@@ -95,6 +95,7 @@ class Sequences:
         """Run the model on the tokens that it has not read, and return the seconds."""
 
         def forward() -> None:
+            """Take one step of every sequence, and choose its next token."""
             with torch.inference_mode():
                 logits = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
                 self.tokens = logits[:, -1].argmax(-1, keepdim=True)
@@ -120,6 +121,7 @@ def sequence_bytes(method: Method | None, shape: Shape, dtype: torch.dtype, prom
     store, draw = empty_store(method, Shape(1, H, G, D), dtype), torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
+        """Return normal numbers in the type of the cache."""
         return torch.randn(*size, generator=draw).to(dtype)
 
     with torch.inference_mode():
@@ -191,10 +193,12 @@ def _measure(
     """Yield the row of each candidate, after all have generated their tokens in turn."""
 
     def prompts(batch: int) -> Tensor:
+        """Return random prompts, the same ones for the same batch."""
         draw, vocabulary = torch.Generator().manual_seed(0), models.plain.config.vocab_size
         return torch.randint(vocabulary, (batch, setting.prompt), generator=draw).to(machine.device)
 
     def take_turns(new: int) -> list[Sequences]:
+        """Return the sequences of all candidates, which have generated their tokens in turn."""
         all_sequences = [Sequences(machine, models, one, prompts(one.batch)) for one in candidates]
         for sequences in all_sequences:
             sequences.read_prompts()

@@ -154,6 +154,7 @@ def evaluate(
             preparing = bar.add_task("", total=len(parsed_tasks))
 
             def show_task(done: int, task: str) -> None:
+                """Show which task is prepared."""
                 bar.update(preparing, completed=done, description=f"prepares {task}")
 
             plan = plan_evaluation(
@@ -167,6 +168,7 @@ def evaluate(
             bar_task = bar.add_task("", total=None)
 
             def show(done: int, total: int, record: Record | None) -> None:
+                """Show how many examples are done, and the one that comes next."""
                 what = "" if record is None else f"{record.key.task} {record.key.mode} {record.key.method}"
                 bar.update(bar_task, completed=done, total=total, description=what if done < total else "done")
 

@@ -49,8 +49,8 @@ class Question(NamedTuple):
         """Whether the text holds as many of the answers as can count."""
         if not self.enough:
             return False
-        held = [answer.lower() in text.lower() for answer in self.answers]
-        return all(held) if self.enough == "all" else any(held)
+        contained = [answer.lower() in text.lower() for answer in self.answers]
+        return all(contained) if self.enough == "all" else any(contained)
 
 
 class Answer(NamedTuple):

@@ -142,6 +142,7 @@ class CompiledForward:
         mask = torch.zeros(1, 1, 1, 1, device=device)  # one of four dimensions is passed on as it is, and not read
 
         def step(ids: Tensor, positions: Tensor) -> Tensor:
+            """Return the logits of one step."""
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
             logits: Tensor = inner(**inputs, past_key_values=cache, use_cache=True).logits
             return logits

@@ -174,6 +174,7 @@ class GGUFFile:
         row_bytes = row_blocks * packed_weights.WORDS * 2
 
         def read(first: int, last: int) -> Tensor:
+            """Return the packed rows from block `first` to block `last`."""
             data = _read(entry, first * row_bytes, last * row_bytes)
             return torch.frombuffer(data, dtype=torch.int16).view(-1, row_blocks, packed_weights.WORDS)
 

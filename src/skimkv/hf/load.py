@@ -298,6 +298,7 @@ def _hub_problem(model: str) -> str | None:
     answers: list[Any] = []
 
     def request() -> None:
+        """Ask for the model, and keep the answer or the error."""
         try:
             answers.append(HfApi().model_info(model, timeout=HUB_TIMEOUT))
         except Exception as error:  # of whichever HTTP library this version of the hub's client uses

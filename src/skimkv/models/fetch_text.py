@@ -59,6 +59,7 @@ class _Paragraphs(HTMLParser):
         self.left_out = 0
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
+        """Begin a paragraph, or a part that is left out."""
         if tag in self.LEFT_OUT:
             self.left_out += 1
         elif tag in self.BLOCKS:
@@ -67,12 +68,14 @@ class _Paragraphs(HTMLParser):
             self.parts.append(" ")
 
     def handle_endtag(self, tag: str) -> None:
+        """End a paragraph, or a part that is left out."""
         if tag in self.LEFT_OUT:
             self.left_out = max(0, self.left_out - 1)
         elif tag in self.BLOCKS:
             self.end()
 
     def handle_data(self, data: str) -> None:
+        """Keep a piece of text."""
         if not self.left_out:
             self.parts.append(data)
 

@@ -43,6 +43,7 @@ def needles(rng: random.Random, length: int, material: Material) -> list[Piece]:
     is_many = rng.random() < 0.4  # several values of a key, or several keys in a question
 
     def value() -> str:
+        """Return a value that a key may have."""
         if of_uuids:
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))
         if rng.random() < 0.3:  # of few digits: the last one alone does not tell the next

@@ -83,6 +83,7 @@ def parts_of(memory: Tensor, layout: BlockLayout) -> Parts:
     at = 0
 
     def take(count: int, kind: torch.dtype) -> Tensor:
+        """Return the next `count` numbers."""
         nonlocal at
         at += count * kind.itemsize
         return flat[..., at - count * kind.itemsize : at].view(kind)

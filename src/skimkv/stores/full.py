@@ -363,6 +363,7 @@ class Full(Store):
         first = slice(rows[0], rows[0] + (n if rows[0] != rows[-1] else 1))
 
         def expanded(t: Tensor) -> Tensor:
+            """Return the tensor with its one row repeated n times."""
             return t[first].expand(n, *t.shape[1:])
 
         twin._lengths, twin.shape = [self._lengths[b] for b in rows], self.shape._replace(B=n)

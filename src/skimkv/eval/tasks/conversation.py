@@ -79,14 +79,14 @@ def examples(*, data: Path | None = None, seed: int = 0, lines: int = 100, turns
         raise ValueError(f"conversation: turns = {turns} must be at most lines = {lines}")
     for i in count():
         conversation = make(random.Random(f"{seed} {i}"), lines, turns)
-        said = ""
+        so_far = ""
         for number, turn in enumerate(conversation.turns, 1):
-            question = said + turn.question
+            question = so_far + turn.question
             at = (lines, turn.depth)
             yield Example(
                 f"{i}-{number}", conversation.context, question, (turn.answer,), NEW_TOKENS, "\n", at=at
             )  # fmt: skip
-            said = f"{question} {turn.answer}"
+            so_far = f"{question} {turn.answer}"
 
 
 def prompt(example: Example) -> tuple[str, str]:

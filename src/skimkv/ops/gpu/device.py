@@ -76,6 +76,7 @@ def rewind(store: Store) -> Callable[[], None]:
     counts = [(tensor, tensor.clone()) for tensor in view.counts(store)]
 
     def back() -> None:
+        """Take the numbers back."""
         store.rewind(mark)
         for name, numbers in known.items():
             setattr(view, name, [*numbers])

@@ -58,6 +58,7 @@ def fit(
     room = length - new
 
     def measure(size: int) -> tuple[Sample, int]:
+        """Return the sample with so much hay, and its tokens."""
         sample = make(size)
         return sample, count_tokens(sample.context + sample.question)
 
@@ -105,11 +106,12 @@ def fit_each(
     """
     for i in count():
         key = f"{seed} {i}"
-        make = maker(key)
-        sample, size = fit(
-            lambda size, key=key, make=make: make(random.Random(key), size),
-            length, new, count_tokens, least, guess, most,
-        )  # fmt: skip
+
+        def with_hay(size: int, key: str = key, make: Make = maker(key)) -> Sample:  # noqa: B008
+            """Make the sample with so many pieces of hay."""
+            return make(random.Random(key), size)
+
+        sample, size = fit(with_hay, length, new, count_tokens, least, guess, most)
         yield sample.example(str(i), length, new), size
 
 
