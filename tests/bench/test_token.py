@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from skimkv.bench import machine as machines
+from skimkv.bench import rivals
 from skimkv.bench import token as bench
 from skimkv.bench.machine import Cpu
+from skimkv.bench.rivals import KINDS
 from skimkv.bench.shapes import MODELS, reads_of_sizes
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
+from support.gguf_files import tiny, write
+from support.rival_programs import write_program
 from support.stand_in_machine import StandInGpu
 
 ROW = {
@@ -96,3 +101,36 @@ def test_bytes_of_weights_are_those_of_the_roofline():
     reads = reads_of_sizes("one layer", MODELS["smollm-135m"]._replace(layers=1))
     rotary = sum(buffer.nbytes for buffer in model.buffers())
     assert bench.weight_bytes(model) - rotary == 2 * reads.weights
+
+
+def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, monkeypatch):
+    for clock in (rivals, machines):  # nobody waits for a processor, so that all turns count
+        monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny())
+    against = {kind: write_program(tmp_path / kind, path, kind) for kind in KINDS}
+    out = bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["SparQ(r=8, k=32)"], 3, against=against)
+    assert json.dumps(out)
+    rows = {row["method"]: row for row in out["rows"]}
+    ours, theirs = ["Dense()", "SparQ(r=8, k=32)"], ["llama.cpp -fa 0", "llama.cpp -fa 1"]
+    assert list(rows) == [*ours, *theirs, "fork dense", "fork SparQ(r=32, k=128)"]
+    assert [name for name, row in rows.items() if row["better"]] == ["llama.cpp -fa 0"]
+    # four turns are warm-up: the stand-ins take 100 ms, one more in every repetition, and every second one counts
+    ms = {theirs[0]: 111, theirs[1]: 161, "fork dense": 112, "fork SparQ(r=32, k=128)": 62}
+    assert {name: rows[name]["ms"] for name in ms} == pytest.approx(ms)
+    assert [rows[theirs[0]][key] for key in ("ms_min", "ms_max")] == pytest.approx([109, 113])
+    for name, row in rows.items():
+        assert (row["shape"], row["weights"], row["layers"]) == (str(path), "Q8_0", 2)
+        assert row["interleaved"] and row["speedup_rivals"].keys() == ms.keys()
+        assert row["speedup_rivals"].get(name, 1) == 1
+        assert ("bytes_read" in row) == (name in ours)
+    assert rows[theirs[1]]["speedup_rivals"]["fork dense"] == pytest.approx(112 / 161, rel=0.01)
+
+
+def test_a_program_without_room_for_its_cache_is_refused(tmp_path: Path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny())
+    against = {"fork": write_program(tmp_path / "fork", path, "fork")}
+    monkeypatch.setattr(Cpu, "free_bytes", lambda self: path.stat().st_size)
+    with pytest.raises(ValueError, match=r"fork dense after 300 tokens: .* GB of caches, 0.0 GB free"):
+        bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["Dense()"], 1, against=against)

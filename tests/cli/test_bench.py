@@ -11,13 +11,17 @@ import torch
 
 from skimkv.bench import attention as bench_attention
 from skimkv.bench import machine as machines
+from skimkv.bench import rivals
 from skimkv.cli.bench import STAGES
 from support.command_line import answer, assert_mistake, run
+from support.gguf_files import tiny, write
 from support.kernels import NATIVE
+from support.rival_programs import write_program
 from support.stand_in_machine import StandInGpu
 
 ATTENTION = ["bench", "attention", "--heads", "2", "--head-dim", "32", "--rounds", "1"]
 TOKEN = ["bench", "token", "--shape", "tiny", "--layers", "1", "--length", "300", "--rounds", "1"]
+GENERATE = ["bench", "generate", "--shape", "tiny", "--layers", "1", "--length", "40+3", "--rounds", "1"]
 MEMORY = ["bench", "memory", "--heads", "2", "--length", "1000", "--method", "Dense()"]
 SPARQ = ["--method", "SparQ(r=8, k=32)"]
 
@@ -39,6 +43,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     ([*ATTENTION, "--length", "300", *SPARQ], "PyTorch's best at 300 tokens", {"crossover", "faster_from", "skipped"}),
     ([*TOKEN, *SPARQ], "a whole token: tiny, 1 layer, int8 weights", {"peak_gb_per_s"}),
     (MEMORY, "memory of a layer: 2 KV heads of 64, bfloat16", set()),
+    ([*GENERATE, *SPARQ], "a prompt and its answer: tiny, 1 layer, bfloat16 weights", {"waits_known"}),
 ])  # fmt: skip
 def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path: Path, capsys):
     figure = tmp_path / "figure.png"
@@ -48,6 +53,32 @@ def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path:
     result = answer(capsys, *args, "--plot", str(figure))
     assert set(result) >= {"machine", "rows"} | keys
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gguf_file_against_other_programs(tmp_path: Path, monkeypatch, capsys):
+    for module in (rivals, machines):  # nobody waits for a processor
+        monkeypatch.setattr(module, "RunQueueClock", lambda process="self": lambda: 5.0)
+    model, figure = tmp_path / "tiny.gguf", tmp_path / "figure.png"
+    write(model, tiny())
+    args = ["bench", "token", "--model", str(model), "--length", "300", "--rounds", "1", "--method", "SparQ(r=8, k=16)"]
+    for kind in ("llama.cpp", "fork"):
+        args += ["--against", f"{kind}={write_program(tmp_path / kind, model, kind)}"]
+    status, out, _ = run(capsys, *args, "--plot", str(figure))
+    text = " ".join(out.split())
+    assert status == 0 and "a whole token: tiny.gguf, Q8_0 weights" in text
+    assert "to llama.cpp's" in out and "fork's SparQ" in out
+    assert "llama.cpp -fa 1 at 300 tokens took 159.0 ms: the other is better." in text
+    assert "SparQ(r=8, k=16)" in text and "fork dense" in text
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert len(answer(capsys, *args)["rows"]) == 6
+
+
+def test_a_gguf_file_alone_has_the_table_of_every_model(tmp_path: Path, capsys):
+    model = tmp_path / "tiny.gguf"
+    write(model, tiny())
+    result = answer(capsys, "bench", "token", "--model", str(model), "--length", "300", "--rounds", "1", *SPARQ)
+    assert [row["method"] for row in result["rows"]] == ["transformers", "Dense()", SPARQ[1]]
+    assert {(row["shape"], row["weights"]) for row in result["rows"]} == {(str(model), "Q8_0")}
 
 
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -115,16 +146,37 @@ def test_threads_are_set(monkeypatch, capsys):
     (["attention", "--device", "meta"], "--device 'meta' is unknown"),
     (["attention", "--device", "mps"], "--device mps: benchmarks run on cpu or cuda"),
     (["attention", "--profile", "--device", "cuda"], "--profile: it is measured with --device cpu only"),
+    (["attention", "--against", "tflite"], "--against 'tflite' is unknown; known is onnxruntime"),
     (["attention", "--sweep", "paper"], "--sweep paper: only paper is known, with --device cuda"),
     (["attention", "--sweep", "all", "--device", "cuda"], "--sweep all: only paper is known"),
     (["attention", "--method", "Sparq(r=8)"], "Sparq"),
+    (["generate", "--length", "40+1"], "--length P+N: N must be at least 2"),
+    (["generate", "--length", "40"], "--length '40' must be tokens of a prompt + new tokens"),
+    (["generate", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
     (["memory", "--plot", "no/f.png"], "--plot no/f.png: there is no folder no"),
     (["token", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
     (["token", "--shape", "tiny", "--weights", "int2"], "unknown weights 'int2'"),
+    (["token", "--model", "no.gguf"], "--model no.gguf: there is no such file"),
+    (["token", "--model", "README.md"], "--model README.md: give a GGUF file"),
+    (["token", "--against", "ollama=x"], "--against 'ollama=x' must be llama.cpp=PATH or fork=PATH"),
+    (["token", "--against", "fork=x"], "--against fork=x: x is no program that can be run"),
+    (["token", "--against", "fork=/bin/sh"], "--against: give --model FILE.gguf as well"),
     (["token", "--compile"], "--compile: it is measured with --device cuda only"),
 ])  # fmt: skip
-def test_mistakes_are_one_line(args, words, capsys):
+def test_mistakes_are_one_line(args, words, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
     assert_mistake(run(capsys, "bench", *args), words)
+
+
+def test_a_gguf_file_excludes_what_it_has_itself(tmp_path: Path, capsys):
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    args = ["bench", "token", "--model", str(model)]
+    for option in ("--shape=tiny", "--layers=2", "--weights=int8"):
+        name = option.partition("=")[0]
+        assert_mistake(run(capsys, *args, option), f"{name}: a GGUF file has its own; give either --model or {name}")
+    assert_mistake(run(capsys, *args, "--device", "cuda"), "quantised weights run on a CPU only, not on --device cuda")
+    assert_mistake(run(capsys, *args), f"{model}: truncated or damaged")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -133,7 +185,7 @@ def test_without_a_gpu_one_line_says_so(command, capsys):
     assert_mistake(run(capsys, "bench", command, "--device", "cuda"), "--device cuda: PyTorch sees no CUDA device here")
 
 
-@pytest.mark.parametrize("command", ["attention", "token", "memory"])
+@pytest.mark.parametrize("command", ["attention", "token", "generate", "memory"])
 def test_help_has_an_example_and_groups(command, capsys):
     status, out, _ = run(capsys, "bench", command, "--help")
     assert status == 0

@@ -49,10 +49,10 @@ def test_a_gguf_file_counts_the_bytes_of_its_own_blocks(tmp_path: Path, capsys):
     argv = ["roofline", "--model", str(path), "--hardware", "a10", "--length", "512", "--method", "Dense()"]
     result = answer(capsys, *argv)
     read = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name != "token_embd.weight"]
-    weights, nbytes = (sum(int(x) for x in numbers) for numbers in zip(*((t.n_elements, t.n_bytes) for t in read)))
+    weights, nbytes = sum(int(t.n_elements) for t in read), sum(int(t.n_bytes) for t in read)
     model = result["model"]
     assert (model["weights"], model["weight_bytes"], model["layers"], model["H"]) == (weights, nbytes, 2, 2)
-    assert result["weights"] == "Q8_0, Q4_K" or result["weights"].startswith("Q8_0, Q4_K,")
+    assert result["weights"] == "Q8_0, Q4_K"
     row, cache = result["rows"][0], 2 * 2 * 2 * 512 * 64 * 2
     assert row["ms"] == pytest.approx((nbytes + cache) / 600e9 * 1e3, rel=0.01)
     as_int8 = answer(capsys, *argv, "--weights", "int8")

@@ -26,6 +26,7 @@ from ..ops.cpu.stages import STAGES, stage_times
 from ..ops.cpu.views import CacheView
 from ..stores.base import Shape, Store
 from ..stores.full import Full
+from . import onnx_baseline
 from .caches import filled_store, keys_values, random_store
 from .machine import Call, Machine, nothing, peak_bandwidth
 from .rounds import Timings, is_delayed, take_turns
@@ -74,23 +75,25 @@ def attention(
     rounds: int = 15,
     tick: Call = nothing,
     profile: bool = False,
+    against: str | None = None,
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract for every length and method; PyTorch's dense paths are rows too.
 
     `skipped` has a line for each length whose caches do not fit in memory. kept: the calls of a row that count, which
     are those that other processes did not delay (`rounds.is_delayed`); if all were delayed, all count and kept is 0.
     waits_known: whether the system tells how long threads waited. profile: `stages` has a row for each method, as
-    `stage_row` gives it.
+    `stage_row` gives it. against: "onnxruntime" adds rows of its dense attention, by the type of its cache; on a CPU.
     """
     specs = list(dict.fromkeys([Dense(), *map(parse, methods)]))
     rows, peaks, skipped, stages = list[dict[str, Any]](), [0.0], list[str](), list[dict[str, Any]]()
+    onnx = against == "onnxruntime"
     for n in lengths:
-        sets = sets_in_turn(machine, specs, shape, dtype, n)
+        sets = sets_in_turn(machine, specs, shape, dtype, n, onnx)
         if not sets:
-            need, free = set_bytes(machine, specs, shape, dtype, n) / 1e9, machine.free_bytes() / 1e9
+            need, free = set_bytes(machine, specs, shape, dtype, n, onnx) / 1e9, machine.free_bytes() / 1e9
             skipped.append(f"batch {shape.B}, {n} tokens: {need:.1f} GB of caches, {free:.1f} GB free")
             continue
-        contenders = candidates(machine, shape, n, specs, dtype, sets)
+        contenders = candidates(machine, shape, n, specs, dtype, sets, onnx)
         timings, peak = race(machine, contenders, rounds, tick)
         for method in specs if profile else ():
             stages.append({**stage_row(machine, contenders[repr(method)], shape, rounds, tick), "length": n})
@@ -133,38 +136,53 @@ def _shares_rows(method: Method, shape: Shape, dtype: torch.dtype) -> bool:
     return method.kv is None and isinstance(method.store(shape._replace(B=1), dtype), Full)
 
 
-def set_bytes(machine: Machine, methods: Sequence[Method], shape: Shape, dtype: torch.dtype, n: int) -> int:
-    """Return the bytes of one set: K and V once, what each kind of store adds, and other formats of K and V."""
+def set_bytes(
+    machine: Machine, methods: Sequence[Method], shape: Shape, dtype: torch.dtype, n: int, onnx: bool = False
+) -> int:
+    """Return the bytes of one set: K and V once, what each kind of store adds, and other formats of K and V.
+
+    onnx: with those of ONNX Runtime.
+    """
     (B, H, _, D), whole = shape, Dense().bound(n, shape, dtype)
     kinds = {store_kind(method, shape, dtype): method for method in methods}
     shared = {kind for kind, method in kinds.items() if _shares_rows(method, shape, dtype)}
     stores = sum(method.bound(n, shape, dtype) - whole * (kind in shared) for kind, method in kinds.items())
-    copies = sum(2 * B * H * n * D * t.itemsize for t in _dense_dtypes(machine, dtype)[1:])
+    types = [*_dense_dtypes(machine, dtype)[1:], *(onnx_baseline.CACHES if onnx else ())]
+    copies = sum(2 * B * H * n * D * t.itemsize for t in types)
     return whole + stores + copies
 
 
-def sets_in_turn(machine: Machine, methods: Sequence[Method], shape: Shape, dtype: torch.dtype, n: int) -> int:
+def sets_in_turn(
+    machine: Machine, methods: Sequence[Method], shape: Shape, dtype: torch.dtype, n: int, onnx: bool = False
+) -> int:
     """Return how many sets are taken in turn, so that four times the machine's cache is read; 0 if none fits."""
     fewest_bytes = min(method.traffic(n, shape, dtype).bytes for method in methods)
     wanted = max(1, -(-4 * machine.cache_bytes // fewest_bytes))
-    fit = int(0.85 * machine.free_bytes()) // set_bytes(machine, methods, shape, dtype, n)
+    fit = int(0.85 * machine.free_bytes()) // set_bytes(machine, methods, shape, dtype, n, onnx)
     return min(wanted, fit, MOST_SETS)
 
 
 def candidates(
-    machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, sets: int
+    machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, sets: int, onnx: bool = False
 ) -> dict[str, Candidate]:
-    """Return every method after n tokens, and PyTorch's dense paths, on so many sets of caches."""
+    """Return every method after n tokens, and PyTorch's dense paths, on so many sets of caches; onnx: its paths too."""
     candidates_by_name: dict[str, Candidate] = {}
-    spare = machine.free_bytes() // sets - set_bytes(machine, methods, shape, dtype, n)
+    spare = machine.free_bytes() // sets - set_bytes(machine, methods, shape, dtype, n, onnx)
     for i in range(sets):
-        for name, step in _steps(machine, shape, n, methods, dtype, i, spare):
+        for name, step in _steps(machine, shape, n, methods, dtype, i, spare, onnx):
             candidates_by_name.setdefault(name, Candidate()).append(step)
     return {name: candidate for name, candidate in candidates_by_name.items() if len(candidate) == sets}
 
 
 def _steps(
-    machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, seed: int, spare: int
+    machine: Machine,
+    shape: Shape,
+    n: int,
+    methods: Sequence[Method],
+    dtype: torch.dtype,
+    seed: int,
+    spare: int,
+    onnx: bool,
 ) -> Iterator[tuple[str, Step]]:
     """One set of caches, and the step of every candidate on it."""
     (B, H, G, D), place = shape, machine.device
@@ -176,6 +194,11 @@ def _steps(
     stores: dict[str, tuple[Store, Call]] = {}
     for name, call in dense_calls(q, *keys_values(base), _dense_dtypes(machine, dtype), spare).items():
         yield name, Step(call, refresh)
+    if onnx:
+        for name, (call, write_query, _) in onnx_baseline.dense_calls(
+            q, *keys_values(base), token, machine.threads
+        ).items():
+            yield name, Step(call, write_query)
     for method in methods:
         kind = store_kind(method, shape, dtype)
         if kind not in stores:
@@ -281,10 +304,12 @@ def _rows(
     (B, H, G, D), dense = shape, repr(Dense())
     backends = {repr(method): _backend(machine, method) for method in methods}
     theirs = [name for name in timings.seconds if name.startswith("torch:")]
+    onnx = [name for name in timings.seconds if name.startswith("onnxruntime:")]
+    backends |= dict.fromkeys(onnx, "onnxruntime")
     best_of_torch = min(theirs, key=timings.ms)
     best = min([*theirs, dense], key=timings.ms)
     whole = Dense().traffic(n, shape, dtype).bytes
-    moved = {name: whole * dtype_of(name).itemsize // dtype.itemsize for name in theirs}
+    moved = {name: whole * dtype_of(name).itemsize // dtype.itemsize for name in (*theirs, *onnx)}
     moved |= {repr(method): method.traffic(n, shape, dtype).bytes for method in methods}
     rows = []
     for name, bytes_ in moved.items():
@@ -326,8 +351,8 @@ def faster_from(rows: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
     None: it was not faster at the longest length. The rows are those of the JSON contract.
     """
     crossovers: dict[str, int | None] = {}
-    ours = [row["method"] for row in rows if row["backend"] != "torch" and row["method"] != "Dense()"]
-    for name in dict.fromkeys(ours):
+    ours = [row["method"] for row in rows if row["backend"] not in ("torch", "onnxruntime")]
+    for name in dict.fromkeys(name for name in ours if name != "Dense()"):
         line = [(row["length"], row["speedup_dense"] > 1) for row in rows if row["method"] == name]
         slow = max((n for n, faster in line if not faster), default=0)
         crossovers[name] = min((n for n, _ in line if n > slow), default=None)

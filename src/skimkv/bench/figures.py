@@ -24,7 +24,8 @@ def attention(rows: Rows, path: Path) -> None:
     """
     fig = new_figure((9, 5.4))
     ax = fig.subplots()
-    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith("torch:") and n != "Dense()"]
+    others = ("torch:", "onnxruntime:")
+    names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith(others) and n != "Dense()"]
     for name, (colour, marker) in line_styles(names).items():
         line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
         x, measured, theory = zip(*line, strict=True)
@@ -33,6 +34,11 @@ def attention(rows: Rows, path: Path) -> None:
     torch_best = sorted((r["length"], r["speedup_dense"]) for r in rows if r.get("best_of_torch"))
     if torch_best:
         ax.plot(*zip(*torch_best, strict=True), ":", color="black", marker="x", label="PyTorch's best dense")
+    lengths = sorted({r["length"] for r in rows if r["method"].startswith("onnxruntime:")})
+    if lengths:
+        of_onnx = [(n, r["speedup_dense"]) for r in rows for n in [r["length"]] if r["method"].startswith(others[1])]
+        best = [max(speedup for n, speedup in of_onnx if n == length) for length in lengths]
+        ax.plot(lengths, best, ":", color="0.5", marker="+", label="ONNX Runtime's best dense")
     ax.axhline(1, color="0.4", linewidth=1)
     length_axis(ax, sorted({r["length"] for r in rows}))
     shape = "batch {batch}, {heads} query heads on {kv_heads}, head size {head_dim}, {dtype}".format(**rows[0])
@@ -110,6 +116,32 @@ def token(rows: Rows, path: Path) -> None:
     save(fig, path)
 
 
+def rivals(rows: Rows, path: Path) -> None:
+    """Draw milliseconds a token of our methods and of other programs, one group of bars for each length.
+
+    Of llama.cpp's settings the better one is drawn. The rows are those of `bench token --against --json`.
+    """
+    shown = [row for row in rows if row["better"] or not row["method"].startswith("llama.cpp")]
+    names = list(dict.fromkeys(row["method"] for row in shown))
+    lengths = sorted({row["length"] for row in shown})
+    fig = new_figure((9, 5.2))
+    ax = fig.subplots()
+    styles, width = line_styles(names), 0.8 / len(names)
+    for name in names:
+        bars = [(lengths.index(row["length"]), row) for row in shown if row["method"] == name]
+        x = [i + (names.index(name) - (len(names) - 1) / 2) * width for i, _ in bars]
+        ms = [row["ms"] for _, row in bars]
+        ends = [[row["ms"] - row["ms_min"] for _, row in bars], [row["ms_max"] - row["ms"] for _, row in bars]]
+        ax.bar(x, ms, width, yerr=ends, color=styles[name][0], ecolor="0.3", label=name)
+        for at, value in zip(x, ms, strict=True):
+            ax.text(at, value, f"{value:.0f}", ha="center", va="bottom", fontsize=8)
+    ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    title = "A whole token: {shape}, {layers} layers, {weights} weights\nlines: from the shortest time to the longest"
+    label_axes(ax, title.format(**rows[0]), "cached tokens N", "ms a token", grid=False)
+    _legend_below(fig, ax, 2)
+    save(fig, path)
+
+
 def memory(rows: Rows, path: Path, shape: str) -> None:
     """Draw what a layer's cache holds against its length, and hollow by how much the process's peak grew.
 
@@ -128,6 +160,30 @@ def memory(rows: Rows, path: Path, shape: str) -> None:
     title = f"Memory of a layer's cache: {shape}\nline: the cache, hollow: growth of the process's peak"
     label_axes(ax, title, LENGTHS, "MiB (log scale)")
     _legend_below(fig, ax, 2)
+    save(fig, path)
+
+
+def generate(rows: Rows, path: Path) -> None:
+    """Draw the time to the first token and that of a later one, one group of bars for each prompt and answer.
+
+    The rows are those of `bench generate --json`.
+    """
+    fig = new_figure((13, 5.2))
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    lengths = list(dict.fromkeys((row["prompt"], row["new"]) for row in rows))
+    styles, width = line_styles(names), 0.8 / len(names)
+    panels = (("first_ms", "Time to the first token"), ("ms", "Time of a later token"))
+    for ax, (value, title) in zip(fig.subplots(1, 2), panels, strict=True):
+        for row in rows:
+            name, at = row["method"], lengths.index((row["prompt"], row["new"]))
+            x = at + (names.index(name) - (len(names) - 1) / 2) * width
+            ends = [[row[value] - row[f"{value}_min"]], [row[f"{value}_max"] - row[value]]]
+            ax.bar(x, row[value], width, yerr=ends, color=styles[name][0], ecolor="0.3", label=None if at else name)
+        ax.set_xticks(range(len(lengths)), [f"{prompt:,}+{new:,}" for prompt, new in lengths])
+        label_axes(ax, title, "tokens of prompt + answer", "milliseconds", grid=False)
+        handles = ax.get_legend_handles_labels()
+    fig.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    fig.suptitle("{shape}, {layers} layers, {weights} weights".format(**rows[0]), x=0.01, ha="left", fontsize=11)
     save(fig, path)
 
 

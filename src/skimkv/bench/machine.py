@@ -140,21 +140,23 @@ class Cpu(Machine):
 
 
 class RunQueueClock:
-    """The seconds that the threads of this process have waited in the run queue, as Linux counts them.
+    """The seconds that the threads of a process have waited in the run queue, as Linux counts them.
 
-    Files stay open between two readings, which follow each other closely around a call that is timed.
+    process: its id in /proc. Files stay open between two readings, which follow each other closely around a call that
+    is timed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: int | str = "self") -> None:
+        self._tasks = f"/proc/{process}/task"
         self._files: dict[str, int] = {}
         self._nanoseconds: dict[str, int] = {}  # of every thread, also of those that have ended
 
     def __call__(self) -> float:
         """Return the seconds so far, of all threads that there are or were."""
-        for thread in os.listdir("/proc/self/task"):
+        for thread in os.listdir(self._tasks):
             if thread not in self._files:
                 with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
-                    self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+                    self._files[thread] = os.open(f"{self._tasks}/{thread}/schedstat", os.O_RDONLY)
         for thread, file in list(self._files.items()):
             try:  # the second of three numbers, after the time that the thread ran
                 self._nanoseconds[thread] = int(os.pread(file, 100, 0).split()[1])

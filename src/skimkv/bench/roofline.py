@@ -61,8 +61,8 @@ def decode_step(
 ) -> DecodeStep:
     """Return the step after n tokens; every element of the cache that is read enters G multiply-adds (eq. C1).
 
-    weights: a key of WEIGHT_BYTES; None for a model that knows its weight_bytes. Arithmetic runs at the peak of 16-bit numbers, or of 32-bit ones where that is
-    known and the cache has them.
+    weights: a key of WEIGHT_BYTES; None for a model that knows its weight_bytes. Arithmetic runs at the peak of 16-bit
+    numbers, or of 32-bit ones where that is known and the cache has them.
     """
     shape = Shape(batch, model.H, model.G, model.D)
     window = min(n, model.window)

@@ -92,8 +92,8 @@ def reads_of_gguf(path: Path) -> tuple[ModelReads, str]:
     config: Any = contents.config
     H, heads = config.num_key_value_heads, config.num_attention_heads
     reads = ModelReads(
-        str(path), sum(contents.elements.values()), config.num_hidden_layers, H, heads // H, config.head_dim,
-        weight_bytes=sum(contents.nbytes.values()),
+        str(path), contents.elements, config.num_hidden_layers, H, heads // H, config.head_dim,
+        weight_bytes=contents.nbytes,
     )  # fmt: skip
     return reads, contents.weights
 

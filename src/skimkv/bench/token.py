@@ -1,7 +1,8 @@
 """`skimkv bench token`: a whole decoded token of a model, ours beside transformers' own cache and attention.
 
 The model has the shape of a real one and random weights; its caches hold random keys and values, and no prompt is run.
-All ways to decode take turns, call by call, where their caches fit in memory together. `ms_attention` is timed around
+All ways to decode take turns, call by call, where their caches fit in memory together; other programs on the same GGUF
+file take turns with them (`rivals`). `ms_attention` is timed around
 every layer's cache and attention on a CPU. A GPU runs ahead of its host, so there it is what a token takes longer than
 one after a few tokens. `ms_weights` is the rest.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from ..methods.base import Method
 from ..stores.base import Shape
 from .caches import filled_store, keys_values, random_store
 from .machine import Call, Machine, nothing, peak_bandwidth
+from .rivals import Program, Rival, programs
 from .rounds import Timings, take_turns
 from .shapes import check_model
 
@@ -68,6 +72,26 @@ def random_llama(
     return result
 
 
+class Subject(NamedTuple):
+    """The model whose tokens are timed. shape: its name, or the file. weights: their format. file: of GGUF, if any."""
+
+    model: LlamaForCausalLM
+    shape: str
+    weights: str
+    file: Path | None = None
+
+
+def gguf_subject(path: Path) -> Subject:
+    """Load the model of a GGUF file, of any architecture that can be loaded; it needs no tokenizer.
+
+    Raises ValueError, in one line with the path, if it cannot be read.
+    """
+    from ..hf.gguf_llama import load_gguf_model, read_contents
+
+    model: Any = load_gguf_model(path)
+    return Subject(model, str(path), read_contents(path).weights, path)
+
+
 def cache_shape(model: LlamaForCausalLM) -> Shape:
     """Return the shape of one layer's cache, for one sequence."""
     config: Any = model.config
@@ -105,6 +129,11 @@ class Decoder(NamedTuple):
     def name(self) -> str:
         """The method's spec, or `transformers`."""
         return "transformers" if self.method is None else repr(self.method)
+
+    @property
+    def label(self) -> str:
+        """The name, and after how many tokens."""
+        return f"{self.name} after {self.tokens}"
 
     def bound(self, model: LlamaForCausalLM) -> int:
         """Return an upper bound of the bytes that its cache takes in all layers."""
@@ -159,17 +188,20 @@ class Measured(NamedTuple):
 
 
 def time_together(
-    machine: Machine, model: LlamaForCausalLM, decoders: Sequence[Decoder], rounds: int, tick: Call, compile: bool
-) -> tuple[dict[Decoder, Measured], float]:
-    """Take the steps of these decoders in turn; the number is the bandwidth in bytes per second meanwhile.
+    machine: Machine,
+    model: LlamaForCausalLM,
+    decoders: Sequence[Decoder],
+    rounds: int,
+    tick: Call,
+    compile: bool,
+    rivals: Sequence[Rival] = (),
+) -> tuple[dict[str, Measured], float]:
+    """Take the steps of these decoders in turn, by name, and those of rivals that were started.
 
-    Raises ValueError if the caches do not fit in memory.
+    The number is the bandwidth in bytes per second meanwhile.
     """
-    need, free = sum(decoder.bound(model) for decoder in decoders), machine.free_bytes()
-    if need > free:
-        last = f"{decoders[0].name} after {decoders[0].tokens} tokens"
-        raise ValueError(f"{last}: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
-    named = {f"{decoder.name} after {decoder.tokens}": decoder for decoder in decoders}
+    named = {decoder.label: decoder for decoder in decoders}
+    others = {rival.name: rival for rival in rivals}
     clocks, calls = dict[str, AttentionClock](), dict[str, Call]()
     for name, decoder in named.items():
         cache = random_cache(model, decoder.method, decoder.tokens, WARM_UP + rounds)
@@ -190,18 +222,29 @@ def time_together(
         machine.between_calls()
 
     def clock(name: str, call: Call) -> float:
-        return machine.wall_seconds(call) if name in named else machine.seconds(call)
+        return machine.wall_seconds(call) if name in named or name in others else machine.seconds(call)
 
+    waits, own_wait = dict.fromkeys(others, 0.0), machine.waiting_clock()
+
+    def take_turn(name: str) -> None:
+        waits[name] += others[name].take_turn()
+
+    def waited() -> float:
+        """What our threads have waited, and those of the rivals."""
+        return (own_wait() if own_wait else 0.0) + sum(waits.values())
+
+    calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
-    timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, machine.waiting_clock())
+    timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None)
     detach(model)
+    timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
     measured = {
-        decoder: Measured(
+        name: Measured(
             timings.seconds[name],
             clocks[name].seconds[WARM_UP:] if name in clocks else [],
             timings.waited.get(name, []),
         )
-        for name, decoder in named.items()
+        for name in (*named, *others)
     }
     return measured, peak_bandwidth(moves, timings.seconds)
 
@@ -222,30 +265,57 @@ def token(
     tick: Call = nothing,
     compile: bool = False,
 ) -> dict[str, Any]:
-    """Return the rows of the JSON contract; `transformers` is the library's own cache and attention, not compiled.
+    """Return what `time_tokens` does, of a model of that shape with random weights.
 
-    interleaved: all rows of this length were measured in turn, call by call. kept: as in `attention`. speedup_dense:
-    over our dense attention, measured; speedup_allowed: what the bytes of weights and caches allow.
     Raises ValueError if the shape or the weights are unknown, or if a method's caches do not fit in memory.
     """
     if weights == "int8" and machine.device.type == "cuda":
         raise ValueError("--weights int8: there is no GPU kernel for them; give bfloat16 or float32")
     model = random_llama(shape, layers, weights, max(lengths) + 1024, machine.device)
-    specs = [None, *dict.fromkeys([Dense(), *map(parse, methods)])]
+    return time_tokens(machine, Subject(model, shape, weights), lengths, methods, rounds, tick, compile)
+
+
+def time_tokens(
+    machine: Machine,
+    subject: Subject,
+    lengths: Sequence[int],
+    methods: Sequence[str],
+    rounds: int = 9,
+    tick: Call = nothing,
+    compile: bool = False,
+    against: Mapping[str, Path] | None = None,
+) -> dict[str, Any]:
+    """Return the rows of the JSON contract; `transformers` is the library's own cache and attention, not compiled.
+
+    interleaved: all rows of this length were measured in turn, call by call. kept: as in `attention`. speedup_dense:
+    over our dense attention, measured; speedup_allowed: what the bytes of weights and caches allow.
+    against: the path of a program by its kind (rivals.KINDS). Then its rows follow ours, `transformers` is left out,
+    and every row has `speedup_rivals`, how many times as fast it is as each of the rivals. Of llama.cpp's rows, that of
+    the better setting has `better`.
+    Raises ValueError if caches do not fit in memory, or if a program cannot be run.
+    """
+    model, against = subject.model, against or {}
+    specs: list[Method | None] = list(dict.fromkeys([Dense(), *map(parse, methods)]))
+    specs = specs if against else [None, *specs]
     rows, peaks = [], []
     for n in lengths:
         decoders = [Decoder(spec, n) for spec in specs]
         if _by_difference(machine, compile):
             decoders += [Decoder(spec, FEW) for spec in specs]
-        together = not compile and sum(d.bound(model) for d in decoders) < 0.85 * machine.free_bytes()
-        measured: dict[Decoder, Measured] = {}
+        contenders: list[Decoder | tuple[Path, Program]] = [*decoders]
+        for kind, path in against.items():
+            assert subject.file is not None
+            turns = WARM_UP + rounds
+            contenders += [(path, p) for p in programs(kind, subject.file, n, machine.threads, turns)]
+        together = not compile and sum(_bytes(subject, c, n) for c in contenders) < 0.85 * machine.free_bytes()
+        measured: dict[str, Measured] = {}
         peak = 0.0
-        for group in [decoders] if together else [[decoder] for decoder in decoders]:
-            group_measured, bandwidth = time_together(machine, model, group, rounds, tick, compile)
+        for group in [contenders] if together else [[contender] for contender in contenders]:
+            group_measured, bandwidth = _time_group(machine, subject, group, n, rounds, tick, compile)
             measured, peak = {**measured, **group_measured}, max(peak, bandwidth)
             gc.collect()
         peaks.append(peak)
-        setting = {"shape": shape, "weights": weights, "length": n, "interleaved": together}
+        setting = {"shape": subject.shape, "weights": subject.weights, "length": n, "interleaved": together}
         for row in _rows(model, specs, n, rounds, measured, peak):
             rows.append({**row, **setting, "compiled": compile and row["method"] != "transformers"})
     return {
@@ -254,39 +324,90 @@ def token(
     }  # fmt: skip
 
 
+def _bytes(subject: Subject, contender: Decoder | tuple[Path, Program], n: int) -> int:
+    """An upper bound of the bytes that a contender takes besides our model."""
+    if isinstance(contender, Decoder):
+        return contender.bound(subject.model)
+    assert subject.file is not None
+    _, program = contender
+    cache = Decoder(Dense(), n).bound(subject.model) * 2 // subject.model.dtype.itemsize  # in 16 bits
+    # it may arrange the weights anew, beside the file that all map
+    return int(program.copies * cache) + subject.file.stat().st_size
+
+
+def _time_group(
+    machine: Machine,
+    subject: Subject,
+    contenders: Sequence[Decoder | tuple[Path, Program]],
+    n: int,
+    rounds: int,
+    tick: Call,
+    compile: bool,
+) -> tuple[dict[str, Measured], float]:
+    """Time contenders in turn, and programs among them. Raises ValueError if they do not fit in memory."""
+    need, free = sum(_bytes(subject, contender, n) for contender in contenders), machine.free_bytes()
+    if need > free:
+        first = contenders[0]
+        name = first.name if isinstance(first, Decoder) else first[1].name
+        tokens = first.tokens if isinstance(first, Decoder) else n
+        raise ValueError(f"{name} after {tokens} tokens: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
+    decoders = [contender for contender in contenders if isinstance(contender, Decoder)]
+    with ExitStack() as running:
+        rivals = [running.enter_context(Rival(*c)) for c in contenders if not isinstance(c, Decoder)]
+        for rival in rivals:
+            rival.start()
+        return time_together(machine, subject.model, decoders, rounds, tick, compile, rivals)
+
+
 def _rows(
     model: LlamaForCausalLM,
     specs: Sequence[Method | None],
     n: int,
     rounds: int,
-    measured: dict[Decoder, Measured],
+    measured: Mapping[str, Measured],
     peak: float,
 ) -> list[dict[str, Any]]:
     """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
     layers, weights, shape = len(model.model.layers), weight_bytes(model), cache_shape(model)
-    named = {Decoder(spec, n).name: measured[Decoder(spec, n)] for spec in specs}
-    waited = {name: x.waited for name, x in named.items() if x.waited}
-    timings = Timings({name: x.steps for name, x in named.items()}, waited)
+    ours = {Decoder(spec, n).name: measured[Decoder(spec, n).label] for spec in specs}
+    labels = {Decoder(spec, tokens).label for spec in specs for tokens in (n, FEW)}
+    rivals = {name: x for name, x in measured.items() if name not in labels}
+    waited = {name: x.waited for name, x in {**ours, **rivals}.items() if x.waited}
+    timings = Timings({name: x.steps for name, x in {**ours, **rivals}.items()}, waited)
     rows = []
     for spec in specs:
-        name, attention = Decoder(spec, n).name, measured[Decoder(spec, n)].attention
+        name, attention = Decoder(spec, n).name, ours[Decoder(spec, n).name].attention
         moved, dense = (
             layers * (method or Dense()).traffic(n + WARM_UP + rounds // 2, shape, model.dtype).bytes
             for method in (spec, None)
         )
-        ms, (ms_min, ms_max) = timings.ms(name), timings.ms_range(name)
         if attention:
             ms_attention = Timings({name: attention}, waited).ms(name)
         else:
-            ms_attention = ms - statistics.median(measured[Decoder(spec, FEW)].steps) * 1e3
+            few = measured[Decoder(spec, FEW).label].steps
+            ms_attention = timings.ms(name) - statistics.median(few) * 1e3
         rows.append({
-            "method": name, "layers": layers, "kept": timings.undelayed(name),
-            "ms": ms, "ms_min": ms_min, "ms_max": ms_max,
-            "ms_attention": ms_attention, "ms_weights": ms - ms_attention,
+            **_times(timings, name), "layers": layers,
+            "ms_attention": ms_attention, "ms_weights": timings.ms(name) - ms_attention,
             "floor_ms": (moved + weights) / peak * 1e3,
             "cache_bytes": moved, "bytes_read": moved, "weight_bytes": weights,
-            "speedup_dense": timings.ratio("Dense()", name),
             "speedup_allowed": (dense + weights) / (moved + weights),
-            "speedup_transformers": timings.ratio("transformers", name),
+            "speedup_transformers": timings.ratio("transformers", name) if None in specs else None,
         })  # fmt: skip
+    rows += [{**_times(timings, name), "layers": layers} for name in rivals]
+    if rivals:
+        settings = [name for name in rivals if name.startswith("llama.cpp")]
+        better = min(settings, key=timings.ms, default=None)
+        for row in rows:
+            row["speedup_rivals"] = {name: timings.ratio(name, row["method"]) for name in rivals}
+            row["better"] = row["method"] == better
     return rows
+
+
+def _times(timings: Timings, name: str) -> dict[str, Any]:
+    """What a row says of the times of a candidate."""
+    ms_min, ms_max = timings.ms_range(name)
+    return {
+        "method": name, "kept": timings.undelayed(name), "ms": timings.ms(name), "ms_min": ms_min, "ms_max": ms_max,
+        "speedup_dense": timings.ratio("Dense()", name),
+    }  # fmt: skip

@@ -1,7 +1,8 @@
-"""`skimkv bench attention | token | serve | memory`: a table for people, one JSON object with --json, a figure."""
+"""`skimkv bench attention | token | generate | serve | memory`: a table, one JSON object with --json, a figure."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from .options import (
     Json,
     Plot,
     check_dtype,
+    check_readable,
     methods_option,
     number_of_bytes,
     output_file,
@@ -41,10 +43,13 @@ app = App(
 
 SPARQ = "SparQ(r=32, k=128"
 METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')"]
+RIVALS = ("llama.cpp", "fork")
+RIVAL_METHODS = ["Dense()", f"{SPARQ}, channels='int8')"]
 MEMORY_METHODS = [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
 LENGTHS = [4096, 16384]
 # prompts and answers of H2O's table 2, 512 + 32, 512 and 1024 tokens, at a quarter
 SERVED_LENGTHS = ["128+8", "128+128", "128+256"]
+GENERATED_LENGTHS = ["4096+64"]
 
 
 def _milliseconds(ms: float) -> str:
@@ -78,11 +83,16 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_torch": ("to torch's\nbest", "{:.2f}".format),
     "speedup_transformers": ("to trans-\nformers", "{:.2f}".format),
     "speedup_theory": ("to dense\nby bytes", "{:.2f}".format),
+    "speedup_llama.cpp": ("to llama.cpp's\nbetter -fa", "{:.2f}".format),
+    "speedup_fork": ("to the\nfork's SparQ", "{:.2f}".format),
     "speedup_allowed": ("to dense\nby bytes", "{:.2f}".format),
     "prompt": ("prompt\ntokens", "{:,}".format),
     "new": ("new\ntokens", "{:,}".format),
     "tokens_per_s": ("tokens\nper s", "{:,.0f}".format),
     "ratio_dense": ("times\ndense's", "{:.2f}".format),
+    "first_ms": ("ms to the\nfirst token", _milliseconds),
+    "first_speedup": ("to trans-\nformers", "{:.2f}".format),
+    "ms_later": ("ms of a\nlater one", _milliseconds),
     "prompt_s": ("s for\nprompts", "{:.2f}".format),
     "latency_s": ("s in\nall", "{:.2f}".format),
     "ms_per_step": ("ms a\nstep", _milliseconds),
@@ -130,6 +140,44 @@ Threads = Annotated[
     ),
 ]
 
+ModelShape = Annotated[
+    str,
+    typer.Option(
+        "--shape",
+        metavar="NAME",
+        rich_help_panel=MODEL_OPTIONS,
+        help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
+    ),
+]
+ModelLayers = Annotated[
+    int,
+    typer.Option(
+        "--layers", min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all."
+    ),
+]
+RandomWeights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="FORMAT",
+        rich_help_panel=MODEL_OPTIONS,
+        help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
+    ),
+]
+
+
+def _onnxruntime(value: str | None) -> str | None:
+    if value is not None:
+        if value != "onnxruntime":
+            raise ValueError(f"--against {value!r} is unknown; known is onnxruntime")
+        from ..bench.onnx_baseline import check_installed
+
+        try:
+            check_installed()
+        except ValueError as error:
+            raise ValueError(f"--against {error}") from None
+    return value
+
 
 @app.command()
 def attention(
@@ -161,6 +209,15 @@ def attention(
         bool,
         typer.Option("--profile", help="Show where the time of our steps goes: in every stage, per head; on a CPU."),
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="NAME",
+            callback=_onnxruntime,
+            help="Time another library's dense attention too: onnxruntime, if it is installed; on a CPU.",
+        ),
+    ] = None,
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
@@ -179,6 +236,8 @@ def attention(
         raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")
     if profile and (sweep or not device.startswith("cpu")):
         raise ValueError("--profile: it is measured with --device cpu only, and without --sweep")
+    if against and (sweep or not device.startswith("cpu")):
+        raise ValueError(f"--against {against}: it is measured with --device cpu only, and without --sweep")
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
@@ -192,7 +251,9 @@ def attention(
         if sweep:
             result = bench.sweep(machine, shape, numbers, rounds, tick)
         else:
-            result = bench.attention(machine, shape, length or LENGTHS, methods, numbers, rounds, tick, profile)
+            result = bench.attention(
+                machine, shape, length or LENGTHS, methods, numbers, rounds, tick, profile, against
+            )
     if not result["rows"]:
         raise ValueError(f"nothing fits in memory: {'; '.join(result['skipped'])}")
     if not sweep:
@@ -221,8 +282,27 @@ def attention(
             print(f"{name}: {reads}{_faster(result, name)}")
 
 
+def _gguf_file(value: Path | None) -> Path | None:
+    if value is not None:
+        check_readable("--model", value)
+        if value.suffix != ".gguf":
+            raise ValueError(f"--model {value}: give a GGUF file; for random weights of a model's shape give --shape")
+    return value
+
+
+def _programs(values: list[str] | None) -> list[str] | None:
+    for text in values or ():
+        kind, _, path = text.partition("=")
+        if kind not in RIVALS or not path:
+            raise ValueError(f"--against {text!r} must be llama.cpp=PATH or fork=PATH, the path of a llama-bench")
+        if not Path(path).is_file() or not os.access(path, os.X_OK):
+            raise ValueError(f"--against {text}: {path} is no program that can be run")
+    return values
+
+
 @app.command()
 def token(
+    context: typer.Context,
     method: Methods = None,
     length: Lengths = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of tokens timed; their median is shown.")] = 9,
@@ -230,38 +310,43 @@ def token(
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the model around our attention; with --device cuda only.")
     ] = False,
-    shape: Annotated[
-        str,
+    model: Annotated[
+        Path | None,
         typer.Option(
-            metavar="NAME",
+            metavar="FILE",
+            callback=_gguf_file,
             rich_help_panel=MODEL_OPTIONS,
-            help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
+            show_default="random weights",
+            help="A GGUF file whose model is timed with its own weights, in the place of a random one; on a CPU only.",
         ),
-    ] = "llama-2-7b",
-    layers: Annotated[
-        int, typer.Option(min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all.")
-    ] = 8,
-    weights: Annotated[
-        str,
+    ] = None,
+    against: Annotated[
+        list[str] | None,
         typer.Option(
-            metavar="FORMAT",
-            rich_help_panel=MODEL_OPTIONS,
-            help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
+            metavar="KIND=PATH",
+            callback=_programs,
+            help="Time another program on the same GGUF file, in turn with ours: llama.cpp=PATH of a llama-bench, "
+            "fork=PATH of the llama-bench of the SparQ authors' llama.cpp. May be given several times.",
         ),
-    ] = "int8",
+    ] = None,
+    shape: ModelShape = "llama-2-7b",
+    layers: ModelLayers = 8,
+    weights: RandomWeights = "int8",
     device: Device = "cpu",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
 
-    The model has random weights and a cache of random tokens. All candidates take turns, token by token, each round in
-    another order. A token during which threads waited 100 µs and 1% of its time for a processor does not count. Beside
-    the times stand the bytes that a token reads, and the time that memory needs for them at least.
+    The model has random weights, or those of a GGUF file, and a cache of random tokens. All candidates take turns,
+    token by token, each round in another order. A token during which threads waited 100 µs and 1% of its time for a
+    processor does not count. Beside the times stand the bytes that a token reads, and the time that memory needs for
+    them at least.
 
     Example:
 
         skimkv bench token --shape smollm-135m --layers 0 --weights bfloat16 --method 'SparQ(r=16, k=128)'
+        skimkv bench token --model llama.gguf --length 16384 --against llama.cpp=bin/llama-bench
     """
     from ..bench.shapes import check_model
 
@@ -269,35 +354,143 @@ def token(
     check_model(shape, weights)
     if compile and not device.startswith("cuda"):
         raise ValueError("--compile: it is measured with --device cuda only")
-    methods, machine = _methods(method or METHODS), _machine(device, threads)
+    for option in ("shape", "layers", "weights"):
+        if model is not None and getattr(context.get_parameter_source(option), "name", None) != "DEFAULT":
+            raise ValueError(f"--{option}: a GGUF file has its own; give either --model or --{option}")
+    if model is not None and not device.startswith("cpu"):
+        raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
+    if against and model is None:
+        raise ValueError("--against: give --model FILE.gguf as well, which both read")
+    specs = _methods(method or (RIVAL_METHODS if against else METHODS))
+    machine = _machine(device, threads)
     from ..bench import figures
-    from ..bench.token import token as measure
+    from ..bench import token as bench
 
+    lengths = length or LENGTHS
     with _progress() as tick:
-        result = measure(machine, shape, layers or None, weights, length or LENGTHS, methods, rounds, tick, compile)
+        if model is None:
+            result = bench.token(machine, shape, layers or None, weights, lengths, specs, rounds, tick, compile)
+        else:
+            subject = bench.gguf_subject(model)
+            paths = {kind: Path(path) for kind, _, path in (text.partition("=") for text in against or ())}
+            result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, against=paths)
+            shape, weights = model.name, subject.weights
     if plot is not None:
-        figures.token(result["rows"], plot)
+        (figures.rivals if against else figures.token)(result["rows"], plot)
     if as_json:
         output.print_json(result)
+        return
+    if against:
+        _print_rivals(result, f"a whole token: {shape}, {weights} weights", rounds)
         return
     columns = ["method", "length", "ms", "ms_attention", "ms_weights", "floor_ms", "bytes_read", "weight_bytes"]
     columns += ["speedup_dense", "speedup_allowed", "speedup_transformers"]
     layers_run = output.number(result["rows"][0]["layers"], "layer")
     _print_table(result, columns, f"a whole token: {shape}, {layers_run}, {weights} weights")
     _print_kept(result, rounds)
-    if not all(row["interleaved"] for row in result["rows"]):
+    _print_interleaved(result["rows"])
+
+
+def _print_rivals(result: Mapping[str, Any], title: str, rounds: int) -> None:
+    """Print our rows and those of other programs; of llama.cpp's settings the better one is in the table."""
+    rows = result["rows"]
+    shown = [row for row in rows if row["better"] or not row["method"].startswith("llama.cpp")]
+    columns = ["method", "length", "ms", "ms_min", "ms_max", "speedup_dense"]
+    for row in shown:
+        better = next((r["method"] for r in rows if r["better"] and r["length"] == row["length"]), None)
+        row["speedup_llama.cpp"] = row["speedup_rivals"].get(better)
+        row["speedup_fork"] = row["speedup_rivals"].get("fork SparQ(r=32, k=128)")
+    columns += [name for name in ("speedup_llama.cpp", "speedup_fork") if shown[0][name] is not None]
+    _print_table({**result, "rows": shown}, columns, title)
+    _print_kept(result, rounds)
+    for row in rows:
+        if row not in shown:
+            print(f"{row['method']} at {row['length']} tokens took {_milliseconds(row['ms'])} ms: the other is better.")
+    print(
+        "Our caches were filled with random tokens. llama-bench reads a prompt, unless it was built with a header that "
+    )
+    print("fills its cache; the fork fills its own.")
+    _print_interleaved(rows)
+
+
+def _print_interleaved(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say so if the candidates of a length were not measured in turn."""
+    if not all(row["interleaved"] for row in rows):
         print(
             "The candidates were measured one after the other: their caches do not fit in memory together, or the "
             "model is compiled."
         )
 
 
-def _served_lengths(values: list[str] | None) -> list[str]:
+def _check_lengths(values: list[str] | None) -> list[str] | None:
     for text in values or ():
         prompt, _, new = text.partition("+")
         if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
             raise ValueError(f"--length {text!r} must be tokens of a prompt + new tokens, such as 512+1024")
-    return values or SERVED_LENGTHS
+    return values
+
+
+def _pairs(lengths: Sequence[str]) -> list[tuple[int, int]]:
+    """The tokens of a prompt and the new tokens, for each of these texts."""
+    return [(int(prompt), int(new)) for prompt, _, new in (text.partition("+") for text in lengths)]
+
+
+def _lengths_option(default: Sequence[str]) -> Any:
+    """Make the option for prompts and answers of several lengths."""
+    return typer.Option(
+        "--length", metavar="P+N", callback=_check_lengths, show_default=" and ".join(default),
+        help="Tokens of a prompt, and new tokens after it. May be given several times.",
+    )  # fmt: skip
+
+
+@app.command()
+def generate(
+    method: Methods = None,
+    length: Annotated[list[str] | None, _lengths_option(GENERATED_LENGTHS)] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times that everything is generated.")] = 3,
+    threads: Threads = 0,
+    shape: ModelShape = "smollm-135m",
+    layers: ModelLayers = 8,
+    weights: RandomWeights = "bfloat16",
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Time a prompt and its answer through generate(), for every method and for transformers alone.
+
+    The model has random weights, and the prompt is random. Every candidate runs what a user runs: `model.generate()`,
+    for ours after `attach(model, method)`. All take turns, generation by generation. The time to the first token is
+    that of the prompt; the memory is what the cache has allocated at the end.
+
+    Example:
+
+        skimkv bench generate --shape smollm-135m --layers 0 --length 4096+64 --method 'SparQ(r=16, k=128)'
+    """
+    from ..bench.shapes import check_model
+
+    weights = DTYPES.get(weights, weights)
+    check_model(shape, weights)
+    pairs = _pairs(length or GENERATED_LENGTHS)
+    if min(new for _, new in pairs) < 2:
+        raise ValueError("--length P+N: N must be at least 2, because the first new token is timed with the prompt")
+    methods, machine = _methods(method or METHODS), _machine(device, threads)
+    from ..bench import figures
+    from ..bench.generate import generate as measure
+
+    with _progress() as tick:
+        result = measure(machine, shape, layers or None, weights, pairs, methods, rounds, tick)
+    rows = result["rows"]
+    if plot is not None:
+        figures.generate(rows, plot)
+    if as_json:
+        output.print_json(result)
+        return
+    columns = ["method", "prompt", "new", "first_ms", "first_speedup", "ms_later", "speedup_transformers"]
+    shown = {**result, "rows": [{**row, "ms_later": row["ms"], "length": row["prompt"]} for row in rows]}
+    layers_run = output.number(rows[0]["layers"], "layer")
+    title = f"a prompt and its answer: {shape}, {layers_run}, {weights} weights"
+    _print_table(shown, [*columns, "tokens_per_s", "allocated"], title)
+    _print_kept({**shown, "peak": machine.peak}, rounds)
 
 
 @app.command()
@@ -305,32 +498,12 @@ def serve(
     method: Annotated[
         list[str] | None, methods_option("H2O, LMInfinite and SubGen")
     ] = None,
-    length: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--length", metavar="P+N", callback=_served_lengths, show_default=" and ".join(SERVED_LENGTHS),
-            help="Tokens of a prompt, and new tokens after it. May be given several times.",
-        ),
-    ] = None,
+    length: Annotated[list[str] | None, _lengths_option(SERVED_LENGTHS)] = None,
     memory: Annotated[str, size_option("The memory that the caches of each method may take, such as 5M or 2G.")] = "5M",
     threads: Threads = 0,
-    shape: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", rich_help_panel=MODEL_OPTIONS,
-            help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
-        ),
-    ] = "smollm-135m",
-    layers: Annotated[
-        int, typer.Option(min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all.")
-    ] = 8,
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT", rich_help_panel=MODEL_OPTIONS,
-            help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
-        ),
-    ] = "bfloat16",
+    shape: ModelShape = "smollm-135m",
+    layers: ModelLayers = 8,
+    weights: RandomWeights = "bfloat16",
     device: Device = "cpu",
     out: Annotated[
         Path | None,
@@ -357,7 +530,7 @@ def serve(
     from ..bench import figures
     from ..bench.serve import serve as measure
 
-    lengths = [(int(prompt), int(new)) for prompt, _, new in (text.partition("+") for text in length or ())]
+    lengths = _pairs(length or SERVED_LENGTHS)
     limit = number_of_bytes("--memory", memory)
     with _progress() as tick:
         result = measure(machine, shape, layers or None, weights, lengths, limit, methods, out, tick)

@@ -82,33 +82,35 @@ def load_gguf_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTr
 
 
 class Contents(NamedTuple):
-    """What a GGUF file holds: the model's configuration, and for every type of its tensors what a decode step reads.
+    """What a GGUF file holds: the model's configuration, and what a decode step reads of its tensors.
 
-    elements and nbytes: of all tensors of a type, but of an embedding table that is not the output layer too.
+    elements and nbytes: of all tensors, but not of an embedding table that is not the output layer too.
+    matrices: the elements of the matrices among them, by type.
     """
 
     config: PretrainedConfig
-    elements: dict[str, int]
-    nbytes: dict[str, int]
+    elements: int
+    nbytes: int
+    matrices: dict[str, int]
 
     @property
     def weights(self) -> str:
-        """The types of the matrices by their bytes, the most first, such as "Q4_K, Q6_K"."""
-        types = sorted(self.nbytes, key=lambda name: -self.nbytes[name])
-        return ", ".join(name for name in types if self.nbytes[name] * 100 >= sum(self.nbytes.values()))
+        """The types of the matrices, the most frequent one first, such as "Q4_K, Q6_K"."""
+        return ", ".join(sorted(self.matrices, key=lambda name: -self.matrices[name]))
 
 
 def read_contents(path: str | Path) -> Contents:
     """Read what a GGUF file says of its model, but no weights. Raises ValueError where `load_gguf` would for that."""
-    elements, nbytes = dict[str, int](), dict[str, int]()
     with GGUFFile(Path(path)) as file:
         _check_supported(file)
-        config = _config(file.metadata, file.tensors)
-        for entry in file.tensors.values():
-            if entry.name != "token_embd.weight" or "output.weight" not in file.tensors:
-                elements[entry.quantisation] = elements.get(entry.quantisation, 0) + math.prod(entry.shape)
-                nbytes[entry.quantisation] = nbytes.get(entry.quantisation, 0) + entry.nbytes
-    return Contents(config, elements, nbytes)
+        config, tied = _config(file.metadata, file.tensors), "output.weight" not in file.tensors
+        entries = [entry for name, entry in file.tensors.items() if tied or name != "token_embd.weight"]
+    matrices: dict[str, int] = {}
+    for entry in entries:
+        if len(entry.shape) == 2:
+            matrices[entry.quantisation] = matrices.get(entry.quantisation, 0) + math.prod(entry.shape)
+    elements, nbytes = sum(math.prod(entry.shape) for entry in entries), sum(entry.nbytes for entry in entries)
+    return Contents(config, elements, nbytes, matrices)
 
 
 def read_config(path: str | Path) -> PretrainedConfig:

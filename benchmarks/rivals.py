@@ -1,0 +1,92 @@
+"""Time whole tokens beside llama.cpp, on files of random weights: python benchmarks/rivals.py FOLDER --llama PATH
+
+It writes slices of 8 layers of Llama 2 7B (Q8_0 and Q4_K_M) and Llama 3 8B (Q4_K_M) into the folder, and runs
+`skimkv bench token --against` on each of them at every length. A result is one JSON file; what is there already is not
+measured again, so a run can be stopped and go on. At the end it prints all results as one table. PATH is a llama-bench,
+--fork that of the SparQ authors' llama.cpp. Leave the machine alone meanwhile: at 16,384 tokens llama-bench reads a
+prompt of that length for each of its two settings, which takes minutes. The files take 4 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MODELS = {
+    "llama-2-7b-Q8_0": ("llama-2-7b", "Q8_0"),
+    "llama-2-7b-Q4_K_M": ("llama-2-7b", "Q4_K_M"),
+    "llama-3-8b-Q4_K_M": ("llama-3-8b", "Q4_K_M"),
+}
+LAYERS, LENGTHS = 8, (16384, 32768)
+WRITER = Path(__file__).with_name("write_gguf.py")
+
+
+def commands(options: argparse.Namespace) -> Iterator[tuple[Path, list[list[str]]]]:
+    """The file of every result, and the commands that make it: the last one prints it."""
+    programs = [f"llama.cpp={options.llama}", *([f"fork={options.fork}"] if options.fork else [])]
+    for length in options.length or LENGTHS:
+        for name in options.model or MODELS:
+            shape, type = MODELS[name]
+            file = options.folder / f"{name}.gguf"
+            write = [sys.executable, str(WRITER), str(file), "--shape", shape, "--layers", str(LAYERS), "--type", type]
+            bench = [sys.executable, "-m", "skimkv.cli", "bench", "token", "--model", str(file)]
+            bench += ["--length", str(length), "--rounds", str(options.rounds), "--json"]
+            bench += [word for program in programs for word in ("--against", program)]
+            yield options.folder / f"{name}-{length}.json", [*([] if file.exists() else [write]), bench]
+
+
+def measure(result: Path, steps: Sequence[Sequence[str]]) -> str:
+    """Run the commands, and keep what the last one prints. Returns the error of one that failed, "" otherwise."""
+    done = None
+    for command in steps:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    assert done is not None
+    new = result.with_suffix(".new")
+    new.write_text(done.stdout.splitlines()[-1] + "\n", encoding="utf-8")
+    new.replace(result)
+    return ""
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The lines of a Markdown table: milliseconds, their spread, and how many times as fast as llama.cpp."""
+    yield "| file, cached tokens | | ms a token | least to most | calls that count | to llama.cpp |"
+    yield "|---|---|---|---|---|---|"
+    for name, result in results.items():
+        better = next(row["method"] for row in result["rows"] if row["better"])
+        for row in result["rows"]:
+            ratio = row["speedup_rivals"][better]
+            yield (
+                f"| {name} | `{row['method']}` | {row['ms']:.1f} | {row['ms_min']:.1f} to {row['ms_max']:.1f} | "
+                f"{row['kept']} | {ratio:.2f}× |"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is not there yet, and print the table of all that is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where files and results are")
+    parser.add_argument("--llama", type=Path, required=True, help="a llama-bench of llama.cpp")
+    parser.add_argument("--fork", type=Path, help="the llama-bench of the SparQ authors' fork")
+    parser.add_argument("--model", choices=MODELS, action="append", help="a file; may be given several times")
+    parser.add_argument("--length", type=int, action="append", help="cached tokens; may be given several times")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each candidate")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for result, steps in commands(options):
+        if not result.exists() and (error := measure(result, steps)):
+            print(f"{result.stem}: {error}", file=sys.stderr)
+        if result.exists():
+            results[result.stem] = json.loads(result.read_text(encoding="utf-8"))
+    print("\n".join(table(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""benchmarks/rivals.py: what it runs, what it keeps, and what it prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rivals.py"
+BENCH = """import json, sys
+if "--against" not in sys.argv:
+    sys.exit("no such option")
+row = {"ms_min": 1.0, "ms_max": 9.0, "kept": 9}
+names = {"Dense()": 50.0, "llama.cpp -fa 0": 100.0}
+print("progress")
+print(json.dumps({"rows": [
+    {**row, "method": name, "ms": ms, "better": ms == 100.0, "speedup_rivals": {"llama.cpp -fa 0": 100.0 / ms}}
+    for name, ms in names.items()
+]}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch):
+    """The script, with stand-ins for the two programs that it runs: they count their calls in a file."""
+    spec = importlib.util.spec_from_file_location("benchmarks_rivals", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    package = tmp_path / "stand_in" / "skimkv"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").touch()
+    package.joinpath("cli.py").write_text(BENCH)
+    writer = tmp_path / "writer.py"
+    writer.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))")
+    monkeypatch.setattr(module, "WRITER", writer)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    return module
+
+
+def test_results_are_kept_and_not_measured_again(script, tmp_path: Path, capsys):
+    folder = tmp_path / "out"
+    args = [str(folder), "--llama", "bin/llama-bench", "--model", "llama-3-8b-Q4_K_M", "--length", "512"]
+    script.main(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| llama-3-8b-Q4_K_M-512 | `Dense()` | 50.0 | 1.0 to 9.0 | 9 | 2.00× |"
+    assert len(lines) == 4
+    assert folder.joinpath("llama-3-8b-Q4_K_M.gguf").read_text() == "--shape llama-3-8b --layers 8 --type Q4_K_M"
+    result = folder / "llama-3-8b-Q4_K_M-512.json"
+    kept = json.loads(result.read_text())
+    kept["rows"][0]["ms"] = 25.0
+    result.write_text(json.dumps(kept))
+    script.main(args)
+    assert "| `Dense()` | 25.0 |" in capsys.readouterr().out
+
+
+def test_what_fails_is_one_line_and_leaves_no_result(script, tmp_path: Path, monkeypatch, capsys):
+    script.WRITER.write_text("import sys; sys.exit('the disk is full')")
+    script.main([str(tmp_path / "out"), "--llama", "x", "--model", "llama-2-7b-Q8_0", "--length", "512"])
+    out, err = capsys.readouterr()
+    assert err == "llama-2-7b-Q8_0-512: the disk is full\n" and len(out.splitlines()) == 2
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
+def test_every_command_names_its_programs(script, tmp_path: Path):
+    parsed = script.argparse.Namespace(
+        folder=tmp_path, llama=Path("a"), fork=Path("b"), model=None, length=None, rounds=9
+    )
+    found = dict(script.commands(parsed))
+    assert [path.name for path in found][:2] == ["llama-2-7b-Q8_0-16384.json", "llama-2-7b-Q4_K_M-16384.json"]
+    assert len(found) == 6
+    for steps in found.values():
+        assert steps[-1][-4:] == ["--against", "llama.cpp=a", "--against", "fork=b"] and len(steps) == 2
