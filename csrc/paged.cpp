@@ -1,8 +1,8 @@
 // Caches in blocks, which a serving engine owns: a step for all rows of a batch, and tokens written by their slots.
 //
-// A row of the batch is a cache of one row, whose chunks are its blocks in order. So every kernel works on blocks as it
-// does on chunks, and all rows share one start of the threads: a thread that finds no task left in a row goes on to the
-// next one, and waits for nobody.
+// A row of the batch is a cache of one row, whose chunks are its blocks in order, or whose slots are one block. So every
+// kernel works on blocks as it does on chunks, and all rows share one start of the threads: a thread that finds no task
+// left in a row goes on to the next one, and waits for nobody.
 #include <atomic>
 #include <cstring>
 
@@ -33,22 +33,40 @@ int64_t element_size(int dtype) { return dtype == SKIMKV_F32 ? 4 : 2; }
 
 bool is_quantised(const skimkv_cache *c) { return c->channels >= SKIMKV_INT8; }
 
-const char *validate_blocks(const skimkv_cache *c, const skimkv_paged *p) {
+// What blocks of both kinds have in common.
+const char *validate_memory(const skimkv_cache *c, const skimkv_paged *p) {
     if (!c || !p) return "cache or blocks are NULL";
     if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
     if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (c->dtype < SKIMKV_F32 || c->dtype > SKIMKV_F16) return "cache dtype is unknown";
-    if (c->bits || c->mean || c->projection || p->block.means)
-        return "blocks hold rows in the cache's dtype, and no mean, projection or means of groups";
-    if (p->block.start != 0 || p->block.cap < SKIMKV_GROUP || p->block.cap % SKIMKV_GROUP)
-        return "blocks must be of a multiple of 256 tokens";
+    if (c->mean || c->projection || p->block.means) return "blocks have no mean, projection or means of groups";
+    if (p->block.start != 0) return "a block starts at 0";
     if (p->blocks < 1 || p->bytes < 1 || p->bytes % element_size(c->dtype))
         return "there must be blocks, and their distance must be a multiple of an element";
     if (!p->block.k || !p->block.v) return "a block's k or v is NULL";
+    return nullptr;
+}
+
+// Blocks of tokens that follow each other.
+const char *validate_blocks(const skimkv_cache *c, const skimkv_paged *p) {
+    if (const char *error = validate_memory(c, p)) return error;
+    if (c->bits) return "blocks of tokens hold rows in the cache's dtype";
+    if (p->block.cap < SKIMKV_GROUP || p->block.cap % SKIMKV_GROUP) return "blocks must be of a multiple of 256 tokens";
     if (is_quantised(c) && !p->open) return "blocks of a quantised index need `open`";
     if ((is_quantised(c) || p->mean) && p->bytes % 4)
         return "blocks with an index or a mean need a distance that is a multiple of 4";
     if (!p->mean != !p->counts) return "mean and counts must be given together";
+    return nullptr;
+}
+
+// Blocks of slots, of which every row has one.
+const char *validate_slots(const skimkv_op *op, const skimkv_paged *p) {
+    if (const char *error = validate_memory(op->cache, p)) return error;
+    if (op->score && p->bytes % 4) return "blocks with scores need a distance that is a multiple of 4";
+    if (p->open || p->mean || p->counts) return "blocks of slots have no index and no mean";
+    if (!op->k_new || !op->v_new || !op->slot) return "a step over slots needs the new rows and their slots";
+    if (is_misaligned(op->k_new, op->cache->dtype) || is_misaligned(op->v_new, op->cache->dtype))
+        return "k_new or v_new is not aligned";
     return nullptr;
 }
 
@@ -104,6 +122,35 @@ struct Row {
     size_t work_bytes;
 };
 
+// The operation of row b: its part of what the caller gives for all rows.
+skimkv_op part_of_row(const skimkv_op *op, int b) {
+    skimkv_op part = *op;
+    part.q = (const char *)op->q + b * op->q_b * element_size(op->dtype);
+    part.y = (char *)op->y + b * op->y_b * element_size(op->dtype);
+    if (op->rows_read) part.rows_read = op->rows_read + 2 * b;
+    return part;
+}
+
+// Fills in row b, whose slots are one block, which becomes the chunk.
+const char *make_row_of_slots(const skimkv_op *op, const skimkv_paged *p, int b, Row *row, skimkv_chunk *chunk) {
+    const skimkv_cache *c = op->cache;
+    const int64_t number = p->table[b * p->table_b], at = number * p->bytes;
+    const int64_t new_row = b * op->n_b * element_size(c->dtype);
+    if (number < 0 || number >= p->blocks) return "the table names a block that does not exist";
+    *chunk = chunk_of_block(p, number, 0);
+    row->cache = one_row(c, p);
+    row->cache.lengths = c->lengths + b, row->cache.chunks = chunk, row->cache.n_chunks = 1;
+    row->op = part_of_row(op, b);
+    row->op.cache = &row->cache;
+    row->op.k_new = (const char *)op->k_new + new_row, row->op.v_new = (const char *)op->v_new + new_row;
+    row->op.slot = op->slot + b;
+    if (op->score) {
+        row->op.score = (float *)((char *)op->score + at), row->op.pos = (int32_t *)((char *)op->pos + at);
+        row->op.now = op->now + b, row->op.recent = op->recent + b;
+    }
+    return skimkv_check(&row->op);
+}
+
 // Fills in row b, whose chunks are written to `chunks`, and whose mean [H,D] to `mean`.
 const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row, skimkv_chunk *chunks, float *mean) {
     const skimkv_cache *c = op->cache;
@@ -124,11 +171,8 @@ const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row
         if (const char *error = join_means(c, p, b, n, mean)) return error;
         row->cache.mean = mean, row->cache.m_h = c->D;
     }
-    row->op = *op;
+    row->op = part_of_row(op, b);
     row->op.cache = &row->cache;
-    row->op.q = (const char *)op->q + b * op->q_b * element_size(op->dtype);
-    row->op.y = (char *)op->y + b * op->y_b * element_size(op->dtype);
-    if (op->rows_read) row->op.rows_read = op->rows_read + 2 * b;
     return skimkv_check(&row->op);
 }
 
@@ -170,17 +214,18 @@ extern "C" {
 
 const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, int threads, skimkv_parallel parallel) {
     if (!op) return "operation is NULL";
-    if (const char *error = validate_blocks(op->cache, paged)) return error;
+    const bool slots = op->keep == SKIMKV_SLOT;
+    if (const char *error = slots ? validate_slots(op, paged) : validate_blocks(op->cache, paged)) return error;
     const skimkv_cache *c = op->cache;
     if (!paged->table || !c->lengths) return "table or lengths are missing";
-    if (op->keep != SKIMKV_OUTSIDE || op->k_new) return "tokens are written to blocks before the step";
+    if (!slots && (op->keep != SKIMKV_OUTSIDE || op->k_new)) return "tokens are written to blocks before the step";
     if (is_misaligned(op->q, op->dtype) || is_misaligned(op->y, op->dtype)) return "q or y is not aligned";
     const Kernels *kernels = selected_kernels();
     threads = usable_threads(threads, parallel);
     int64_t blocks = 0;
     for (int b = 0; b < c->B; b++) {
         if (c->lengths[b] < 1 || c->lengths[b] > INT32_MAX - SKIMKV_GROUP) return "a row has no token, or too many";
-        const int64_t count = (c->lengths[b] + paged->block.cap - 1) / paged->block.cap;
+        const int64_t count = slots ? 1 : (c->lengths[b] + paged->block.cap - 1) / paged->block.cap;
         if (count > paged->table_b) return "a row has more tokens than its part of the table has blocks";
         blocks += count;
     }
@@ -191,7 +236,9 @@ const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, in
     skimkv_chunk *chunks = (skimkv_chunk *)(memory + c->B * sizeof(Row));
     float *mean = (float *)(chunks + blocks);
     for (int b = 0; b < c->B; b++) {
-        if (const char *error = make_row(op, paged, b, rows + b, chunks, mean)) return error;
+        if (const char *error = slots ? make_row_of_slots(op, paged, b, rows + b, chunks)
+                                      : make_row(op, paged, b, rows + b, chunks, mean))
+            return error;
         mean += op->use_mean ? c->H * c->D : 0;
         rows[b].work_bytes = (kernels->attention_scratch_bytes(&rows[b].op, threads) + 4095) / 4096 * 4096;
         chunks += rows[b].cache.n_chunks;

@@ -218,7 +218,11 @@ typedef struct skimkv_paged {
 } skimkv_paged;
 
 /* One step for all rows of a batch, whose tokens are in the blocks: validates it, and runs it. Returns NULL, or one
- * line that says what is wrong. */
+ * line that says what is wrong.
+ *
+ * If op->keep is SKIMKV_SLOT, every row has one block of block.cap slots, of any number, whose rows may be quantised:
+ * number table[b*table_b]. op->score and op->pos are those of block number 0; those of block number i lie i*bytes
+ * further, and c_b is not used. The new rows go into their slots. */
 SKIMKV_API const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, int threads,
                                          skimkv_parallel parallel);
 

@@ -14,6 +14,11 @@ REFUSED = {
     "a name that is wrong": ("SparK(r=16)", {}, "unknown method 'SparK'; did you mean SparQ"),
     "too many channels": ("SparQ(r=65, k=64)", {}, "r = 65 must be at most 64"),
     "a method without a store in blocks": ("SnapKV(k=64)", {}, "SnapKV is not supported in blocks"),
+    "a budget that is a share": ("H2O(k=0.2)", {}, "k = 0.2 is a share of the prompt"),
+    "a budget without a kernel": ("TOVA(k=64)", {}, "TOVA(k=64) has no kernel"),
+    "positions in the cache": ("StreamingLLM(k=64)", {}, "counts positions in the cache, which is not supported"),
+    "blocks that are no budget": ("H2O(k=64)", {"block_size": 256}, "--block-size 256 must be 64"),
+    "long prompts in pieces": ("H2O(k=64)", {"long_prefill_token_threshold": 64}, "--long-prefill-token-threshold 64"),
     "quantised rows": ("Dense(kv='int8')", {}, "kv='int8' is not supported"),
     "channels of K itself": ("SparQ(r=16, k=64, channels='none')", {}, "channels='none' is not supported"),
     "a setting without a kernel": ("TopK(k=64, mean_value=True)", {}, "has no kernel"),
@@ -70,6 +75,11 @@ def test_it_is_refused_in_one_line(errors, name):
 def test_what_is_not_refused_gets_blocks_of_1024_tokens_unless_told_otherwise(model):
     answers = engines.in_child(lambda: [configure(model, SPARQ, c) for c in ({}, {"block_size": 512})])
     assert answers == [(1024, "skimkv.vllm.worker.Worker"), (512, "skimkv.vllm.worker.Worker")]
+
+
+@pytest.mark.parametrize(("method", "slots"), [("H2O(k=64)", 64), ("SubGen(k=100, recent=50)", 160)])
+def test_a_block_has_the_budget_of_a_request(model, method, slots):
+    assert engines.in_child(configure, model, method, {}) == (slots, "skimkv.vllm.worker.Worker")
 
 
 @pytest.mark.parametrize(

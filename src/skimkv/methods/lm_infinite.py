@@ -62,14 +62,16 @@ class FirstAndRecent(SlotMethod):
         and the first keys are turned on by the number of dropped tokens: each step anew from the keys as they came, so
         that no rounding adds up.
         """
-        self._place_first(store, token)
+        if self.counts_in_cache:
+            self._place_first(store, token)
         return super().step(store, q, token, **softmax)
 
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel, after PyTorch has turned the first keys."""
-        self._place_first(store, token)
+        if self.counts_in_cache:
+            self._place_first(store, token)
         return super().fused(kernels, store, q, token, **softmax)
 
     def _place_first(self, store: Slots, token: Token | None) -> None:

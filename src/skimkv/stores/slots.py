@@ -110,6 +110,19 @@ class Slots(Store):
             return self.order(budget, p)
         return p if p < budget else self.fixed + (p - self.fixed) % (budget - self.fixed)
 
+    def use_memory(self, k: Tensor, v: Tensor, score: Tensor | None, pos: Tensor | None) -> None:
+        """Put the slots of an empty store into memory that the caller owns, and that has room for the whole capacity.
+
+        k, v (B,H,capacity,width of a stored row) · score, pos (B,H,capacity) for a store with scores: they are set to
+        those of slots that are not in use. Raises ValueError if the store has tokens, grows, or moves its fixed tokens.
+        """
+        if any(self._lengths) or self.grows or self.fixed_k is not None:
+            raise ValueError("only an empty store of a fixed number of slots that stay where they are can use memory")
+        self.k, self.v, self.score, self.pos = k, v, score, pos
+        if score is not None and pos is not None:
+            score.zero_()
+            pos.fill_(-1)
+
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Put each token into its slot; tokens that a later one of the block would overwrite are skipped."""
         if self.grows:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config
@@ -25,7 +26,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..methods.base import Method
 from ..ops.cpu.paged import PagedKernels, append_slots
 from ..stores.base import Shape
-from ..stores.blocks import BlockLayout, Blocks
+from ..stores.blocks import Blocks
 from ..stores.quantise import GROUP
 from .options import ConfigurationError, Options, refuse_layer
 
@@ -114,16 +115,11 @@ class MetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def bytes_of_step(method: Method, length: int, shape: Shape, layout: BlockLayout) -> int:
-    """The bytes of one step of a row that has `length` tokens, the current one included.
-
-    They are those of Method.traffic, and where a method uses the mean of the values, the means of the row's blocks.
-    """
-    blocks = -(-length // layout.tokens) if layout.mean else 0
-    return method.traffic(length - 1, shape, layout.dtype).bytes + 4 * blocks * shape.H * shape.D
+def _bytes_of_step(method: Method, n: int, shape: Shape, dtype: torch.dtype) -> int:
+    return method.traffic(n, shape, dtype).bytes
 
 
-class Implementation(CPUAttentionBackendImpl):
+class CountingImplementation(CPUAttentionBackendImpl):
     """One attention layer. steps, rows and bytes count what its decode rows took: see `Worker.skimkv_counters`."""
 
     def __init__(
@@ -146,10 +142,27 @@ class Implementation(CPUAttentionBackendImpl):
             attn_type, kv_sharing_target_layer_name, sinks,
         )  # fmt: skip
         self.options = Options.of(get_current_vllm_config())
+        self.steps = self.rows = self.bytes = 0
+
+    def bytes_of_step(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes of a step of one row with n cached tokens besides the current one: those of Method.traffic."""
+        return _bytes_of_step(self.options.method, n, shape, dtype)
+
+    def count(self, shape: Shape, bytes_of_batch: int) -> None:
+        """Add the step of a batch."""
+        self.steps += shape.B
+        self.rows += shape.B * shape.H
+        self.bytes += bytes_of_batch
+
+
+class Implementation(CountingImplementation):
+    """One attention layer whose cache is all tokens in blocks."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.kernels = PagedKernels()
         self.blocks: Blocks | None = None
         self.memory: tuple[Any, ...] = ()
-        self.steps = self.rows = self.bytes = 0
 
     def blocks_of(self, kv_cache: Tensor) -> Blocks:
         """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
@@ -227,10 +240,10 @@ class Implementation(CPUAttentionBackendImpl):
         fused: Callable[..., Tensor] = method.fused
         y = fused(self.kernels, store, q, None, scale=self.scale, softcap=self.logits_soft_cap or None)
         output[rows.tokens] = y.view(output[rows.tokens].shape)
-        self.steps += shape.B
-        self.rows += shape.B * shape.H
-        one = shape._replace(B=1)
-        self.bytes += sum(bytes_of_step(method, n, one, store.layout) for n in rows.sizes)
+        one, layout = shape._replace(B=1), store.layout
+        # where the method uses the mean of the values, it reads the means of the row's blocks
+        means = sum(-(-n // layout.tokens) for n in rows.sizes) * 4 * shape.H * shape.D if layout.mean else 0
+        self.count(shape, means + sum(self.bytes_of_step(n - 1, one, layout.dtype) for n in rows.sizes))
 
 
 class Backend(CPUAttentionBackend):

@@ -10,9 +10,12 @@ import torch
 
 from ..methods import Dense, SparQ, TopK, parse
 from ..methods.base import Method
+from ..methods.slots import SlotMethod
 from ..stores.base import Shape
 from ..stores.blocks import BLOCK_CHANNELS, BlockLayout
-from ..stores.quantise import GROUP
+from ..stores.quantise import GROUP, round_up
+from ..stores.slot_blocks import bytes_of_slot
+from ..stores.slots import Slots
 
 KEY = "skimkv"  # of vLLM's additional_config
 SUPPORTED_VERSIONS = "vLLM 0.32"
@@ -45,6 +48,7 @@ class Options:
     vllm_config: Any
 
     BLOCK_SIZE: ClassVar[int] = 1024  # tokens of a block, unless the user asks for another size
+    SLOTS_TOGETHER: ClassVar[int] = 32  # a block of slots has a multiple, as vLLM on CPUs likes it
 
     @classmethod
     def of(cls, vllm_config: Any) -> Options:
@@ -56,6 +60,25 @@ class Options:
         return cls(parse_method(options["method"]), vllm_config)
 
     @property
+    def has_budget(self) -> bool:
+        """Whether the method keeps a budget of tokens, so that a request has one block; else all tokens are kept."""
+        return isinstance(self.method, SlotMethod)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, unless the user asks for another size: the budget where there is one."""
+        if not isinstance(self.method, SlotMethod):
+            return self.BLOCK_SIZE
+        return round_up(self.method.store(self._shape(), torch.float32).capacity, self.SLOTS_TOGETHER)
+
+    def bytes_per_token(self, D: int) -> int:
+        """The bytes that a block has for each token of one KV head, whose size is D."""
+        dtype: torch.dtype = self.vllm_config.model_config.dtype
+        if isinstance(self.method, SlotMethod):
+            return bytes_of_slot(self.method.store(Shape(1, 1, 1, D), dtype))
+        return self.layout(D, self.vllm_config.cache_config.block_size, dtype).bytes_per_token
+
+    @property
     def channels(self) -> str:
         """The index that blocks have: that of SparQ, and for other methods the copy that vLLM's own page is."""
         return self.method.channels if isinstance(self.method, SparQ) else "copy"
@@ -64,6 +87,10 @@ class Options:
         """Raise ConfigurationError unless the engine can decode with the method."""
         self._check_engine()
         self._check_method()
+        if self.has_budget:
+            self._check_blocks_of_slots()
+        else:
+            self._check_blocks_of_tokens()
 
     def layout(self, D: int, block_size: int, dtype: torch.dtype) -> BlockLayout:
         """The layout of blocks. Raises ConfigurationError if there can be none."""
@@ -89,7 +116,6 @@ class Options:
 
     def _check_engine(self) -> None:
         from vllm.platforms import current_platform
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         c = self.vllm_config
         model, parallel, cache = c.model_config, c.parallel_config, c.cache_config
@@ -110,6 +136,23 @@ class Options:
         for problem, is_so in refused.items():
             if is_so:
                 raise ConfigurationError(problem)
+
+    def _check_blocks_of_slots(self) -> None:
+        cache, scheduler = self.vllm_config.cache_config, self.vllm_config.scheduler_config
+        if cache.user_specified_block_size and cache.block_size != self.block_size:
+            raise ConfigurationError(
+                f"--block-size {cache.block_size} must be {self.block_size}, the budget of a request: leave it out"
+            )
+        if scheduler.long_prefill_token_threshold:
+            raise ConfigurationError(
+                f"--long-prefill-token-threshold {scheduler.long_prefill_token_threshold} is not supported with "
+                f"{self.method!r}, which reads prompts whole: leave it out"
+            )
+
+    def _check_blocks_of_tokens(self) -> None:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if cache.user_specified_block_size and cache.block_size % GROUP:
             raise ConfigurationError(f"--block-size {cache.block_size} must be a multiple of {GROUP}")
         isa = _get_attn_isa(model.dtype, self.BLOCK_SIZE, model.get_head_size(), cache.cache_dtype)
@@ -121,22 +164,45 @@ class Options:
             raise ConfigurationError(f"vLLM's {isa!r} layout of keys is not supported, only 'vec' is")
 
     def _check_method(self) -> None:
-        dtype = self.vllm_config.model_config.dtype
+        if not self.has_budget:
+            self._check_method_of_blocks()
+        shape, dtype = self._shape(), self.vllm_config.model_config.dtype
+        try:
+            store = self.method.store(shape, dtype)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        if isinstance(store, Slots):
+            self._check_slots(store)
+        else:
+            self.layout(shape.D, self.BLOCK_SIZE, dtype)
+
+    def _check_slots(self, store: Slots) -> None:
+        method, name = self.method, type(self.method).__name__
+        if store.grows:
+            raise ConfigurationError(f"{name} is not supported in blocks: every new token takes a new slot")
+        if not method.uses_kernel("cpu"):
+            raise ConfigurationError(f"{method!r} has no kernel, and only kernels read blocks")
+        if isinstance(method.k, float):
+            raise ConfigurationError(
+                f"k = {method.k} is a share of the prompt, and all requests have blocks of one size: give k in tokens"
+            )
+        if store.fixed_k is not None:
+            raise ConfigurationError(
+                f"{method!r} counts positions in the cache, which is not supported: use LMInfinite(k={method.k})"
+            )
+
+    def _check_method_of_blocks(self) -> None:
         method, name = self.method, type(self.method).__name__
         if not isinstance(method, Dense | SparQ | TopK):
-            raise ConfigurationError(f"{name} is not supported in blocks, only Dense, SparQ and TopK are")
+            raise ConfigurationError(
+                f"{name} is not supported in blocks, only Dense, SparQ, TopK and methods with a budget are"
+            )
         if method.kv is not None:
             raise ConfigurationError(f"kv={method.kv!r} is not supported: blocks hold keys and values as they are")
         if not method.uses_kernel("cpu"):
             raise ConfigurationError(f"{method!r} has no kernel: leave out mean_value=True")
         if self.channels not in BLOCK_CHANNELS:
             raise ConfigurationError(f"channels={self.channels!r} is not supported: use {' or '.join(BLOCK_CHANNELS)}")
-        shape = self._shape()
-        try:
-            method.store(shape, dtype)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
-        self.layout(shape.D, self.BLOCK_SIZE, dtype)
 
 
 def refuse_layer(layer: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from .options import KEY, SUPPORTED_VERSIONS, ConfigurationError, Options
 
 BACKEND = "skimkv.vllm.backend.Backend"
+SLOTS_BACKEND = "skimkv.vllm.slots_backend.Backend"
 WORKER = "skimkv.vllm.worker.Worker"
 _logger = logging.getLogger("vllm.skimkv")  # a child of vLLM's logger, so that vLLM's settings format it
 
@@ -56,7 +57,9 @@ def _choose_before(backends: Any, get_attn_backend_cls: Any) -> Any:
     def wrapped(selected_backend: Any, *arguments: Any, **keywords: Any) -> Any:
         # The CPU platform has no choice of backends: it would answer with its own.
         if selected_backend is backends.CUSTOM and backends.CUSTOM.get_path() == BACKEND:
-            return BACKEND
+            from vllm.config import get_current_vllm_config
+
+            return SLOTS_BACKEND if Options.of(get_current_vllm_config()).has_budget else BACKEND
         return get_attn_backend_cls(selected_backend, *arguments, **keywords)
 
     return wrapped
@@ -70,7 +73,8 @@ def configure(vllm_config: Any) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     try:
-        Options.of(vllm_config).check()
+        options = Options.of(vllm_config)
+        options.check()
         attention, parallel, cache = (
             vllm_config.attention_config,
             vllm_config.parallel_config,
@@ -86,6 +90,25 @@ def configure(vllm_config: Any) -> None:
             raise ConfigurationError(f"worker_cls = {parallel.worker_cls!r} is set: leave it out")
         attention.backend, parallel.worker_cls = AttentionBackendEnum.CUSTOM, WORKER
         if not cache.user_specified_block_size:
-            cache.block_size = Options.BLOCK_SIZE
+            cache.block_size = options.block_size
+        if options.has_budget:
+            _read_prompts_whole(vllm_config)
     except AttributeError as error:
         raise ConfigurationError(f"this version of vLLM differs ({error})") from error
+
+
+def _read_prompts_whole(vllm_config: Any) -> None:
+    """Switch off prompts in chunks and the prefix cache, and make room for the longest prompt beside rows that decode.
+
+    Says so in one line, because the memory of a step grows with it.
+    """
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    needed = vllm_config.model_config.max_model_len + scheduler.max_num_seqs
+    if scheduler.enable_chunked_prefill or cache.enable_prefix_caching or scheduler.max_num_batched_tokens < needed:
+        scheduler.enable_chunked_prefill = cache.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, needed)
+        _logger.info(
+            "skimkv: %s keeps a part of a whole prompt, so prompts are not read in chunks (max_num_batched_tokens = "
+            "%d), and there is no prefix cache", vllm_config.additional_config[KEY]["method"],
+            scheduler.max_num_batched_tokens,
+        )  # fmt: skip

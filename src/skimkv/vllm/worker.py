@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..ops.cpu.paged import append_slots
 from ..stores.blocks import BlockLayout, Blocks
-from .backend import Implementation
+from .backend import CountingImplementation
 from .options import ConfigurationError, Options
 
 _logger = logging.getLogger("vllm.skimkv")
@@ -27,16 +27,18 @@ class Worker(CPUWorker):
         """Load the model and check its layers. Raises ConfigurationError if one does not decode with skimkv."""
         super().load_model(*arguments, **keywords)
         options, layers = Options.of(self.vllm_config), self._layers()
-        others = [name for name, layer in layers.items() if not isinstance(layer, Implementation)]
+        others = [name for name, layer in layers.items() if not isinstance(layer, CountingImplementation)]
         if others or not layers:
             raise ConfigurationError(f"{len(others)} of {len(layers)} attention layers use another backend: {others}")
         cache, one = self.vllm_config.cache_config, next(iter(layers.values()))
-        layout = options.layout(one.head_size, cache.block_size, self.vllm_config.model_config.dtype)
-        check_layout_of_keys(layout, cache.cache_dtype)
+        if not options.has_budget:
+            layout = options.layout(one.head_size, cache.block_size, self.vllm_config.model_config.dtype)
+            check_layout_of_keys(layout, cache.cache_dtype)
         if self.rank == 0:
             _logger.info(
-                "skimkv: %r decodes in all %d attention layers, from blocks of %d tokens, %d bytes a token and head",
-                options.method, len(layers), cache.block_size, layout.bytes_per_token,
+                "skimkv: %r decodes in all %d attention layers, from %s of %d tokens, %d bytes a token and head",
+                options.method, len(layers), "one block a request" if options.has_budget else "blocks",
+                cache.block_size, options.bytes_per_token(one.head_size),
             )  # fmt: skip
 
     def get_kv_cache_spec(self) -> Any:

@@ -1,9 +1,13 @@
-"""The C++ kernels on blocks of a serving engine: one step for all rows of a batch, and tokens written by slots."""
+"""The C++ kernels on blocks of a serving engine: one step for all rows of a batch, and tokens written by slots.
+
+A row's tokens are in its blocks in order (`Blocks`), or it keeps a budget of them in one block (`SlotBlocks`).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...stores.blocks import Blocks
+from ...stores.slot_blocks import SlotBlocks
 from ..protocol import SoftmaxOptions, Token
 from . import library
 from .library import CCache, CChunk, COp, CTokens
@@ -85,6 +90,28 @@ def _view_of(store: Blocks) -> _BlocksView:
     return store.view
 
 
+class _SlotBlocksView:
+    """Blocks of slots in C structures; slots, now and recent are those of the last step's rows."""
+
+    def __init__(self, store: SlotBlocks) -> None:
+        example, parts = store.example, store.parts
+        _, H, G, D = example.shape
+        if D > library.MAX_HEAD_SIZE:
+            raise ValueError(f"no CPU kernel for D = {D}; it must be at most {library.MAX_HEAD_SIZE}")
+        self.cache, self.op, self.paged = CCache(), COp(), CPaged()
+        c, block, op = self.cache, self.paged.block, self.op
+        c.H, c.G, c.D, c.dtype = H, G, D, dtype_number("a cache", example.dtype)
+        c.bits = example.row_format.bits or 0
+        block.cap, block.k, block.v = store.capacity, parts.k.data_ptr(), parts.v.data_ptr()
+        _, block.k_h, block.k_n, _ = parts.k.stride()
+        _, block.v_h, block.v_n, _ = parts.v.stride()
+        self.paged.bytes, self.paged.blocks, self.paged.table_b = store.distance, store.count, 1
+        op.cache, op.method, op.keep = ctypes.addressof(c), library.DENSE, library.SLOT
+        if parts.score is not None:
+            assert parts.pos is not None
+            op.score, op.pos, op.c_h = parts.score.data_ptr(), parts.pos.data_ptr(), parts.score.stride(1)
+
+
 def append_slots(store: Blocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write tokens to their slots: k, v (n,H,D), slots (n,) int64; a negative slot leaves its token out.
 
@@ -146,6 +173,65 @@ class PagedKernels:
     ) -> Tensor:
         """Exact scores and the k best positions (methods/topk.py)."""
         return _step(store, q, token, library.ORACLE if oracle else library.TOPK, {"k": k}, **softmax)
+
+    def ring_slots(self, store: SlotBlocks, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
+        """Attention over the slots in use and the current token, which then takes its slot (methods/slots.py)."""
+        return _step_slots(store, q, token, store.next_slots(), **softmax)
+
+    def scored_slots(
+        self,
+        store: SlotBlocks,
+        q: Tensor,
+        token: Token,
+        *,
+        recent: Sequence[int],
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> Tensor:
+        """The same, with scores; where a row's budget is full, the kernel chooses the slot (methods/h2o.py)."""
+        kernel_chooses = -1
+        slots = [n if n < store.capacity else kernel_chooses for n in store.lengths]
+        return _step_slots(store, q, token, slots, recent, **softmax)
+
+
+def _step_slots(
+    store: SlotBlocks,
+    q: Tensor,
+    token: Token,
+    slots: Sequence[int],
+    recent: Sequence[int] | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    if sinks is not None:
+        raise ValueError("attention sinks are not supported on blocks")
+    if not isinstance(store.view, _SlotBlocksView):
+        store.view = _SlotBlocksView(store)
+    view, op, dtype = store.view, store.view.op, store.example.dtype
+    B, H, _, D = store.shape
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, *token))
+    if k.stride() != v.stride():
+        k, v = k.contiguous(), v.contiguous()
+    expect("q", q, tuple(store.shape), q.dtype)
+    expect("k", k, (B, H, D), dtype)
+    expect("v", v, (B, H, D), dtype)
+    expect("numbers", store.numbers, (B,), torch.int32)
+    y = torch.empty(q.shape, dtype=q.dtype)
+    numbers = ctypes.c_int64 * B  # these live as long as the step
+    filled, at, now = numbers(*store.filled), numbers(*slots), numbers(*store.lengths)
+    view.cache.B, view.cache.lengths, view.paged.table = B, ctypes.addressof(filled), store.numbers.data_ptr()
+    op.dtype, op.scale, op.softcap = dtype_number("a query", q.dtype), scale, softcap or 0
+    op.slot, op.now = ctypes.addressof(at), ctypes.addressof(now)
+    if recent is not None:
+        protected = numbers(*recent)
+        op.recent = ctypes.addressof(protected)
+    op.q, op.y, op.k_new, op.v_new = q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr()
+    op.q_b, op.q_h, op.q_g, _ = q.stride()
+    op.y_b, op.y_h, op.y_g, _ = y.stride()
+    op.n_b, op.n_h, _ = k.stride()
+    _raise(_library().skimkv_step_paged(op, view.paged, *library.threads()))
+    return y
 
 
 def _step(
