@@ -1,8 +1,8 @@
 // Caches in blocks, which a serving engine owns: a step for all rows of a batch, and tokens written by their slots.
 //
-// A row of the batch is a cache of one row, whose chunks are its blocks in order, or whose slots are one block. So every
-// kernel works on blocks as it does on chunks, and all rows share one start of the threads: a thread that finds no task
-// left in a row goes on to the next one, and waits for nobody.
+// A row of the batch is a cache of one row, whose chunks are its blocks in order, or whose slots are one block. So
+// every kernel works on blocks as it does on chunks, and all rows share one start of the threads: a thread that finds
+// no task left in a row goes on to the next one, and waits for nobody.
 #include <atomic>
 #include <cstring>
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,3 +29,33 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
         raise RuntimeError(f"{size} bytes do not fit in memory") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+COLLAPSE = 25  # MADV_COLLAPSE of Linux, from 6.1 on: memory that is in use already is moved to huge pages at once
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    """The system's madvise, for memory that this process did not map itself; None where there is none."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function: Callable[..., int] = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]  # type: ignore[attr-defined]
+    return function
+
+
+def request_huge_pages(tensor: Tensor) -> bool:
+    """Ask the system for huge pages for a tensor on the CPU that another program part allocated; its numbers stay.
+
+    The whole pages are meant between its first and its last number. Returns whether the system takes the request.
+    """
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    page, start = mmap.PAGESIZE, tensor.data_ptr()
+    stop = (start + (last + 1) * tensor.element_size()) // page * page
+    start = -(-start // page) * page
+    madvise = _madvise()
+    if madvise is None or tensor.device.type != "cpu" or stop - start < HUGE_PAGES_FROM:
+        return False
+    taken = madvise(start, stop - start, mmap.MADV_HUGEPAGE) == 0
+    madvise(start, stop - start, COLLAPSE)  # an older system moves the memory in its own time
+    return taken

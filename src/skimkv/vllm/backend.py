@@ -27,6 +27,7 @@ from ..methods.base import Method
 from ..ops.cpu.paged import PagedKernels, append_slots
 from ..stores.base import Shape
 from ..stores.blocks import Blocks
+from ..stores.memory import request_huge_pages
 from ..stores.quantise import GROUP
 from .options import ConfigurationError, Options, refuse_layer
 
@@ -168,6 +169,7 @@ class Implementation(CountingImplementation):
         """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
         memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self.blocks is None or memory != self.memory:
+            request_huge_pages(kv_cache)
             layout = self.options.layout(self.head_size, kv_cache.shape[2], kv_cache.dtype)
             self.blocks = Blocks(kv_cache, layout, self.num_kv_heads, self.num_queries_per_kv)
             self.memory = memory

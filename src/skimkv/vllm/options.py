@@ -171,14 +171,14 @@ class Options:
             store = self.method.store(shape, dtype)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        if isinstance(store, Slots):
-            self._check_slots(store)
+        if isinstance(self.method, SlotMethod):
+            self._check_slots(self.method, store)
         else:
             self.layout(shape.D, self.BLOCK_SIZE, dtype)
 
-    def _check_slots(self, store: Slots) -> None:
-        method, name = self.method, type(self.method).__name__
+    def _check_slots(self, method: SlotMethod, store: Slots) -> None:
         if store.grows:
+            name = type(method).__name__
             raise ConfigurationError(f"{name} is not supported in blocks: every new token takes a new slot")
         if not method.uses_kernel("cpu"):
             raise ConfigurationError(f"{method!r} has no kernel, and only kernels read blocks")

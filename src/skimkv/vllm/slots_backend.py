@@ -23,13 +23,14 @@ from ..methods.slots import SlotMethod
 from ..ops import Token
 from ..ops.cpu.paged import PagedKernels
 from ..stores.base import Shape
+from ..stores.memory import request_huge_pages
 from ..stores.slot_blocks import SlotBlocks, bytes_of_slot
 from .backend import CountingImplementation
 from .options import ConfigurationError, Options
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetSpec(CircularBufferSpec):  # type: ignore[misc]
+class BudgetSpec(CircularBufferSpec):
     """One block a request. vLLM's registry finds the manager of its base class for it."""
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
@@ -64,7 +65,7 @@ class Metadata:
     decode: DecodeRows | None
 
 
-class MetadataBuilder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Splits every batch in prompts and rows that decode."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -104,6 +105,7 @@ class Implementation(CountingImplementation):
         """The layer's cache as blocks of slots, which are described again when vLLM replaces the memory."""
         memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self.blocks is None or memory != self.memory:
+            request_huge_pages(kv_cache)
             shape = Shape(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
             method: SlotMethod = self.options.method  # type: ignore[assignment]
             self.blocks = SlotBlocks(kv_cache, lambda: method.store(shape, kv_cache.dtype))

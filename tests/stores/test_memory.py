@@ -1,0 +1,25 @@
+"""Huge pages are requested for whole pages of a tensor, whose numbers stay."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from skimkv.stores.memory import HUGE_PAGES_FROM, request_huge_pages
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to request")
+def test_the_numbers_of_a_tensor_in_huge_pages_stay():
+    memory = torch.arange(HUGE_PAGES_FROM, dtype=torch.int32)  # four times the least size
+    before = memory.clone()
+    view = memory.view(4, -1, 2)[:, 3:]  # a view with gaps that begins within a page
+    request_huge_pages(view)
+    assert torch.equal(memory, before)
+    view.fill_(-1)
+    assert int((memory == -1).sum()) == view.numel()
+
+
+def test_a_small_tensor_is_left_alone():
+    assert not request_huge_pages(torch.zeros(1000))
