@@ -86,6 +86,7 @@ def calls(
     slots.numbers, slots.lengths = order.to(torch.int32), [n] * B
 
     def step() -> object:
+        """One step on the blocks, after which every row has a token more."""
         slots.lengths = [length + 1 for length in slots.lengths]
         return method.fused(PagedKernels(), slots, q, new, scale=D**-0.5)
 

@@ -100,6 +100,7 @@ def _parts_of(memory: Tensor, store: Slots) -> SlotParts:
     at = 0
 
     def take(count: int, kind: torch.dtype) -> Tensor:
+        """The next part of every block: so many numbers of this type."""
         nonlocal at
         at += count * kind.itemsize
         return flat[..., at - count * kind.itemsize : at].view(kind)
