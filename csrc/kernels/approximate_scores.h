@@ -106,6 +106,10 @@ static void project_query(const skimkv_op *op, Unit &u) {
 // scores of a span stay in the L2 cache.
 constexpr int SPAN_TILES = 256;
 
+// Spans of so few tiles, as a block of a serving engine has, prefetch a whole tile ahead at least: then their last tile
+// prefetches what follows the span. A longer one gains nothing by that.
+constexpr int SHORT_SPAN_TILES = 16;
+
 // Sums of 2^(logit - shift) over the tiles of a unit or of a part of it, for every query. The shift is the maximum of
 // the first tile, and changes only if a later tile exceeds it by more than SHIFT_LIMIT: so no tile waits for its own
 // maximum.
@@ -262,11 +266,11 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
 }
 
 // Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. begin .. end-1 are all tiles of the
-// part that this span belongs to.
+// part that this span belongs to. next: the chunk of tile t1, where the next span begins, or NULL.
 template <class E>
 static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const Scores &z,
                        const ByteWeights &weights, const ExpSums &sums, int64_t t0, int64_t t1, int64_t begin,
-                       int64_t end) {
+                       int64_t end, const skimkv_chunk *next) {
     const E *index = (const E *)chunk->index + u.b * chunk->x_b + u.h * chunk->x_h;
     if (sizeof(E) == 1)  // prefetch the first codes while the weights are made
         for (int c = 0; c < 2 * CHANNELS_AT_ONCE && c < u.r; c++) {
@@ -274,17 +278,26 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
         }
     if constexpr (sums_in_integers<E>) make_byte_weights<is_int4<E>>(op, u, chunk, weights, t0, t1);
-    // At the end of a run, the beginning of the next channels' runs is prefetched.
+    // At the end of a run, the beginning of the next channels' runs is prefetched, after the last channels those of the
+    // next span: a span of a short chunk is over before the processor has noticed that memory is read in order.
     const int64_t tile = is_int4<E> ? GROUP / 2 : GROUP, run = (t1 - t0) * tile;
-    const int64_t distance = min(run, (sums_in_integers<E> ? 4 : 1) * AHEAD_BYTES / (int)sizeof(E));
+    const int64_t usual = (sums_in_integers<E> ? 4 : 1) * AHEAD_BYTES / (int)sizeof(E);
+    const int64_t distance = min(run, t1 - t0 > SHORT_SPAN_TILES || usual > tile ? usual : tile);
+    const int64_t here = (t0 - chunk->start / GROUP) * tile;
+    const E *there =
+        !next ? nullptr
+              : (const E *)next->index + u.b * next->x_b + u.h * next->x_h + (t1 - next->start / GROUP) * tile;
     for (int64_t c0 = 0; c0 < u.r; c0 += CHANNELS_AT_ONCE) {
         const int nc = (int)min(CHANNELS_AT_ONCE, u.r - c0);
         const E *p[CHANNELS_AT_ONCE], *ahead[CHANNELS_AT_ONCE], *ahead_in_next[CHANNELS_AT_ONCE];
         for (int i = 0; i < CHANNELS_AT_ONCE; i++) {
-            const int64_t next = c0 + CHANNELS_AT_ONCE + i;
+            const int64_t following = c0 + CHANNELS_AT_ONCE + i;
             p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
             ahead[i] = p[i] + distance;
-            ahead_in_next[i] = next < u.r ? index + u.channel[next] * chunk->x_r + distance - run : p[i];
+            if (following < u.r) ahead_in_next[i] = index + u.channel[following] * chunk->x_r + distance - run;
+            else if (there && c0 + CHANNELS_AT_ONCE >= u.r && i < u.r)
+                ahead_in_next[i] = there + u.channel[i] * next->x_r - here + distance - run;
+            else ahead_in_next[i] = p[i];
         }
         for (int64_t t = t0; t < t1; t++) {
             const E *const *fetched = (t - t0) * tile + distance < run ? ahead : ahead_in_next;
@@ -330,22 +343,24 @@ static void score_channels(const skimkv_op *op, const Unit &u, const Scores &z, 
     for_each_run(c, t0 * GROUP, min(t1 * GROUP, stop), [&](const skimkv_chunk *chunk, int64_t from, int64_t to) {
         for (int64_t a = from / GROUP, last = (to + GROUP - 1) / GROUP; a < last; a += SPAN_TILES) {
             const int64_t b = min(a + SPAN_TILES, last);
+            const skimkv_chunk *next = b < last ? chunk : to < min(t1 * GROUP, stop) ? chunk + 1 : nullptr;
             if (op->method == SKIMKV_SKIM) score_group_means<T>(op, u, chunk, weights, a, b);
-            if (c->channels == SKIMKV_COPY) score_span<T>(op, u, chunk, z, weights, sums, a, b, t0, t1);
-            else if (c->channels == SKIMKV_INT8) score_span<uint8_t>(op, u, chunk, z, weights, sums, a, b, t0, t1);
-            else score_span<Int4>(op, u, chunk, z, weights, sums, a, b, t0, t1);
+            if (c->channels == SKIMKV_COPY) score_span<T>(op, u, chunk, z, weights, sums, a, b, t0, t1, next);
+            else if (c->channels == SKIMKV_INT8)
+                score_span<uint8_t>(op, u, chunk, z, weights, sums, a, b, t0, t1, next);
+            else score_span<Int4>(op, u, chunk, z, weights, sums, a, b, t0, t1, next);
         }
     });
     if (!quantised || stop == u.n || t1 * GROUP <= stop) return;
     if (op->method == SKIMKV_SKIM && stop > 0) {
         const skimkv_chunk coded = open_group<T>(c, stop);
         score_group_means<T>(op, u, &coded, weights, stop / GROUP, stop / GROUP + 1);
-        return score_span<Int4>(op, u, &coded, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1);
+        return score_span<Int4>(op, u, &coded, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1, nullptr);
     }
     skimkv_chunk open{};  // the last, incomplete group of a quantised index is not quantised yet
     open.start = stop, open.cap = GROUP, open.index = c->tail;
     open.x_b = c->t_b, open.x_h = c->t_h, open.x_r = c->t_r;
-    score_span<T>(op, u, &open, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1);
+    score_span<T>(op, u, &open, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1, nullptr);
 }
 
 }  // namespace skimkv::SKIMKV_NS
