@@ -72,6 +72,19 @@ def test_every_step_starts_from_the_same_length(machine, monkeypatch):
     assert all(cached == [300] for cached in lengths)
 
 
+def test_steps_are_timed_as_a_model_takes_them_without_gradients(monkeypatch):
+    recorded, decode = [], Dense.decode
+
+    def spy(self, store, *args, **kwargs):
+        recorded.append(torch.is_grad_enabled())
+        return decode(self, store, *args, **kwargs)
+
+    monkeypatch.setattr(Dense, "decode", spy)
+    with torch.enable_grad():
+        bench.attention(Cpu(), Shape(1, 1, 1, 16), [300], [], torch.float32, 2, profile=True)
+    assert len(recorded) > 4 and not any(recorded)
+
+
 def test_methods_of_one_kind_share_a_store_and_its_room():
     shape, dtype, n, machine = Shape(1, 2, 1, 64), torch.float16, 4096, StandInGpu()
     narrow, wide = parse("SparQ(r=8, k=32)"), parse("SparQ(r=32, k=64)")

@@ -2,7 +2,8 @@
 
 In a model the weights pass through the processor's caches between two attention calls. On a CPU a buffer larger than
 these caches is read before each call, whichever candidate it is of, and the query is rotated, as a model does last: no
-call finds anything of its own in the caches, and the candidates come in another order in every round. On a GPU a
+call finds anything of its own in the caches, and the candidates come in another order in every round. No gradients are
+recorded, as in `generate()`: a step that might have to record some takes a longer way through Python. On a GPU a
 candidate is a CUDA graph of its step on several sets of key-value caches in turn, so many that what it reads is more
 than the L2 holds.
 """
@@ -66,6 +67,7 @@ class Candidate(list[Step]):
             step.refresh()
 
 
+@torch.no_grad()
 def attention(
     machine: Machine,
     shape: Shape,

@@ -61,16 +61,7 @@ class Skim(Method[Full]):
         check_whole("r", self.channels(shape.D), 1, shape.D)
         return Full(shape, dtype, device, "int4", mean=True, kv=self.kv, group_means=True)
 
-    def step(
-        self,
-        store: Full,
-        q: Tensor,
-        token: Token | None,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Score all rows by the index, draw rows of K, draw rows of V among them, and shrink what the draw estimates.
 
         Whether a row is drawn depends on its position, the number of cached tokens and the head: see `draw`.
@@ -78,6 +69,7 @@ class Skim(Method[Full]):
         """
         if token is not None:
             store.append_token(*token)
+        scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
         x = q.to(compute_dtype(store.dtype))
         lengths = torch.tensor(store.lengths, device=store.device)[:, None, None]  # (B,1,1)
         # step 1: softmax scores by the index

@@ -162,23 +162,15 @@ class SubGenStream(Method[Clusters]):
         ]
         return torch.stack(steps, 3)
 
-    def step(
-        self,
-        store: Clusters,
-        q: Tensor,
-        token: Token | None,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def step(self, store: Clusters, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """QueryStreamAttn: y = z / tau, with exp() kept in range by the common maximum. Reads O(D(mt + s)) elements.
 
         z = sum over M of mu / (s |v|^2) exp(<q,k>) v, and tau = sum over clusters of n_i / t times the sum over S_i of
         exp(<q,k>), and of exp(sink). Where no S_i has the keys that dominate z, y has no bound; it stops at +-2^63
         (float16: 65504), to stay finite.
         """
-        refuse_softcap(softcap)
+        scale, sinks = softmax["scale"], softmax.get("sinks")
+        refuse_softcap(softmax.get("softcap"))
         if token is not None:
             store.append_token(*token)
         samples, size, k, v = store.read()
@@ -201,19 +193,11 @@ class SubGenStream(Method[Clusters]):
         return (z / tau.clamp_min(torch.finfo(tau.dtype).tiny)).clamp(-limit, limit).to(q.dtype)
 
     def fused(
-        self,
-        kernels: Kernels,
-        store: Clusters,
-        q: Tensor,
-        token: Token | None,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, kernels: Kernels, store: Clusters, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """The same step by a backend's kernel."""
-        refuse_softcap(softcap)
-        return kernels.clusters(store, q, token, scale=scale, sinks=sinks)
+        refuse_softcap(softmax.get("softcap"))
+        return kernels.clusters(store, q, token, scale=softmax["scale"], sinks=softmax.get("sinks"))
 
     def traffic(
         self,
