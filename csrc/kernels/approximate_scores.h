@@ -202,17 +202,24 @@ static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const
                        int64_t t0, int64_t t1) {
     const skimkv_cache *c = op->cache;
     const int P = padded_head(c->D);
-    const T *rows[GROUP];
-    for (int64_t t = t0; t < t1; t++) {
+    const T *rows[2][GROUP];  // of this tile or the next
+    const auto gather = [&](int64_t t, const T **to) {
         int count = 0;
         for_each_run(c, t * GROUP, min(t * GROUP + GROUP, u.n),
-                     [&](const skimkv_chunk *chunk, int64_t from, int64_t to) {
-                         for (int64_t p = from; p < to; p++) rows[count++] = key_row<T>(chunk, u.b, u.h, p);
+                     [&](const skimkv_chunk *chunk, int64_t from, int64_t end) {
+                         for (int64_t p = from; p < end; p++) to[count++] = key_row<T>(chunk, u.b, u.h, p);
                      });
-        const int n = count;
-        for (; count % W; count++) rows[count] = rows[count - 1];
-        if (q == u.q) dot_query_with_keys<T, D_>(op, u, rows, n, z.s + t * GROUP, u.padded_n);
-        else dot_rows<T, D_>(q, P, c->G, c->D, rows, n, z.s + t * GROUP, u.padded_n);
+        for (int i = count; i % W; i++) to[i] = to[count - 1];
+        return count;
+    };
+    int n = t0 < t1 ? gather(t0, rows[0]) : 0;
+    for (int64_t t = t0, i = 0; t < t1; t++, i ^= 1) {
+        const int following = t + 1 < t1 ? gather(t + 1, rows[i ^ 1]) : 0;
+        const T *const *next = following == GROUP ? rows[i ^ 1] : nullptr;
+        float *s = z.s + t * GROUP;
+        if (q == u.q) dot_query_with_keys<T, D_>(op, u, rows[i], n, s, u.padded_n, next);
+        else dot_rows<T, D_>(q, P, c->G, c->D, rows[i], n, s, u.padded_n, next);
+        n = following;
         finish_tile(op, u, z, sums, t, t0, t1);
     }
 }

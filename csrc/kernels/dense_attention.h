@@ -140,13 +140,21 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
     u.q = x.q;
     load_query(op, u, b, h);
     const OnlineSoftmax o = online_softmax_at(x.online, G);
-    const R *k[BLOCK_ROWS + W], *v[BLOCK_ROWS + W];
+    const R *rows[2][2][BLOCK_ROWS + W];  // [this block or the next][k, v]
+    // Calls f(p, m, k, v, next) for every block, m positions from p on; `next` are the next whole block's k and v.
+    const auto for_each_block = [&](auto f) {
+        gather_block<T>(op, b, h, 0, min(BLOCK_ROWS, n), x, rows[0][0], rows[0][1]);
+        for (int64_t p = 0, i = 0; p < n; p += BLOCK_ROWS, i ^= 1) {
+            const int64_t end = min(p + 2 * BLOCK_ROWS, n);
+            if (p + BLOCK_ROWS < n) gather_block<T>(op, b, h, p + BLOCK_ROWS, end, x, rows[i ^ 1][0], rows[i ^ 1][1]);
+            f(p, (int)min(BLOCK_ROWS, n - p), rows[i][0], rows[i][1],
+              end == p + 2 * BLOCK_ROWS ? rows[i ^ 1] : nullptr);
+        }
+    };
     reset_softmax(o, G, P);
-    for (int64_t p = 0; p < n; p += BLOCK_ROWS) {
-        const int m = (int)min(BLOCK_ROWS, n - p);
-        gather_block<T>(op, b, h, p, p + m, x, k, v);
-        dot_query_with_keys<R, D_>(op, u, k, m, x.s + p, ld);
-    }
+    for_each_block([&](int64_t p, int m, const R **k, const R **, auto next) {
+        dot_query_with_keys<R, D_>(op, u, k, m, x.s + p, ld, next ? next[0] : nullptr);
+    });
     for (int g = 0; g < G; g++) {
         float *s = x.s + g * ld, m = LOWEST, l = 0;
         vf top = splat(LOWEST), sum = splat(0.f);
@@ -162,11 +170,9 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
         l = sum_lanes(sum) + sink_weight(op->sinks, h * G + g, m);
         for (int64_t p = 0; p < n; p += W) store(s + p, load(s + p) / splat(l));
     }
-    for (int64_t p = 0; p < n; p += BLOCK_ROWS) {
-        const int m = (int)min(BLOCK_ROWS, n - p);
-        gather_block<T>(op, b, h, p, p + m, x, k, v);
-        add_rows<R, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m);
-    }
+    for_each_block([&](int64_t p, int m, const R **, const R **v, auto next) {
+        add_rows<R, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m, next ? next[1] : nullptr);
+    });
     float *score = op->score + b * op->c_b + h * op->c_h;
     float w = 0;
     for (int64_t p = 0; p < n; p++) {

@@ -1,5 +1,4 @@
-// Quantised rows of K and V, in 8 or 4 bits. A row is quantised when it enters the cache, and dequantised when it is
-// read, a few rows at a time so that the result stays in the L1 cache.
+// Quantised rows of K and V, in 8 or 4 bits. A row is quantised when it enters the cache.
 //
 // Every 64 channels share a range from `low` to `high` (float16), and channel x is low + code * (high - low) / (2^bits
 // - 1). skimkv.h describes the bytes.
@@ -21,9 +20,30 @@ template <int BITS> struct QuantisedRow {
 template <class R> constexpr int row_bits = 0;
 template <int BITS> constexpr int row_bits<QuantisedRow<BITS>> = BITS;
 
+// The number of steps from the smallest value of a span to the largest.
+template <int BITS> constexpr float LEVELS = (1 << BITS) - 1;
+
+// Spans of a row of D channels.
+static inline int spans_of(int D) { return (D + SPAN_CHANNELS - 1) / SPAN_CHANNELS; }
 // Bytes of the ranges at the beginning of a row, and of the whole row.
-static inline int ranges_bytes(int D) { return (D + SPAN_CHANNELS - 1) / SPAN_CHANNELS * 4; }
+static inline int ranges_bytes(int D) { return spans_of(D) * 4; }
 static inline int64_t quantised_row_bytes(int D, int bits) { return ranges_bytes(D) + D * bits / 8; }
+
+// The rows that come next, which are prefetched while others are worked on in several passes: a row crosses so many
+// cache lines with so little arithmetic that the hardware's prefetcher alone reads at a third of the bandwidth.
+template <int BITS> struct NextQuantisedRows {
+    const QuantisedRow<BITS> *const *rows;  // or nullptr
+    int D, passes, pass;
+    inline void prefetch_row(int64_t j) const {
+        for (int64_t i = 0; i < quantised_row_bytes(D, BITS); i += 64) prefetch((const char *)rows[j] + i);
+    }
+    // Prefetches the share of n rows that belongs to the rows row .. row+3 of this pass over n others.
+    inline void prefetch_share(int row, int n) const {
+        if (!rows) return;
+        const int64_t quads = (n + 3) / 4, shares = quads * passes, share = pass * quads + row / 4;
+        for (int64_t j = share * n / shares; j < (share + 1) * n / shares; j++) prefetch_row(j);
+    }
+};
 
 // Quantises the D channels of x into the row at `to`.
 template <class T> static void quantise_row(const T *x, int D, int bits, uint8_t *to) {
@@ -87,17 +107,6 @@ template <int BITS> static inline void dequantise_row(const QuantisedRow<BITS> *
         if (at + SPAN_CHANNELS <= D) dequantise_span<BITS>(code, low, step, to + at);
         else dequantise_rest<BITS>(code, D - at, low, step, to + at);
     }
-}
-
-constexpr int DEQUANTISED_ROWS = 16;  // rows that are dequantised at once
-
-// Dequantises n rows, at most DEQUANTISED_ROWS, into x, and points to[j] to row j. Up to the next multiple of W the
-// pointers repeat the last row.
-template <int BITS>
-static inline void dequantise_rows(const QuantisedRow<BITS> *const *rows, int n, int D, float *x, const float **to) {
-    const int P = (int)round_up(D, 16);
-    for (int j = 0; j < n; j++) dequantise_row(rows[j], D, x + j * P), to[j] = x + j * P;
-    for (int j = n; j < round_up(n, W); j++) to[j] = to[n - 1];
 }
 
 // Reads a quantised row back in the type T: what the cache holds of a new row.

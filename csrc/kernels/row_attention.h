@@ -6,6 +6,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "kernels/quantised_row_products.h"
 #include "kernels/quantised_rows.h"
 #include "kernels/vector_math.h"
 
@@ -72,12 +73,11 @@ template <class T, int D_>
 static void dot_rows(const float *q, int P, int G, int D, const T *const *rows, int n, float *s, int64_t ld,
                      const T *const *next = nullptr) {
     if constexpr (row_bits<T> != 0) {
-        float x[DEQUANTISED_ROWS * SKIMKV_MAX_HEAD];
-        const float *float_rows[DEQUANTISED_ROWS];
-        for (int j = 0; j < n; j += DEQUANTISED_ROWS) {
-            const int count = (int)min(n - j, DEQUANTISED_ROWS);
-            dequantise_rows(rows + j, count, D, x, float_rows);
-            dot_rows<float, D_>(q, P, G, D, float_rows, count, s + j, ld);
+        float memory[4 * PREPARED_QUERY_FLOATS];
+        for (int g = 0; g < G; g += 4) {
+            const int count = (int)min(G - g, 4);
+            const PreparedQuery prepared = prepare_query(q + g * P, P, count, D, row_bits<T>, memory);
+            dot_quantised_rows<row_bits<T>, D_>(prepared, count, D, rows, n, s + g * ld, ld, g ? nullptr : next);
         }
     } else {
         for (int j = 0; j < n; j += W) {
@@ -137,13 +137,7 @@ template <class T, int D_>
 static void add_rows(float *acc, int P, int G, int D, const T *const *rows, const float *w, int64_t ld, int n,
                      const T *const *next = nullptr) {
     if constexpr (row_bits<T> != 0) {
-        float x[DEQUANTISED_ROWS * SKIMKV_MAX_HEAD];
-        const float *float_rows[DEQUANTISED_ROWS];
-        for (int j = 0; j < n; j += DEQUANTISED_ROWS) {
-            const int count = (int)min(n - j, DEQUANTISED_ROWS);
-            dequantise_rows(rows + j, count, D, x, float_rows);
-            add_rows<float, D_>(acc, P, G, D, float_rows, w + j, ld, count);
-        }
+        add_quantised_rows<row_bits<T>, D_>(acc, P, G, D, rows, w, ld, n, next);
     } else {
         NextRows<T> ahead{next, 0, query_groups(G)};
         int g = 0;

@@ -6,6 +6,8 @@
 #include "kernel_table.h"
 #include "kernels/cache_layout.h"
 #include "kernels/hash.h"
+#include "kernels/quantised_row_products.h"
+#include "kernels/quantised_rows.h"
 #include "kernels/row_attention.h"
 #include "kernels/scratch_arena.h"
 #include "kernels/vector_math.h"
@@ -30,6 +32,7 @@ struct Unit {
     int64_t n, padded_n, tiles;  // tokens, rounded up to 256, and divided by 256
     float *q;                    // [G][P] the query, scaled and zero beyond D; P is padded_head(D)
     bf16 *bf16_query;            // [G][padded_bf16(D)] the query as it came, or nullptr if its products are not taken
+    PreparedQuery prepared;      // the query as the products with quantised rows need it
     int32_t *channel;            // [r] chosen channels
     int64_t r;                   // how many they are
     float *channel_weight;       // [G][r] what a channel of K is multiplied with
@@ -51,8 +54,11 @@ static inline uint32_t word_of_unit(const Unit &u, uint32_t stream) {
 static inline int padded_head(int D) { return (int)round_up(D, 16); }
 static inline int padded_bf16(int D) { return (int)round_up(D, 32); }
 
-// Floats of a unit's query and, behind it, of its bfloat16 copy.
-static inline int64_t query_floats(const skimkv_cache *c) { return c->G * (padded_head(c->D) + padded_bf16(c->D) / 2); }
+// Floats of a unit's query and, behind it, of its bfloat16 copy, or of what quantised rows need.
+static inline int64_t query_floats(const skimkv_cache *c) {
+    const int64_t more = c->bits ? prepared_floats(c->G, c->D, c->bits) : c->G * padded_bf16(c->D) / 2;
+    return c->G * padded_head(c->D) + more;
+}
 
 // Memory for the scores of n positions.
 static Scores take_scores(Arena &a, const skimkv_op *op, int64_t n) {
@@ -130,6 +136,7 @@ static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
         for (int i = 0; i < D; i++) q[i] *= op->scale * LOG2E;
         for (int i = D; i < P; i++) q[i] = 0;
     }
+    if (op->cache->bits) u.prepared = prepare_query(u.q, P, op->cache->G, D, op->cache->bits, u.q + op->cache->G * P);
     load_bf16_query(op, u);
 }
 
@@ -146,7 +153,8 @@ static void dot_query_with_keys(const skimkv_op *op, const Unit &u, const R *con
         if (u.bf16_query)
             return dot_rows_bf16<D_>(u.bf16_query, padded_bf16(D), G, D, rows, n, op->scale * LOG2E, s, ld, next);
 #endif
-    dot_rows<R, D_>(u.q, padded_head(D), G, D, rows, n, s, ld, next);
+    if constexpr (row_bits<R> != 0) dot_quantised_rows<row_bits<R>, D_>(u.prepared, G, D, rows, n, s, ld, next);
+    else dot_rows<R, D_>(u.q, padded_head(D), G, D, rows, n, s, ld, next);
 }
 
 // Rounds the result of a unit, y [G][P], into the operation's y.

@@ -48,7 +48,7 @@ def isa_of(header: Path) -> str:
     """The instruction set that a header of csrc/isa is for; every other header compiles with the scalar set."""
     if header.parent.name != "isa":
         return "scalar"
-    own = {"quantised_index_vnni": "vnni", "row_dots_bf16": "vnni"}
+    own = {"quantised_index_vnni": "vnni", "quantised_rows_vnni": "vnni", "row_dots_bf16": "vnni"}
     return own.get(header.stem) or next((x for x in ("avx2", "avx512", "neon") if header.stem.endswith(x)), "scalar")
 
 

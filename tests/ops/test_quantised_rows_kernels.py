@@ -156,6 +156,43 @@ def test_a_nan_in_a_key_is_a_nan_in_the_result(isa, kv):
         assert y[0, 0].isnan().all() and y[0, 1].isfinite().all()
 
 
+@every_isa
+@pytest.mark.parametrize("D", [80, 128])
+def test_the_rounding_of_a_query(isa, D, kv):
+    """One channel of the query is 1000 times as large as the others, whose products must not drown in its rounding.
+
+    The values of the two tokens are 1 and 0, so the result is the sigmoid of the difference of their logits.
+    """
+    draw = torch.Generator().manual_seed(3)
+    store, scale = Full(Shape(1, 2, 3, D), torch.float32, kv=kv), 0.001
+    store.append(torch.randn(1, 2, 2, D, generator=draw), torch.tensor([1.0, 0.0])[:, None].expand(1, 2, 2, D))
+    q = torch.randn(1, 2, 3, D, generator=draw)
+    q[..., 5] = 1000.0
+    keys = exact(store).uncounted("k")
+    difference = (keys[:, :, 0] - keys[:, :, 1])[:, :, None]  # (1,H,1,D)
+    with on(isa):
+        got = torch.logit(steps.dense(store, q, scale, None)[..., 0].double())
+    want = scale * (q.double() * difference).sum(-1)
+    bound = 1000 * scale * (2.0**-22 * difference.abs().sum(-1) + 2.0**-20 * keys.abs().max())
+    assert want.abs().max() < 6, "the sigmoid must not saturate"
+    assert ((got - want).abs() <= bound).all()
+
+
+@every_isa
+def test_the_rounding_of_weights(isa, kv):
+    """One token has most of the weight, and a value as large as the others'."""
+    draw = torch.Generator().manual_seed(4)
+    store, n = Full(Shape(1, 2, 3, 128), torch.float32, kv=kv), 150
+    k, v = torch.randn(2, 1, 2, n, 128, generator=draw)
+    k[:, :, 70] = 0.5
+    store.append(k, v)
+    q = torch.full((1, 2, 3, 128), 1.0)
+    with on(isa):
+        got = steps.dense(store, q, 0.125, None)
+    want = ref.dense(exact(store), q.double(), 0.125, None)
+    assert (got.double() - want).abs().max() <= 2.0**-18 * exact(store).uncounted("v").abs().max()
+
+
 def test_what_the_library_refuses(kv):
     q, store = filled(16, [300, 20], torch.float32, 2, "copy", kv=kv)
     with on(None):
