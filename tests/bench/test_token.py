@@ -106,11 +106,24 @@ def test_bytes_of_weights_are_those_of_the_roofline():
 def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, monkeypatch):
     for clock in (rivals, machines):  # nobody waits for a processor, so that all turns count
         monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
+    events = list[str]()
+
+    class Recorded(rivals.Rival):
+        def __init__(self, *args) -> None:
+            events.append("run")
+            super().__init__(*args)
+
+        def start(self) -> None:
+            super().start()
+            events.append("stop")
+
+    monkeypatch.setattr(bench, "Rival", Recorded)
     path = tmp_path / "tiny.gguf"
     write(path, tiny())
     against = {kind: write_program(tmp_path / kind, path, kind) for kind in KINDS}
     out = bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["SparQ(r=8, k=32)"], 3, against=against)
     assert json.dumps(out)
+    assert events == ["run", "stop"] * 4, "each is stopped before the next one runs"
     rows = {row["method"]: row for row in out["rows"]}
     ours, theirs = ["Dense()", "SparQ(r=8, k=32)"], ["llama.cpp -fa 0", "llama.cpp -fa 1"]
     assert list(rows) == [*ours, *theirs, "fork dense", "fork SparQ(r=32, k=128)"]
@@ -125,6 +138,40 @@ def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, mon
         assert row["speedup_rivals"].get(name, 1) == 1
         assert ("bytes_read" in row) == (name in ours)
     assert rows[theirs[1]]["speedup_rivals"]["fork dense"] == pytest.approx(112 / 161, rel=0.01)
+
+
+def test_programs_that_do_not_fit_together_take_turns_with_ours_one_by_one(tmp_path: Path, monkeypatch):
+    for clock in (rivals, machines):
+        monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny())
+    subject, against = bench.gguf_subject(path), {"fork": write_program(tmp_path / "fork", path, "fork")}
+    plan = [(path, program) for program in rivals.programs("fork", path, 300, 2, 1)]
+    dense, sparq = (bench.Decoder(parse(spec), 300) for spec in ("Dense()", "SparQ(r=8, k=32)"))
+    one_by_one = sum(bench._bytes(subject, contender, 300) for contender in (dense, sparq, plan[1]))
+    monkeypatch.setattr(Cpu, "free_bytes", lambda self: int(one_by_one / 0.85) + 100)
+    groups = bench._groups(Cpu(), subject, [dense, sparq], plan, 300, False)
+    assert groups == [[dense, sparq, plan[0]], [dense, sparq, plan[1]]]
+    out = bench.time_tokens(Cpu(), subject, [300], ["SparQ(r=8, k=32)"], 1, against=against)
+    names = ["fork dense", "fork SparQ(r=32, k=128)"]
+    assert [row["method"] for row in out["rows"]] == ["Dense()", "SparQ(r=8, k=32)", *names]
+    for row in out["rows"]:
+        assert row["interleaved"] and list(row["speedup_rivals"]) == names and not row["better"]
+    assert out["rows"][2]["speedup_rivals"][names[1]] == pytest.approx(60 / 110)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda self: int(one_by_one / 0.85) - 100)
+    assert len(bench._groups(Cpu(), subject, [dense, sparq], plan, 300, False)) == 4
+
+
+def test_our_rows_are_those_beside_the_better_setting():
+    def row(name: str, ms: float, **more) -> dict:
+        return {"method": name, "ms": ms, "better": True, **more}
+
+    one = [row("Dense()", 50, bytes_read=1, speedup_rivals={"llama.cpp -fa 0": 2.0}), row("llama.cpp -fa 0", 100)]
+    two = [row("Dense()", 40, bytes_read=1, speedup_rivals={"llama.cpp -fa 1": 2.2}), row("llama.cpp -fa 1", 90)]
+    dense, slow, fast = bench._joined([one, two])
+    assert (dense["ms"], dense["speedup_rivals"]) == (40, {"llama.cpp -fa 0": 2.0, "llama.cpp -fa 1": 2.2})
+    assert [slow["better"], fast["better"]] == [False, True]
+    assert slow["speedup_rivals"] == {"llama.cpp -fa 0": 1, "llama.cpp -fa 1": 0.9}
 
 
 def test_a_program_without_room_for_its_cache_is_refused(tmp_path: Path, monkeypatch):

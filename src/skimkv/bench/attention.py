@@ -149,8 +149,8 @@ def set_bytes(
     kinds = {store_kind(method, shape, dtype): method for method in methods}
     shared = {kind for kind, method in kinds.items() if _shares_rows(method, shape, dtype)}
     stores = sum(method.bound(n, shape, dtype) - whole * (kind in shared) for kind, method in kinds.items())
-    types = [*_dense_dtypes(machine, dtype)[1:], *(onnx_baseline.CACHES if onnx else ())]
-    copies = sum(2 * B * H * n * D * t.itemsize for t in types)
+    types: list[torch.dtype] = [*_dense_dtypes(machine, dtype)[1:], *(onnx_baseline.CACHES if onnx else ())]
+    copies: int = sum(2 * B * H * n * D * t.itemsize for t in types)
     return whole + stores + copies
 
 
@@ -228,6 +228,7 @@ def race(
     repeats = {name: -(-machine.least_steps // len(candidate)) for name, candidate in candidates.items()}
 
     def run(name: str) -> None:
+        """Take the candidate's steps, as often as they are timed together."""
         for _ in range(repeats[name]):
             candidates[name].run()
 
@@ -243,6 +244,7 @@ def race(
     moves = machine.bandwidth_calls()
 
     def before(name: str) -> None:
+        """Bring stores and processor caches into the state in which every call finds them."""
         if name in candidates:
             candidates[name].undo()
         machine.between_calls(candidates[name].refresh if name in candidates else nothing)
@@ -342,6 +344,7 @@ def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:
     """
 
     def fewer(n: int) -> bool:
+        """Whether the method reads fewer bytes after n tokens."""
         return method.traffic(n, shape, dtype).bytes < Dense().traffic(n, shape, dtype).bytes
 
     return next((n for n in (int(2 ** (i / 8)) for i in range(168)) if fewer(n)), None)

@@ -96,6 +96,7 @@ def measure_cpu(times: int = 5) -> Hardware:
     machine = Cpu()
 
     def fastest(call: partial[object]) -> float:
+        """The least seconds of several calls, after one that does not count."""
         call()
         return min(machine.seconds(call) for _ in range(times))
 

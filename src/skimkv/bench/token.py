@@ -168,6 +168,7 @@ class AttentionClock:
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            """Call the function, and add its seconds to those inside."""
             start = time.perf_counter()
             result = function(*args, **kwargs)
             self.inside += time.perf_counter() - start
@@ -213,6 +214,7 @@ def time_together(
     moves = machine.bandwidth_calls()
 
     def before(name: str) -> None:
+        """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
         if name in named:
             method = named[name].method
             if method is None:
@@ -222,15 +224,17 @@ def time_together(
         machine.between_calls()
 
     def clock(name: str, call: Call) -> float:
+        """The seconds of a call; those of a rival are replaced by its own when it has finished."""
         return machine.wall_seconds(call) if name in named or name in others else machine.seconds(call)
 
     waits, own_wait = dict.fromkeys(others, 0.0), machine.waiting_clock()
 
     def take_turn(name: str) -> None:
+        """Let a rival take its turn, and note for how long its threads waited."""
         waits[name] += others[name].take_turn()
 
     def waited() -> float:
-        """What our threads have waited, and those of the rivals."""
+        """The seconds that our threads have waited, and those of the rivals."""
         return (own_wait() if own_wait else 0.0) + sum(waits.values())
 
     calls |= {name: partial(take_turn, name) for name in others}
@@ -287,7 +291,8 @@ def time_tokens(
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract; `transformers` is the library's own cache and attention, not compiled.
 
-    interleaved: all rows of this length were measured in turn, call by call. kept: as in `attention`. speedup_dense:
+    interleaved: all rows of this length were measured in turn, call by call; where programs do not fit in memory
+    together, ours were measured in turn with each of them. kept: as in `attention`. speedup_dense:
     over our dense attention, measured; speedup_allowed: what the bytes of weights and caches allow.
     against: the path of a program by its kind (rivals.KINDS). Then its rows follow ours, `transformers` is left out,
     and every row has `speedup_rivals`, how many times as fast it is as each of the rivals. Of llama.cpp's rows, that of
@@ -302,21 +307,24 @@ def time_tokens(
         decoders = [Decoder(spec, n) for spec in specs]
         if _by_difference(machine, compile):
             decoders += [Decoder(spec, FEW) for spec in specs]
-        contenders: list[Decoder | tuple[Path, Program]] = [*decoders]
+        contenders: list[Contender] = [*decoders]
         for kind, path in against.items():
             assert subject.file is not None
             turns = WARM_UP + rounds
             contenders += [(path, p) for p in programs(kind, subject.file, n, machine.threads, turns)]
-        together = not compile and sum(_bytes(subject, c, n) for c in contenders) < 0.85 * machine.free_bytes()
-        measured: dict[str, Measured] = {}
+        groups = _groups(machine, subject, decoders, contenders[len(decoders) :], n, compile)
+        parts: list[dict[str, Measured]] = []
         peak = 0.0
-        for group in [contenders] if together else [[contender] for contender in contenders]:
-            group_measured, bandwidth = _time_group(machine, subject, group, n, rounds, tick, compile)
-            measured, peak = {**measured, **group_measured}, max(peak, bandwidth)
+        for group in groups:
+            measured, bandwidth = _time_group(machine, subject, group, n, rounds, tick, compile)
+            parts, peak = [*parts, measured], max(peak, bandwidth)
             gc.collect()
         peaks.append(peak)
+        together = all(decoder.label in part for decoder in decoders for part in parts)
+        if not together:
+            parts = [{name: x for part in parts for name, x in part.items()}]
         setting = {"shape": subject.shape, "weights": subject.weights, "length": n, "interleaved": together}
-        for row in _rows(model, specs, n, rounds, measured, peak):
+        for row in _joined([_rows(model, specs, n, rounds, part, peak) for part in parts]):
             rows.append({**row, **setting, "compiled": compile and row["method"] != "transformers"})
     return {
         "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
@@ -324,7 +332,51 @@ def time_tokens(
     }  # fmt: skip
 
 
-def _bytes(subject: Subject, contender: Decoder | tuple[Path, Program], n: int) -> int:
+Contender = Decoder | tuple[Path, Program]
+
+
+def _groups(
+    machine: Machine,
+    subject: Subject,
+    decoders: Sequence[Decoder],
+    rivals: Sequence[Contender],
+    n: int,
+    compile: bool,
+) -> list[list[Contender]]:
+    """What is measured in turn: all, or else all of ours with each of the rivals, or else one after the other."""
+    free = 0.85 * machine.free_bytes()
+    choices: list[list[list[Contender]]] = [[[*decoders, *rivals]]]
+    if rivals:
+        choices.append([[*decoders, rival] for rival in rivals])
+    for groups in [] if compile else choices:
+        if all(sum(_bytes(subject, contender, n) for contender in group) < free for group in groups):
+            return groups
+    return [[contender] for contender in [*decoders, *rivals]]
+
+
+def _joined(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of one length from those of its groups, which have our methods in common.
+
+    Our rows are those of the group with the better setting of llama.cpp, or of the first group; how many times as fast
+    they are as a rival is that rival's group's. Rivals of different groups are compared by their medians.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    rivals = [row for part in parts for row in part if "bytes_read" not in row]
+    settings = [row for row in rivals if row["method"].startswith("llama.cpp")]
+    better = min(settings, key=lambda row: row["ms"], default=None)
+    chosen = next((part for part in parts if better in part), parts[0])
+    ours = [row for row in chosen if "bytes_read" in row]
+    for row in rivals:
+        row["speedup_rivals"] = {other["method"]: other["ms"] / row["ms"] for other in rivals}
+        row["better"] = row is better
+    for row in ours:
+        same = [other for part in parts for other in part if other["method"] == row["method"]]
+        row["speedup_rivals"] = {name: ratio for other in same for name, ratio in other["speedup_rivals"].items()}
+    return [*ours, *rivals]
+
+
+def _bytes(subject: Subject, contender: Contender, n: int) -> int:
     """An upper bound of the bytes that a contender takes besides our model."""
     if isinstance(contender, Decoder):
         return contender.bound(subject.model)
@@ -338,7 +390,7 @@ def _bytes(subject: Subject, contender: Decoder | tuple[Path, Program], n: int) 
 def _time_group(
     machine: Machine,
     subject: Subject,
-    contenders: Sequence[Decoder | tuple[Path, Program]],
+    contenders: Sequence[Contender],
     n: int,
     rounds: int,
     tick: Call,
@@ -353,9 +405,11 @@ def _time_group(
         raise ValueError(f"{name} after {tokens} tokens: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
     decoders = [contender for contender in contenders if isinstance(contender, Decoder)]
     with ExitStack() as running:
-        rivals = [running.enter_context(Rival(*c)) for c in contenders if not isinstance(c, Decoder)]
-        for rival in rivals:
-            rival.start()
+        rivals = list[Rival]()
+        for contender in contenders:
+            if not isinstance(contender, Decoder):
+                rivals.append(running.enter_context(Rival(*contender)))
+                rivals[-1].start()  # before the next one is there, so that none runs while another one prepares itself
         return time_together(machine, subject.model, decoders, rounds, tick, compile, rivals)
 
 

@@ -137,6 +137,7 @@ def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> Pretra
     name: str = metadata["general.architecture"]
 
     def get(key: str, default: Any = None) -> Any:
+        """A value of the metadata, which must be the same in all layers."""
         value = metadata.get(f"{name}.{key}", default)
         if isinstance(value, list):
             if len(set(value)) != 1:
