@@ -1,4 +1,4 @@
-// Fills the cache of llama.cpp's llama-bench instead of reading a long prompt, which takes an hour on a small machine.
+// Fills the cache of llama.cpp's llama-bench instead of reading a long prompt, which takes long.
 // A prompt of 32 tokens is read; then its keys and values are repeated up to the depth, through the functions of
 // llama.h that save and restore a sequence. Only the contents of the cache differ: what is timed afterwards is
 // llama.cpp's own. docs/reproduce.md says how to build llama-bench with it.

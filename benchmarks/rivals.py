@@ -4,8 +4,8 @@ It writes slices of 8 layers of Llama 2 7B (Q8_0 and Q4_K_M) and Llama 3 8B (Q4_
 `skimkv bench token --against` on each of them at every length. A result is one JSON file; what is there already is not
 measured again, so a run can be stopped and go on. At the end it prints all results as one table. PATH is a llama-bench,
 --fork that of the SparQ authors' llama.cpp. Leave the machine alone meanwhile. docs/reproduce.md says how to build a
-llama-bench that fills its cache: otherwise it reads a prompt for each of its two settings, which may take an hour. The
-files take 4 GB.
+llama-bench that fills its cache: otherwise it reads a prompt for each of its two settings, which takes long. The files
+take 4 GB.
 """
 
 from __future__ import annotations

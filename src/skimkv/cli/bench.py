@@ -406,10 +406,8 @@ def _print_rivals(result: Mapping[str, Any], title: str, rounds: int) -> None:
     for row in rows:
         if row not in shown:
             print(f"{row['method']} at {row['length']} tokens took {_milliseconds(row['ms'])} ms: the other is better.")
-    print(
-        "Our caches were filled with random tokens. llama-bench reads a prompt, unless it was built with a header that "
-    )
-    print("fills its cache; the fork fills its own.")
+    print("Our caches, and those of the fork, were filled without reading a prompt; llama-bench read one, unless it was")
+    print("built to fill its cache too (benchmarks/llama_bench_fill.h).")
     _print_interleaved(rows)
 
 
