@@ -406,8 +406,8 @@ def _print_rivals(result: Mapping[str, Any], title: str, rounds: int) -> None:
     for row in rows:
         if row not in shown:
             print(f"{row['method']} at {row['length']} tokens took {_milliseconds(row['ms'])} ms: the other is better.")
-    print("Our caches, and those of the fork, were filled without reading a prompt; llama-bench read one, unless it was")
-    print("built to fill its cache too (benchmarks/llama_bench_fill.h).")
+    print("Our caches, and those of the fork, were filled without reading a prompt; llama-bench read one, unless it")
+    print("was built to fill its cache too (benchmarks/llama_bench_fill.h).")
     _print_interleaved(rows)
 
 
