@@ -44,7 +44,12 @@ class Engine:
     def __init__(self, folder: str, method: str | None, args: argparse.Namespace) -> None:
         from vllm import LLM
 
+        from skimkv.methods import parse
+        from skimkv.methods.slots import SlotMethod
+
         options: dict[str, Any] = {"additional_config": {"skimkv": {"method": method}}} if method else {}
+        if method and not isinstance(parse(method), SlotMethod):
+            options["block_size"] = args.block
         self.method, self.args = method or "stock", args
         self.llm = LLM(
             folder, dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False,
@@ -98,6 +103,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512, help="Tokens of each answer.")
     parser.add_argument("--requests", type=int, default=40, help="Requests that all engines get.")
     parser.add_argument("--memory", type=number_of_bytes, default="25M", help="Bytes of the cache, such as 25M.")
+    parser.add_argument("--block", type=int, default=256, help="Tokens of a block, for methods that keep every token.")
     parser.add_argument("--layers", type=int, default=8, help="Layers of the model.")
     parser.add_argument("--method", action="append", help="A method of skimkv; may be given several times.")
     parser.add_argument("--out", type=Path, help="File of JSON Lines to write.")
