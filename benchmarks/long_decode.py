@@ -1,7 +1,7 @@
 """Decode a long text, and draw how well it is predicted along the way: python benchmarks/long_decode.py TEXT
 
-TEXT is a text file, such as wikitext-test.txt. The bundled model, which has 4,096 positions, is fed TEXT in blocks that
-every layer decodes token by token: by LMInfinite at positions in the cache, by LMInfinite at positions in the text, and
+TEXT is a text file, such as wikitext-test.txt. The bundled model is fed TEXT in blocks that every layer
+decodes token by token: by LMInfinite at positions in the cache, by LMInfinite at positions in the text, and
 densely until it breaks. A reference reads every window of the text densely and anew, after the tokens before it, at
 positions from 0.
 
@@ -23,14 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 import skimkv
 from skimkv.eval.shared_prompt import forward, record_prompt
+from skimkv.hf.load import BUILTIN
 
 OUT = Path(__file__).parents[1] / "docs" / "figures" / "long_decode"
 TOKENS, DENSE_TOKENS, WINDOW, BLOCK = 100_000, 16_000, 2_000, 250
 CACHE, TEXT, DENSE = "LMInfinite(k=1024, positions='cache')", "LMInfinite(k=1024)", "Dense()"
 METHODS = {CACHE: TOKENS, TEXT: TOKENS, DENSE: DENSE_TOKENS}
+POSITIONS = AutoConfig.from_pretrained(BUILTIN).max_position_embeddings
 REFERENCE, CONTEXT = "read anew", 1024  # tokens before a window that the reference reads with it
 
 
@@ -124,14 +127,20 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         difference.plot(ends, [a - b for a, b in zip(nats, reference, strict=False)], **style)
         memory.plot([0, *ends], [0, *(window["cache_bytes"] / 1e6 for window in windows)], **style)
     for ax in (loss, difference, memory):
-        ax.axvline(4096, color="0.4", linestyle="--", linewidth=1)
+        ax.axvline(POSITIONS, color="0.4", linestyle="--", linewidth=1)
         ax.set_xlim(0, 1.02 * TOKENS)
         ax.set_xticks(
             range(0, TOKENS + 1, TOKENS // 4), [f"{n:,}" for n in range(0, TOKENS + 1, TOKENS // 4)], fontsize=8
         )
     loss.set_ylim(bottom=0)
     memory.set_ylim(bottom=0)
-    memory.text(4096 + TOKENS / 50, memory.get_ylim()[1] / 8, "the model's 4,096 positions", fontsize=8, color="0.3")
+    memory.text(
+        POSITIONS + TOKENS / 50,
+        memory.get_ylim()[1] / 8,
+        f"the model's {POSITIONS:,} positions",
+        fontsize=8,
+        color="0.3",
+    )
     label_axes(loss, "Loss along the text, mean of 2,000 tokens", "tokens", "nats per token")
     label_axes(difference, "Difference to the grey line", "tokens", "nats per token")
     label_axes(memory, "Cache", "tokens", "MB")

@@ -35,7 +35,7 @@ def test_a_small_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert_mistake(run(capsys, "demo", "--out", "no-such-folder/x.png"), "there is no folder no-such-folder")
-    assert_mistake(run(capsys, "demo", "--lines", "1000"), "14473 tokens do not fit the 4096")
+    assert_mistake(run(capsys, "demo", "--lines", "1000"), "14510 tokens do not fit the 8192")
     assert_mistake(run(capsys, "demo", "--asked", "0"), "--asked 0 must be at least 1")
 
 

@@ -113,7 +113,7 @@ def test_a_finished_run_has_no_times(tmp_path, capsys):
     [
         (["--task", "lins"], "did you mean lines"),
         (["--task", "lines(liness=3)"], "liness"),
-        (["--task", "passkey(length=90000)"], "4096"),
+        (["--task", "passkey(length=90000)"], "8192"),
         (["--method", "SparQ(r=128, k=8)"], "64"),
         (["--method", "SparkQ(r=1)"], "SparQ"),
         (["--mode", "seeing"], "seeing"),
@@ -222,8 +222,8 @@ def test_divergences(tmp_path, capsys):
     table = " ".join(capsys.readouterr().out.split())
     assert "same top token" in table and "nats a token" in "".join(table.replace("│", " ").split("  "))
     assert "lower is" in table and f"{sparse['kl_p99']:.3g}" in table
-    assert main([*argv[:2], "kl(context=5000)", *argv[3:]]) == 2
-    assert "exceed the model's 4096 positions" in capsys.readouterr().err
+    assert main([*argv[:2], "kl(context=10000)", *argv[3:]]) == 2
+    assert "exceed the model's 8192 positions" in capsys.readouterr().err
 
 
 def test_what_stands_where_no_time_is_given(tmp_path, capsys):

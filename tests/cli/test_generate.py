@@ -106,8 +106,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: st
 
 
 def test_past_the_positions_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "generate", "--prompt", "x " * 2500, "--max-new-tokens", "2")
-    assert status == 0 and re.search(r"\d+ tokens go past the 4096 positions", err)
+    status, _, err = run(capsys, "generate", "--prompt", "x " * 4500, "--max-new-tokens", "2")
+    assert status == 0 and re.search(r"\d+ tokens go past the 8192 positions", err)
 
 
 def test_a_prompt_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
     (["--channels", "int2"], "--channels 'int2' is not one of 'none', 'copy'"),
     (["--prompt", "8"], "--prompt 8 must be at least 32"),
     (["--pieces", "1"], "--pieces 1 must be at least 2"),
-    (["--prompt", "5000"], "do not fit the 4096 positions"),
+    (["--prompt", "10000"], "do not fit the 8192 positions"),
     (["--pieces", "400"], "too few for --pieces 400"),
     (["--text", "nowhere.txt"], "nowhere.txt: there is no such file"),
     (["--out", "no/such/t.jsonl"], "there is no folder no/such"),

@@ -179,8 +179,8 @@ def test_documents_that_are_too_short(documents, tmp_path):
         ValueError, match=r"\A[^\n]*no document of .*a\.txt has context \+ reference = 108 tokens, the l"
     ):
         plan_job(setup, tasks.parse(TASK), "blind", [Dense()], tmp_path / "a.txt", 9)
-    with pytest.raises(ValueError, match=r"context \+ reference = 5256 tokens exceed the model's 4096 positions"):
-        plan_job(setup, tasks.parse("kl(context=5000)"), "blind", [Dense()], tmp_path, 9)
+    with pytest.raises(ValueError, match=r"context \+ reference = 10256 tokens exceed the model's 8192 positions"):
+        plan_job(setup, tasks.parse("kl(context=10000)"), "blind", [Dense()], tmp_path, 9)
     with pytest.raises(ValueError, match=r"no document of .* = 108 tokens, the longest has"):
         read_documents(setup.tokenizer, tmp_path / "a.txt", 96, 12)
     (tmp_path / "a.txt").write_text(" \n")

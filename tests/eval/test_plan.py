@@ -95,8 +95,8 @@ def test_a_fingerprint_is_of_the_weights():
 def test_examples_longer_than_the_positions_are_for_methods_that_count_them_in_their_cache():
     setup, _ = small_job()
     dense, text, cache = map(skimkv.parse, ("Dense()", "LMInfinite(k=64)", "LMInfinite(k=64, positions='cache')"))
-    long, short = tasks.parse("passkey(length=12000)"), tasks.parse("passkey(length=2000)")
-    with pytest.raises(ValueError, match="no example fits the model's 4096 positions"):
+    long, short = tasks.parse("passkey(length=26000)"), tasks.parse("passkey(length=2000)")
+    with pytest.raises(ValueError, match="no example fits the model's 8192 positions"):
         plan_evaluation(setup, [long], [dense, text], limit=2)
     plan = plan_evaluation(setup, [short, long], [dense, text, cache], limit=2)
     assert [(job.task.spec, job.methods) for job in plan.jobs] == [
@@ -106,6 +106,6 @@ def test_examples_longer_than_the_positions_are_for_methods_that_count_them_in_t
     assert "LMInfinite(k=64, positions='cache')" in plan.notes[-1]
     for planned in (planned for group in plan.jobs[1].groups for planned in group):
         ids = planned.prompt + planned.question.feed
-        assert len(planned.prompt) == 4096 and len(ids) > 4500
+        assert len(planned.prompt) == 8192 and len(ids) > 9000
         whole = builtin()[1].decode(ids, skip_special_tokens=True)
         assert whole == planned.example.context + planned.example.question

@@ -95,7 +95,7 @@ def test_an_example_longer_than_the_positions_is_answered_from_the_cache():
     """The passkey stands at the end, within the window."""
     setup, _ = small_job()
     method = skimkv.parse("LMInfinite(k=512, positions='cache')")
-    plan = plan_evaluation(setup, [tasks.parse("passkey(length=12000)")], [method], limit=2)
+    plan = plan_evaluation(setup, [tasks.parse("passkey(length=24000)")], [method], limit=2)
     records = list(run_job(setup, plan.jobs[0], set()))
-    assert len(records) == 2 and all(record.prompt_tokens == 4096 and record.fed_tokens > 400 for record in records)
+    assert len(records) == 2 and all(record.prompt_tokens == 8192 and record.fed_tokens > 400 for record in records)
     assert all(record.steps == record.fed_tokens + record.new_tokens - (record.output == "" or 1) for record in records)

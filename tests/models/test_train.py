@@ -56,7 +56,7 @@ def test_the_command_from_nothing_and_from_a_model(workspace: Path, capsys: pyte
         (["--stage", "8:2:1e-3"], "need LENGTH >= 64"),
         (["--stage", "64:0:1e-3"], "STEPS >= 1"),
         (["--stage", "64:1:nan"], "0 < LR < 1"),
-        (["--stage", "32768:1:1e-3"], "a stage of 32768 tokens: the model has 16384 positions"),
+        (["--stage", "32768:1:1e-3"], "a stage of 32768 tokens: the model has 8192 positions"),
         (["--device", "tpu"], "--device 'tpu' is unknown"),
         (["--device", "mps"], "--device mps: training runs on cpu or cuda"),
         (["--text", "no-such-folder"], "--text no-such-folder: there is no such file"),

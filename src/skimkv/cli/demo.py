@@ -18,7 +18,7 @@ KEPT_ANSWERS = 0.9  # a method keeps dense attention's quality if it gives at le
 
 
 def demo(
-    lines: Annotated[int, typer.Option(min=1, help="Number of lines of the record; a line has about 15 tokens.")] = 190,
+    lines: Annotated[int, typer.Option(min=1, help="Number of lines of the record; a line has about 14 tokens.")] = 500,
     asked: Annotated[int, typer.Option(min=1, help="Number of questions; each asks for one line of the record.")] = 20,
     seed: Seed = 0,
     out: Annotated[Path, output_figure("Save the figure to this file (.png, .pdf or .svg).", "--out")] = Path(
