@@ -85,7 +85,7 @@ class Demo:
         self._prompt = record_prompt(self.model, torch.tensor([ids]), new_tokens=most)
 
     def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids
 
     @torch.inference_mode()

@@ -88,7 +88,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
             raise ValueError("--chat: this model's tokenizer has no chat template")
         turn = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(prompt, add_special_tokens=not chat).input_ids
+    ids: list[int] = tokenizer(prompt, add_special_tokens=not chat, verbose=False).input_ids
     bos = tokenizer.bos_token_id
     if not chat and bos is not None and ids[:1] != [bos] and getattr(tokenizer, "add_bos_token", None) is not False:
         ids = [bos, *ids]
