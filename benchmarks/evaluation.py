@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("data", type=Path, metavar="DATA")
     parser.add_argument("--out", type=Path, default=Path("evaluation"), metavar="FOLDER")
     parser.add_argument("--text", type=Path, help="the text of the divergence (default: DATA/wikitext-test.txt)")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt and its answer")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt and its answer")
     parser.add_argument("--limit", type=int, default=10, help="examples of each task, and twice as many documents")
     parser.add_argument("--without", nargs="*", default=[], help="tasks of RULER to leave out")
     parser.add_argument("--model", default="builtin")
