@@ -25,6 +25,7 @@ MODELS = {
 }
 LAYERS, LENGTHS = 8, (16384, 32768)
 WRITER = Path(__file__).with_name("write_gguf.py")
+BENCH = [sys.executable, "-m", "skimkv.cli", "bench", "token"]
 
 
 def commands(options: argparse.Namespace) -> Iterator[tuple[Path, list[list[str]]]]:
@@ -35,7 +36,7 @@ def commands(options: argparse.Namespace) -> Iterator[tuple[Path, list[list[str]
             shape, type = MODELS[name]
             file = options.folder / f"{name}.gguf"
             write = [sys.executable, str(WRITER), str(file), "--shape", shape, "--layers", str(LAYERS), "--type", type]
-            bench = [sys.executable, "-m", "skimkv.cli", "bench", "token", "--model", str(file)]
+            bench = [*BENCH, "--model", str(file)]
             bench += ["--length", str(length), "--rounds", str(options.rounds), "--json"]
             bench += [word for program in programs for word in ("--against", program)]
             yield options.folder / f"{name}-{length}.json", [*([] if file.exists() else [write]), bench]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,15 @@ print(json.dumps({"rows": [
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch):
-    """The script, with stand-ins for the two programs that it runs: they count their calls in a file."""
+    """The script, with stand-ins for the two programs that it runs."""
     spec = importlib.util.spec_from_file_location("benchmarks_rivals", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    package = tmp_path / "stand_in" / "skimkv"
-    package.mkdir(parents=True)
-    package.joinpath("__init__.py").touch()
-    package.joinpath("cli.py").write_text(BENCH)
-    writer = tmp_path / "writer.py"
+    bench, writer = tmp_path / "bench.py", tmp_path / "writer.py"
+    bench.write_text(BENCH)
     writer.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))")
     monkeypatch.setattr(module, "WRITER", writer)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setattr(module, "BENCH", [sys.executable, str(bench)])
     return module
 
 

@@ -16,7 +16,7 @@ class Letters:
     def __init__(self, bos: int | None) -> None:
         self.bos_token_id = bos
 
-    def __call__(self, text: str, add_special_tokens: bool) -> Any:
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> Any:
         return SimpleNamespace(input_ids=[ord(character) for character in text])
 
 
