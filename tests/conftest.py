@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 import skimkv
 
@@ -15,6 +16,9 @@ if "SKIMKV_LIBRARY" in os.environ:  # a folder with another build of the kernels
     skimkv.__path__.insert(0, os.environ["SKIMKV_LIBRARY"])
 
 from skimkv import ops
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)  # the same examples on every machine
+settings.load_profile("repeatable")
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # as the command line: read once, when transformers is imported
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -74,7 +74,7 @@ def test_few_give_no_interval():
     assert score_interval([math.inf] * 6, range(6), math.inf) == (None, None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([1.0, 100.0, 256.0, math.inf]), st.booleans())
 def test_no_interval_leaves_the_range(data, greatest, difference):
     least = -greatest if difference else 0.0

@@ -111,7 +111,7 @@ def radius(points, centres):
     return max(min((sum((a - b) ** 2 for a, b in zip(p, c, strict=True))) ** 0.5 for c in centres) for p in points)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=3, max_size=9), st.integers(1, 3))
 def test_at_most_twice_the_optimal_radius(points, k):
     """Dyer and Frieze 1985: the guarantee of the greedy choice, against every choice of k of the points."""

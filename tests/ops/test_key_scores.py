@@ -31,7 +31,7 @@ def close(got, want, q, k, scale):
 
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_kernel_is_the_reference(isa, data):
     draw = data.draw

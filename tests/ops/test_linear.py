@@ -130,7 +130,7 @@ def test_blocks_are_those_of_the_format():
 
 
 @pytest.mark.skipif(not NATIVE, reason="no native library")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 70), st.integers(1, 6), st.integers(1, 20), st.sampled_from(list(EPS)), st.data())
 def test_any_shape_and_stride(out, blocks, n, dtype, data):
     inputs, step = 32 * blocks, data.draw(st.sampled_from([0, 1, 3]))

@@ -240,7 +240,7 @@ def test_stream_and_its_append(isa, D, delta, scale, dtype):
     torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_shape_stride_and_type(data):
     draw = data.draw

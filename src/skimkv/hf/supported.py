@@ -81,7 +81,8 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
         is_decoder = isinstance(module, PreTrainedModel) and module.config is config
         if is_decoder and not module._can_set_attn_implementation():
             raise ValueError(f"{name} is not supported: it does not take another attention function")
-    kinds: set[Any] = {type(module) for module in modules}
+    # In the model's order, not a set's, so that the same model always gets the same message.
+    kinds: list[Any] = list(dict.fromkeys(type(module) for module in modules))
     for kind in kinds:
         if attends(kind) == "alone":
             raise ValueError(f"{name} is not supported: {kind.__name__} does not take another attention function")
