@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -32,6 +33,7 @@ METHODS = [
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "SLOW", math.inf)  # all of PyTorch's paths are timed, however long they take
 
 
 @pytest.mark.parametrize("machine", [Cpu, StandInGpu])
@@ -56,6 +58,16 @@ def test_rows_keep_the_contract(machine):
             assert 0 <= row["kept"] <= 2
         assert sum(row["best_of_torch"] for row in rows.values()) == 1
         assert min(row["speedup_best"] for row in rows.values()) <= 1
+
+
+def test_slow_paths_of_pytorch_are_named_and_not_timed(monkeypatch):
+    monkeypatch.setattr(bench, "SLOW", 2.0)
+    seconds = {"torch:a": 1.0, "torch:b": 2.0, "torch:c": 2.1, "Dense()": 0.5, "SparQ(r=8, k=32)": 9.0}
+    assert bench.slow_paths(seconds) == ["torch:c"]
+    monkeypatch.setattr(bench, "slow_paths", lambda seconds: ["torch:matmul:float32"])
+    out = bench.attention(Cpu(), Shape(1, 1, 1, 16), [300], [], torch.float32, 2)
+    assert out["skipped"] == ["300 tokens: PyTorch's matmul:float32: over 2 times as long as its best path"]
+    assert "torch:matmul:float32" not in {row["method"] for row in out["rows"]}
 
 
 @pytest.mark.parametrize("machine", [Cpu, StandInGpu])

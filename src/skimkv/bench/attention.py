@@ -33,6 +33,7 @@ from .machine import Call, Machine, nothing, peak_bandwidth
 from .rounds import Timings, is_delayed, take_turns
 from .torch_baseline import dense_calls, dtype_of
 
+SLOW = 2.0  # a path of PyTorch's that takes so many times as long as its fastest is not timed
 MOST_SETS = 64  # of caches that are taken in turn
 PAPER_GRID = {
     "batch": (1, 4, 16, 64), "length": (1024, 4096, 16384, 65536), "r": (16, 32, 64), "k": (64, 128, 256, 512),
@@ -81,7 +82,8 @@ def attention(
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract for every length and method; PyTorch's dense paths are rows too.
 
-    `skipped` has a line for each length whose caches do not fit in memory. kept: the calls of a row that count, which
+    `skipped` has a line for each length whose caches do not fit in memory, and for each length at which paths of
+    PyTorch's were too slow to be timed. kept: the calls of a row that count, which
     are those that other processes did not delay (`rounds.is_delayed`); if all were delayed, all count and kept is 0.
     waits_known: whether the system tells how long threads waited. profile: `stages` has a row for each method, as
     `stage_row` gives it. against: "onnxruntime" adds rows of its dense attention, by the type of its cache; on a CPU.
@@ -97,6 +99,8 @@ def attention(
             continue
         contenders = candidates(machine, shape, n, specs, dtype, sets, onnx)
         timings, peak = race(machine, contenders, rounds, tick)
+        if slow := [name.removeprefix("torch:") for name in contenders if name not in timings.seconds]:
+            skipped.append(f"{n} tokens: PyTorch's {', '.join(slow)}: over {SLOW:g} times as long as its best path")
         for method in specs if profile else ():
             stages.append({**stage_row(machine, contenders[repr(method)], shape, rounds, tick), "length": n})
             stages[-1]["method"] = repr(method)
@@ -224,7 +228,10 @@ def rotate(x: Tensor, to: Tensor) -> None:
 def race(
     machine: Machine, candidates: Mapping[str, Candidate], rounds: int, tick: Call = nothing
 ) -> tuple[Timings, float]:
-    """Return the seconds of one step of each candidate, and the machine's bandwidth in bytes per second."""
+    """Return the seconds of one step of each candidate, and the machine's bandwidth in bytes per second.
+
+    Paths of PyTorch's that are slow in the warm-up (`slow_paths`) are left out.
+    """
     repeats = {name: -(-machine.least_steps // len(candidate)) for name, candidate in candidates.items()}
 
     def run(name: str) -> None:
@@ -232,9 +239,12 @@ def race(
         for _ in range(repeats[name]):
             candidates[name].run()
 
+    warm_up = dict[str, float]()
     for name in [*candidates] * 2:  # all before the first capture: what is made once is made then
-        run(name)
+        warm_up[name] = machine.seconds(partial(run, name)) / len(candidates[name])
         candidates[name].undo()
+    slow = slow_paths(warm_up)
+    candidates = {name: candidate for name, candidate in candidates.items() if name not in slow}
     stores = [step.store for candidate in candidates.values() for step in candidate if step.store is not None]
     valid, calls = machine.footing(stores), dict[str, Call]()
     for name, candidate in candidates.items():
@@ -256,6 +266,16 @@ def race(
         candidate.undo()
     steps = {name: [s / len(candidates[name]) for s in measured.seconds[name]] for name in candidates}
     return Timings(steps, measured.waited), peak_bandwidth(moves, measured.seconds)
+
+
+def slow_paths(seconds: Mapping[str, float]) -> list[str]:
+    """Return PyTorch's paths that take more than SLOW times as long as the fastest of them.
+
+    They are of no interest, and over long caches they disturb the others: each call takes gigabytes of memory from the
+    system and gives them back, and keeps all processors busy for a second.
+    """
+    theirs = [name for name in seconds if name.startswith("torch:")]
+    return [name for name in theirs if seconds[name] > SLOW * min(seconds[other] for other in theirs)]
 
 
 def stage_row(
