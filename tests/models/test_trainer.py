@@ -90,13 +90,15 @@ def test_a_state_of_other_stages_or_no_state(tmp_path: Path, maker: RowMaker) ->
 
 
 def test_a_share_of_no_kind() -> None:
-    assert kind_shares(records=0.25, copies=0.5) == (0.5, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0)
+    assert kind_shares(records=0.25, copies=0.5) == (0.5, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="rows of kind essays: must be of copies, pairs"):
         kind_shares(essays=1.0)
 
 
 def test_stages_that_have_not_begun_may_change(tmp_path: Path, maker: RowMaker) -> None:
-    torch.save(trainer(maker).state(), tmp_path / "state.pt")
+    begun = trainer(maker)
+    begun.train(maker.batch("a", 64, 4, ALL_KINDS))
+    torch.save(begun.state(), tmp_path / "state.pt")
     other = Stage(128, 5, 1e-3, ALL_KINDS, 128)
     longer = trainer(maker)
     longer.stages = [STAGES[0], other, other]
@@ -106,6 +108,16 @@ def test_stages_that_have_not_begun_may_change(tmp_path: Path, maker: RowMaker) 
     changed.stages = [other, STAGES[1]]
     with pytest.raises(ValueError, match="other stages or another seed"):
         changed.restore(tmp_path / "state.pt")
+
+
+def test_a_finished_training_goes_on_with_a_new_stage(tmp_path: Path, maker: RowMaker) -> None:
+    finished = trainer(maker)
+    finished.start(len(STAGES))
+    torch.save(finished.state(), tmp_path / "state.pt")
+    longer = trainer(maker)
+    longer.stages = [*STAGES, Stage(128, 5, 1e-3, ALL_KINDS, 128)]
+    longer.restore(tmp_path / "state.pt")
+    assert (longer.stage, longer.step) == (len(STAGES), 0)
 
 
 def test_a_stage_raises_the_base_of_the_positions_and_those_after_it_keep_it(maker: RowMaker) -> None:

@@ -1,4 +1,4 @@
-"""What the bundled model is trained on: rows of tokens of nine kinds, with a weight for each token.
+"""What the bundled model is trained on: rows of tokens of ten kinds, with a weight for each token.
 
 copies: random tokens, parts of which come again; only looking back can tell what follows
 pairs: random keys and random values, some of which come again: a record without words
@@ -6,7 +6,7 @@ passages: text, parts of which come again after it, as the task `repetition` ask
 facts: sentences hidden in text or in filler, and asked for after it, as `passkey` and `needle` ask
 records: lines with a key and a number, some of which are asked for, as `record` and `lines` ask
 prose: text and nothing else, every token of which weighs
-needles, variables, counts: what RULER asks for, in ruler.py
+needles, uuids, variables, counts: what RULER asks for, in ruler.py
 
 Only what can be known weighs: what is copied or answered, and plain text a little.
 """
@@ -30,7 +30,7 @@ from . import noise, ruler
 from .noise import BOS, EOS, Row
 from .ruler import Piece
 
-KINDS = ("copies", "pairs", "passages", "facts", "records", "prose", "needles", "variables", "counts")
+KINDS = ("copies", "pairs", "passages", "facts", "records", "prose", "needles", "variables", "counts", "uuids")
 HELD_OUT = 0.1  # the last part of every file, never trained on
 LEAST_CHARACTERS = 20_000  # of text to train on
 RECORD_LINES = ("{}: {}\n", lines.LINE)  # short, as in the task `record`; long, as in `lines`
@@ -230,7 +230,12 @@ class RowMaker:
 
     def needles(self, rng: random.Random, length: int) -> Row:
         """Make a row with hidden needles, and questions for them."""
-        return self._tokenise(ruler.needles(rng, length, self.material), length, 0.02)
+        of_uuids = length > ruler.LONG and rng.random() < 0.15
+        return self._tokenise(ruler.needles(rng, length, self.material, of_uuids), length, 0.02)
+
+    def uuids(self, rng: random.Random, length: int) -> Row:
+        """Make a row with hidden needles whose values are UUIDs, and so are the keys of half of them."""
+        return self._tokenise(ruler.needles(rng, length, self.material, True), length, 0.02)
 
     def variables(self, rng: random.Random, length: int) -> Row:
         """Make a row with chains of assignments, and questions for them.

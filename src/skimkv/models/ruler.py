@@ -34,9 +34,11 @@ class Material(NamedTuple):
     words: Sequence[str]
 
 
-def needles(rng: random.Random, length: int, material: Material) -> list[Piece]:
-    """Make a text of about `length` tokens with needles hidden in it, and questions for some of them."""
-    of_uuids = length > LONG and rng.random() < 0.15
+def needles(rng: random.Random, length: int, material: Material, of_uuids: bool) -> list[Piece]:
+    """Make a text of about `length` tokens with needles hidden in it, and questions for some of them.
+
+    of_uuids: the values are UUIDs, and in half the texts the keys too; otherwise the values are numbers, the keys words.
+    """
     kinds = "uuids" if of_uuids else "numbers"
     keys_are_uuids = of_uuids and rng.random() < 0.5
     haystack = rng.choices(("prose", "filler", "needles"), (0.45, 0.2, 0.35))[0]

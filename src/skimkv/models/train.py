@@ -47,6 +47,9 @@ TEXT = kind_shares(
 LAST_TEXT = kind_shares(
     copies=0.02, passages=0.24, facts=0.08, records=0.2, prose=0.13, needles=0.18, variables=0.08, counts=0.07
 )
+LOOKUPS = kind_shares(
+    passages=0.22, facts=0.04, records=0.2, prose=0.06, needles=0.2, uuids=0.2, variables=0.04, counts=0.04
+)
 STAGES = (
     Stage(64, 300, 2e-3, COPIES, 4096),
     Stage(64, 200, 2e-3, PAIRS, 4096),
@@ -57,6 +60,7 @@ STAGES = (
     Stage(2048, 450, 1.4e-3, TEXT),
     Stage(4096, 600, 1.3e-3, TEXT),
     Stage(8192, 480, 1.2e-3, LAST_TEXT, theta=2e6),
+    Stage(8192, 800, 1.2e-3, LOOKUPS),
 )
 TRAINING_OPTIONS = "Training options"
 

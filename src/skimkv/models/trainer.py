@@ -38,8 +38,8 @@ class Stage(NamedTuple):
 
 def kind_shares(**shares: float) -> tuple[float, ...]:
     """Return the share of each of KINDS, 0 for those not named. Raises ValueError if there is no such kind."""
-    if not shares.keys() <= set(KINDS):
-        raise ValueError(f"rows of kind {', '.join(shares.keys() - set(KINDS))}: must be of {', '.join(KINDS)}")
+    if unknown := [kind for kind in shares if kind not in KINDS]:
+        raise ValueError(f"rows of kind {', '.join(unknown)}: must be of {', '.join(KINDS)}")
     return tuple(shares.get(kind, 0.0) for kind in KINDS)
 
 
@@ -143,7 +143,7 @@ class Trainer:
         """
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
-            begun = state["at"][0] + 1
+            begun = state["at"][0] + (state["at"][1] > 0)
             stages = [Stage(*stage) for stage in state["stages"]]
             is_same = state["seed"] == self.seed and stages[:begun] == list(self.stages[:begun])
             if is_same:
