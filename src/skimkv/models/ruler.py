@@ -37,7 +37,7 @@ class Material(NamedTuple):
 def needles(rng: random.Random, length: int, material: Material, of_uuids: bool) -> list[Piece]:
     """Make a text of about `length` tokens with needles hidden in it, and questions for some of them.
 
-    of_uuids: the values are UUIDs, and in half the texts the keys too; otherwise the values are numbers, the keys words.
+    of_uuids: values are UUIDs, and in half the texts keys too; otherwise values are numbers, and keys words.
     """
     kinds = "uuids" if of_uuids else "numbers"
     keys_are_uuids = of_uuids and rng.random() < 0.5
