@@ -275,11 +275,12 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     @property
     def store(self) -> Store | None:
-        """The cached tokens; None before the first block. A store that is put here uses this cache's workspace."""
+        """The cached tokens; None before the first block."""
         return self._store
 
     @store.setter
     def store(self, store: Store | None) -> None:
+        """Put a store here; it uses this cache's workspace from now on."""
         self._store = store
         self._share_workspace()
 

@@ -218,6 +218,7 @@ def main(
         trainer.restore(state)
 
     def save() -> None:
+        """Keep the state of the training, and the model as it is now."""
         folder.replace_file(state, lambda path: torch.save(trainer.state(), path))
         shape.rope_parameters["rope_theta"] = network.theta
         folder.save_model(network, shape, tokenizer, out)

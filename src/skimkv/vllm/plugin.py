@@ -45,6 +45,7 @@ def _wrap(platform: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 def _configure_after(check_and_update_config: Any) -> Any:
     @functools.wraps(check_and_update_config)
     def wrapped(vllm_config: Any) -> None:
+        """Let the platform check its settings, and then, if a method is asked for, make them fit it."""
         check_and_update_config(vllm_config)
         if isinstance(vllm_config.additional_config, dict) and KEY in vllm_config.additional_config:
             configure(vllm_config)
@@ -55,7 +56,7 @@ def _configure_after(check_and_update_config: Any) -> Any:
 def _choose_before(backends: Any, get_attn_backend_cls: Any) -> Any:
     @functools.wraps(get_attn_backend_cls)
     def wrapped(selected_backend: Any, *arguments: Any, **keywords: Any) -> Any:
-        # The CPU platform has no choice of backends: it would answer with its own.
+        """Name our backend if it was selected: the CPU platform has no choice, and would answer with its own."""
         if selected_backend is backends.CUSTOM and backends.CUSTOM.get_path() == BACKEND:
             from vllm.config import get_current_vllm_config
 
