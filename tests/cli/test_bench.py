@@ -12,7 +12,7 @@ import torch
 from skimkv.bench import attention as bench_attention
 from skimkv.bench import machine as machines
 from skimkv.bench import rivals
-from skimkv.cli.bench import STAGES
+from skimkv.cli.bench.table import STAGES
 from support.command_line import answer, assert_mistake, run
 from support.gguf_files import tiny, write
 from support.kernels import NATIVE

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from . import bench
 from .analyse import analyse
+from .bench.app import app as bench
 from .demo import demo
 from .errors import carry_out
 from .eval import evaluate
@@ -40,7 +40,7 @@ app.command("info", rich_help_panel=START)(info)
 app.command("serve", rich_help_panel=START)(serve)
 app.command("eval", rich_help_panel=QUALITY)(evaluate)
 app.command("tune", rich_help_panel=QUALITY)(tune)
-app.add_typer(bench.app, name="bench", rich_help_panel=SPEED)
+app.add_typer(bench, name="bench", rich_help_panel=SPEED)
 app.command("roofline", rich_help_panel=SPEED)(roofline)
 app.command("analyse", rich_help_panel=EXPLAIN)(analyse)
 app.command("plot", rich_help_panel=QUALITY)(plot)

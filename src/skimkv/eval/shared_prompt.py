@@ -235,7 +235,10 @@ def _with_layers(cache: Cache, layers: list[Any]) -> Cache:
     return twin
 
 
-def layer_shapes(model: Any) -> set[tuple[Shape, torch.dtype]]:
-    """The shapes and dtypes of the layers that a method serves, found by running the model on one token."""
+def layer_shapes(model: Any) -> list[tuple[Shape, torch.dtype]]:
+    """The different shapes and dtypes of the layers that a method serves, in the layers' order.
+
+    They are found by running the model on one token.
+    """
     prompt = record_prompt(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
-    return {(layer.shape, layer.k.dtype) for layer in prompt.recorded.values()}
+    return list(dict.fromkeys((layer.shape, layer.k.dtype) for layer in prompt.recorded.values()))
