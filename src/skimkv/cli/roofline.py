@@ -10,7 +10,7 @@ import typer
 
 from ..hf.load import DTYPES
 from . import output
-from .bench import METHODS, Methods
+from .bench.options import METHODS, Methods
 from .options import MODEL_OPTIONS, Json, Plot, check_dtype
 
 if TYPE_CHECKING:

@@ -1,0 +1,130 @@
+"""The options that several benchmarks share, and what they make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...hf.load import DTYPES
+from ..options import MODEL_OPTIONS, check_dtype, methods_option, resolve_device
+
+if TYPE_CHECKING:
+    from ...bench.machine import Machine
+
+SPARQ = "SparQ(r=32, k=128"
+METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')"]
+LENGTHS = [4096, 16384]
+
+Methods = Annotated[list[str] | None, methods_option("Dense and three kinds of SparQ")]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--length",
+        min=1,
+        metavar="TOKENS",
+        show_default=" and ".join(map(str, LENGTHS)),
+        help="Number of tokens in the cache. May be given several times.",
+    ),
+]
+CacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        callback=check_dtype,
+        rich_help_panel=MODEL_OPTIONS,
+        help="Number format of queries, keys and values: float32, bfloat16 or float16.",
+    ),
+]
+HeadDim = Annotated[
+    int, typer.Option("--head-dim", min=1, rich_help_panel=MODEL_OPTIONS, help="Number of channels of a head.")
+]
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=1, help="Times that everything is measured; the median of them is shown.")
+]
+Threads = Annotated[
+    int,
+    typer.Option(
+        "--threads",
+        min=0,
+        show_default="as PyTorch is set",
+        help="Number of CPU threads; 0 leaves PyTorch's number as it is.",
+    ),
+]
+
+ModelShape = Annotated[
+    str,
+    typer.Option(
+        "--shape",
+        metavar="NAME",
+        rich_help_panel=MODEL_OPTIONS,
+        help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
+    ),
+]
+ModelLayers = Annotated[
+    int,
+    typer.Option(
+        "--layers", min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all."
+    ),
+]
+RandomWeights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="FORMAT",
+        rich_help_panel=MODEL_OPTIONS,
+        help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
+    ),
+]
+
+
+def _check_lengths(values: list[str] | None) -> list[str] | None:
+    for text in values or ():
+        prompt, _, new = text.partition("+")
+        if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
+            raise ValueError(f"--length {text!r} must be tokens of a prompt + new tokens, such as 512+1024")
+    return values
+
+
+def pairs_of_tokens(lengths: Sequence[str]) -> list[tuple[int, int]]:
+    """The tokens of a prompt and the new tokens, for each of these texts."""
+    return [(int(prompt), int(new)) for prompt, _, new in (text.partition("+") for text in lengths)]
+
+
+def lengths_option(default: Sequence[str]) -> Any:
+    """Make the option for prompts and answers of several lengths."""
+    return typer.Option(
+        "--length", metavar="P+N", callback=_check_lengths, show_default=" and ".join(default),
+        help="Tokens of a prompt, and new tokens after it. May be given several times.",
+    )  # fmt: skip
+
+
+def check_weights(shape: str, weights: str) -> str:
+    """Return PyTorch's name of a format of weights. Raises ValueError if it is unknown, or the model's shape is."""
+    from ...bench.shapes import check_model
+
+    weights = DTYPES.get(weights, weights)
+    check_model(shape, weights)
+    return weights
+
+
+def canonical_methods(specs: Sequence[str]) -> list[str]:
+    """Return the specs as methods print themselves. Raises ValueError if one is wrong."""
+    from ...methods import parse
+
+    return [repr(parse(spec)) for spec in specs]
+
+
+def machine_to_measure(device: str, threads: int) -> Machine:
+    """Set PyTorch's threads, and return the machine to measure. Raises ValueError if it is not there."""
+    import torch
+
+    from ...bench.machine import machine_for
+
+    if threads:
+        torch.set_num_threads(threads)
+    if device.startswith("mps"):
+        return machine_for(torch.device(device))  # which says what benchmarks run on
+    return machine_for(resolve_device(device))

@@ -1,0 +1,156 @@
+"""`skimkv bench token`: whole decoded tokens of a model, beside transformers and other programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import output
+from ..options import MODEL_OPTIONS, Device, Json, Plot, check_readable
+from .options import (
+    LENGTHS,
+    METHODS,
+    SPARQ,
+    Lengths,
+    Methods,
+    ModelLayers,
+    ModelShape,
+    RandomWeights,
+    Threads,
+    canonical_methods,
+    check_weights,
+    machine_to_measure,
+)
+from .table import milliseconds, print_interleaved, print_kept, print_table, progress
+
+RIVALS = ("llama.cpp", "fork")
+RIVAL_METHODS = ["Dense()", f"{SPARQ}, channels='int8')"]
+
+
+def _gguf_file(value: Path | None) -> Path | None:
+    if value is not None:
+        check_readable("--model", value)
+        if value.suffix != ".gguf":
+            raise ValueError(f"--model {value}: give a GGUF file; for random weights of a model's shape give --shape")
+    return value
+
+
+def _programs(values: list[str] | None) -> list[str] | None:
+    for text in values or ():
+        kind, _, path = text.partition("=")
+        if kind not in RIVALS or not path:
+            raise ValueError(f"--against {text!r} must be llama.cpp=PATH or fork=PATH, the path of a llama-bench")
+        if not Path(path).is_file() or not os.access(path, os.X_OK):
+            raise ValueError(f"--against {text}: {path} is no program that can be run")
+    return values
+
+
+def token(
+    context: typer.Context,
+    method: Methods = None,
+    length: Lengths = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of tokens timed; their median is shown.")] = 9,
+    threads: Threads = 0,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the model around our attention; with --device cuda only.")
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=_gguf_file,
+            rich_help_panel=MODEL_OPTIONS,
+            show_default="random weights",
+            help="A GGUF file whose model is timed with its own weights, in the place of a random one; on a CPU only.",
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=PATH",
+            callback=_programs,
+            help="Time another program on the same GGUF file, in turn with ours: llama.cpp=PATH of a llama-bench, "
+            "fork=PATH of the llama-bench of the SparQ authors' llama.cpp. May be given several times.",
+        ),
+    ] = None,
+    shape: ModelShape = "llama-2-7b",
+    layers: ModelLayers = 8,
+    weights: RandomWeights = "int8",
+    device: Device = "cpu",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
+
+    The model has random weights, or those of a GGUF file, and a cache of random tokens. All candidates take turns,
+    token by token, each round in another order. A token during which threads waited 100 µs and 1% of its time for a
+    processor does not count. Beside the times stand the bytes that a token reads, and the time that memory needs for
+    them at least.
+
+    Example:
+
+        skimkv bench token --shape smollm-135m --layers 0 --weights bfloat16 --method 'SparQ(r=16, k=128)'
+        skimkv bench token --model llama.gguf --length 16384 --against llama.cpp=bin/llama-bench
+    """
+    weights = check_weights(shape, weights)
+    if compile and not device.startswith("cuda"):
+        raise ValueError("--compile: it is measured with --device cuda only")
+    for option in ("shape", "layers", "weights"):
+        if model is not None and getattr(context.get_parameter_source(option), "name", None) != "DEFAULT":
+            raise ValueError(f"--{option}: a GGUF file has its own; give either --model or --{option}")
+    if model is not None and not device.startswith("cpu"):
+        raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
+    if against and model is None:
+        raise ValueError("--against: give --model FILE.gguf as well, which both read")
+    specs = canonical_methods(method or (RIVAL_METHODS if against else METHODS))
+    machine = machine_to_measure(device, threads)
+    from ...bench import figures
+    from ...bench import token as bench
+
+    lengths = length or LENGTHS
+    with progress() as tick:
+        if model is None:
+            result = bench.token(machine, shape, layers or None, weights, lengths, specs, rounds, tick, compile)
+        else:
+            subject = bench.gguf_subject(model)
+            paths = {kind: Path(path) for kind, _, path in (text.partition("=") for text in against or ())}
+            result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, against=paths)
+            shape, weights = model.name, subject.weights
+    if plot is not None:
+        (figures.rivals if against else figures.token)(result["rows"], plot)
+    if as_json:
+        output.print_json(result)
+        return
+    if against:
+        _print_rivals(result, f"a whole token: {shape}, {weights} weights", rounds)
+        return
+    columns = ["method", "length", "ms", "ms_attention", "ms_weights", "floor_ms", "bytes_read", "weight_bytes"]
+    columns += ["speedup_dense", "speedup_allowed", "speedup_transformers"]
+    layers_run = output.number(result["rows"][0]["layers"], "layer")
+    print_table(result, columns, f"a whole token: {shape}, {layers_run}, {weights} weights")
+    print_kept(result, rounds)
+    print_interleaved(result["rows"])
+
+
+def _print_rivals(result: Mapping[str, Any], title: str, rounds: int) -> None:
+    """Print our rows and those of other programs; of llama.cpp's settings the better one is in the table."""
+    rows = result["rows"]
+    shown = [row for row in rows if row["better"] or not row["method"].startswith("llama.cpp")]
+    columns = ["method", "length", "ms", "ms_min", "ms_max", "speedup_dense"]
+    for row in shown:
+        better = next((r["method"] for r in rows if r["better"] and r["length"] == row["length"]), None)
+        row["speedup_llama.cpp"] = row["speedup_rivals"].get(better)
+        row["speedup_fork"] = row["speedup_rivals"].get("fork SparQ(r=32, k=128)")
+    columns += [name for name in ("speedup_llama.cpp", "speedup_fork") if shown[0][name] is not None]
+    print_table({**result, "rows": shown}, columns, title)
+    print_kept(result, rounds)
+    for row in rows:
+        if row not in shown:
+            print(f"{row['method']} at {row['length']} tokens took {milliseconds(row['ms'])} ms: the other is better.")
+    print("Our caches, and those of the fork, were filled without reading a prompt; llama-bench read one, unless it")
+    print("was built to fill its cache too (benchmarks/llama_bench_fill.h).")
+    print_interleaved(rows)
