@@ -16,8 +16,8 @@ from skimkv.methods import parse
 from skimkv.stores.base import Shape
 
 ROW = {
-    "method", "shape", "layers", "weights", "prompt", "new", "memory", "equal", "batch", "tokens_per_s", "prompt_s",
-    "decode_s", "latency_s", "ms_per_step", "allocated", "ratio_dense", "machine",
+    "method", "shape", "layers", "weights", "prompt", "new", "memory", "equal", "engine", "batch", "tokens_per_s",
+    "prompt_s", "decode_s", "latency_s", "ms_per_step", "allocated", "ratio_dense", "machine",
 }  # fmt: skip
 SEQUENCE = 2 * 2 * 64 * 2 * 40  # bytes of K and V of 40 tokens in one layer of `tiny`: 2 KV heads of 64 in bfloat16
 METHODS = ["H2O(k=8, local=4)", "LMInfinite(k=8, initial=2)"]
@@ -122,7 +122,7 @@ def test_the_default_methods_have_a_fifth_of_all_tokens() -> None:
 @pytest.mark.slow
 def test_the_figure(tmp_path: Path) -> None:
     row = {"shape": "tiny", "layers": 1, "weights": "bfloat16", "memory": 100, "prompt": 36, "new": 4, "batch": 2}
-    row |= {"tokens_per_s": 3.0, "latency_s": 2.0}
+    row |= {"engine": "transformers", "tokens_per_s": 3.0, "latency_s": 2.0}
     names = ["transformers", "Dense()", *bench.default_methods(36, 4)]
     rows = [{**row, "equal": equal, "method": name} for equal in ("memory", "batch") for name in names]
     figures.serve(rows, tmp_path / "serve.svg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
@@ -52,11 +53,21 @@ def test_packages_that_are_missing(capsys: pytest.CaptureFixture[str], monkeypat
         (["--length", "0+5"], "--length '0+5' must be"),
         (["--memory", "5MB"], "--memory '5MB' must be a number of bytes"),
         (["--shape", "llama-9"], "unknown shape 'llama-9'"),
+        (["--engine", "sglang"], "--engine 'sglang' is unknown; known are transformers and vllm"),
+        (["--engine", "vllm", "--weights", "int8"], "--weights int8: vLLM does not read such weights"),
+        (["--requests", "3"], "--requests 3: only --engine vllm takes it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_of_the_benchmark(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
     assert_mistake(run(capsys, "bench", "serve", *argv), words)
+
+
+def test_a_benchmark_of_vllm_says_that_it_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    assert_mistake(
+        run(capsys, "bench", "serve", "--engine", "vllm"), "vLLM is not installed: pip install 'skimkv[vllm]'"
+    )
 
 
 @pytest.mark.slow

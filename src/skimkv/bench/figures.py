@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..methods import parse
 from ..plotting import STYLES, label_axes, length_axis, line_styles, new_figure, panel_grid, save
+from .served_rows import BATCH, MEMORY, TRANSFORMERS, VLLM
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -194,7 +195,7 @@ def serve(rows: Rows, path: Path) -> None:
     are named by their classes, because their budgets depend on the length.
     """
     fig = new_figure((13, 5.2))
-    panels = zip(fig.subplots(1, 2), ("memory", "batch"), ("tokens_per_s", "latency_s"), strict=True)
+    panels = zip(fig.subplots(1, 2), (MEMORY, BATCH), ("tokens_per_s", "latency_s"), strict=True)
     names = list(dict.fromkeys(_served_name(row["method"]) for row in rows))
     styles, width = line_styles(names), 0.8 / len(names)
     for ax, equal, value in panels:
@@ -207,9 +208,10 @@ def serve(rows: Rows, path: Path) -> None:
             ax.bar(x, row[value], width, color=styles[name][0], label=name if first else None)
             ax.text(x, row[value], str(row["batch"]), ha="center", va="bottom", fontsize=8)
         ax.set_xticks(range(len(lengths)), [f"{prompt:,}+{new:,}" for prompt, new in lengths])
-        limit = "{memory:,} bytes of caches".format(**rows[0]) if equal == "memory" else "dense attention's batch"
-        title = f"{'Throughput' if equal == 'memory' else 'Latency'} at {limit}\nabove the bars: the batch"
-        unit = "tokens per second" if equal == "memory" else "seconds for prompts and answers"
+        smallest = "the smallest batch" if rows[0]["engine"] == VLLM else "dense attention's batch"
+        limit = "{memory:,} bytes of caches".format(**rows[0]) if equal == MEMORY else smallest
+        title = f"{'Throughput' if equal == MEMORY else 'Latency'} at {limit}\nabove the bars: the batch"
+        unit = "tokens per second" if equal == MEMORY else "seconds for prompts and answers"
         label_axes(ax, title, "tokens of prompt + answer", unit, grid=False)
         handles = ax.get_legend_handles_labels()
     fig.legend(*handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
@@ -219,7 +221,7 @@ def serve(rows: Rows, path: Path) -> None:
 
 def _served_name(spec: str) -> str:
     """The class of a method, and the form of its rows where it is not that of the model."""
-    if spec == "transformers":
+    if spec in (TRANSFORMERS, VLLM):
         return spec
     method = parse(spec)
     return type(method).__name__ + (f" ({method.kv})" if method.kv else "")

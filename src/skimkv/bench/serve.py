@@ -9,8 +9,7 @@ per second are generated tokens over the time of prompt and generation, as in th
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,23 +23,11 @@ from ..methods.base import Method
 from ..stores.base import Shape
 from .caches import empty_store
 from .machine import Call, Machine, nothing
+from .served_rows import BATCH, MEMORY, TRANSFORMERS, Records, Setting
 from .token import cache_shape, random_llama
 
 WARM_UP = 3  # new tokens before the clock, after the same prompts: libraries prepare themselves for every size
-MEMORY, BATCH = "memory", "batch"  # what the candidates of a comparison have in common
 SHARE = 0.2  # of all tokens of a sequence: the budget in the paper's tables
-
-
-class Setting(NamedTuple):
-    """One comparison: a model, prompts and answers of one length, and the bytes that caches may take."""
-
-    shape: str
-    layers: int
-    weights: str
-    prompt: int
-    new: int
-    memory: int
-    equal: str  # MEMORY or BATCH
 
 
 class Candidate(NamedTuple):
@@ -52,7 +39,7 @@ class Candidate(NamedTuple):
     @property
     def name(self) -> str:
         """The method's spec, or `transformers`."""
-        return "transformers" if self.method is None else repr(self.method)
+        return TRANSFORMERS if self.method is None else repr(self.method)
 
 
 class Models(NamedTuple):
@@ -156,20 +143,19 @@ def serve(
     each comparison; those that it holds are not measured again.
     Raises ValueError if shape or weights are unknown, or if a candidate has no room for one sequence.
     """
-    kept = _read(records) if records is not None else []
+    kept = Records(records)
     rows: list[dict[str, Any]] = []
     models = Models.random(shape, layers, weights, max(map(sum, lengths)), machine)
     for prompt, new in lengths:
         specs = [None, Dense(), *map(parse, methods or default_methods(prompt, new))]
         for equal in (MEMORY, BATCH):
-            setting = Setting(shape, len(models.plain.model.layers), weights, prompt, new, memory, equal)
+            setting = Setting(shape, len(models.plain.model.layers), weights, prompt, new, memory, equal, TRANSFORMERS)
             chosen = _candidates(models.plain, setting, list(dict.fromkeys(specs)))
-            known = [_find(kept, machine, setting, candidate) for candidate in chosen]
-            measured = [row for row in known if row is not None]
-            if len(measured) < len(chosen):
+            fields = setting._asdict() | {"machine": machine.name}
+            measured = kept.find([{**fields, "method": one.name, "batch": one.batch} for one in chosen])
+            if measured is None:
                 measured = list(_measure(machine, models, setting, chosen, tick))
-                if records is not None:
-                    _append(records, measured)
+                kept.add(measured)
             rows += measured
     return {"machine": machine.name, "rows": rows}
 
@@ -224,33 +210,3 @@ def _measure(
             "ms_per_step": sequences.step_seconds / max(1, setting.new - 1) * 1e3,
             "allocated": sequences.allocated, "ratio_dense": rate / rates[dense], "machine": machine.name,
         }  # fmt: skip
-
-
-def _find(
-    rows: Sequence[Mapping[str, Any]], machine: Machine, setting: Setting, candidate: Candidate
-) -> dict[str, Any] | None:
-    """The row that was measured for this candidate in this setting on this machine; None if there is none."""
-    wanted = {**setting._asdict(), "method": candidate.name, "batch": candidate.batch, "machine": machine.name}
-    return next((dict(row) for row in reversed(rows) if all(row.get(k) == v for k, v in wanted.items())), None)
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none if it does not exist. Raises ValueError if it holds something else."""
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or "tokens_per_s" not in row:
-            raise ValueError(f"{path}, line {number}: not a record of skimkv bench serve; give another --out")
-        rows.append(row)
-    return rows
-
-
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add the rows of one comparison to a file, in one write."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))

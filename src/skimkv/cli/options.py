@@ -181,8 +181,9 @@ def _device(value: str) -> str:
     return value
 
 
-def _size(param: typer.CallbackParam, value: str) -> str:
-    number_of_bytes(max(param.opts, key=len), value)
+def _size(param: typer.CallbackParam, value: str | None) -> str | None:
+    if value is not None:
+        number_of_bytes(max(param.opts, key=len), value)
     return value
 
 
@@ -259,9 +260,12 @@ def seed_option(help: str, panel: str | None = None) -> Any:
     return typer.Option("--seed", help=help, callback=_seed, rich_help_panel=panel)
 
 
-def size_option(help: str, panel: str | None = None) -> Any:
-    """Make an option for a number of bytes, which may be written as 500M or 2G; see `number_of_bytes`."""
-    return typer.Option(metavar="BYTES", callback=_size, help=help, rich_help_panel=panel)
+def size_option(help: str, panel: str | None = None, default: str | bool = True) -> Any:
+    """Make an option for a number of bytes, which may be written as 500M or 2G; see `number_of_bytes`.
+
+    default: what it is in words, where it depends on other options.
+    """
+    return typer.Option(metavar="BYTES", callback=_size, help=help, rich_help_panel=panel, show_default=default)
 
 
 def methods_option(default: str | bool = True) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from .. import output
 from ..options import Device, Json, Plot, methods_option, number_of_bytes, output_file, size_option
 from .options import (
@@ -22,6 +24,21 @@ from .table import print_table, progress
 
 # prompts and answers of H2O's table 2, 512 + 32, 512 and 1024 tokens, at a quarter
 SERVED_LENGTHS = ["128+8", "128+128", "128+256"]
+MEMORY = {"transformers": "5M", "vllm": "20M"}  # by engine; blocks of vLLM are coarser
+REQUESTS = 32
+# By engine, and by what the rows have in common: the title of the table, and its columns after method and lengths
+_TIMES = ["batch", "tokens_per_s", "ratio_dense", "ms_per_step", "prompt_s", "latency_s"]
+_OF_VLLM = ["batch", "tokens_per_s", "ratio_stock", "latency_s"]
+TABLES = {
+    "transformers": {
+        "memory": ("caches within {memory:,} bytes", [*_TIMES, "allocated"]),
+        "batch": ("dense attention's batch", _TIMES),
+    },
+    "vllm": {
+        "memory": ("{requests} requests, caches of {memory:,} bytes", ["blocks", "block_size", *_OF_VLLM]),
+        "batch": ("as many requests as have room in every engine", _OF_VLLM),
+    },
+}
 
 
 def serve(
@@ -29,7 +46,27 @@ def serve(
         list[str] | None, methods_option("H2O, LMInfinite and SubGen")
     ] = None,
     length: Annotated[list[str] | None, lengths_option(SERVED_LENGTHS)] = None,
-    memory: Annotated[str, size_option("The memory that the caches of each method may take, such as 5M or 2G.")] = "5M",
+    memory: Annotated[
+        str | None,
+        size_option(
+            "The memory that the caches of each method may take, such as 5M or 2G.",
+            default=f"{MEMORY['transformers']}, with vLLM {MEMORY['vllm']}",
+        ),
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Who runs the model: transformers, or vllm, which is also measured as it is, without skimkv.",
+        ),
+    ] = "transformers",
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=f"{REQUESTS}",
+            help="Number of requests that every engine gets, with --engine vllm; it decides how many decode at once.",
+        ),
+    ] = None,
     threads: Threads = 0,
     shape: ModelShape = "smollm-135m",
     layers: ModelLayers = 8,
@@ -48,37 +85,39 @@ def serve(
     7). Beside it stands the latency at dense attention's batch. All candidates take turns, step by step. Without
     --method, each method keeps a fifth of all tokens of a sequence, H2O with and without 4-bit rows.
 
+    With --engine vllm all engines get the same requests and the same bytes of cache: vLLM as it is, and vLLM with each
+    method. The latency is that of as many requests as have room in every engine.
+
     Example:
 
         skimkv bench serve --length 128+256 --memory 5M --out serve.jsonl --plot serve.png
+        skimkv bench serve --engine vllm --length 128+256 --requests 16
     """
-    weights = check_weights(shape, weights)
-    methods, machine = canonical_methods(method or []), machine_to_measure(device, threads)
-    from ...bench import figures
-    from ...bench.serve import serve as measure
+    from ...bench.served_rows import check_engine
 
+    weights = check_weights(shape, weights)
+    check_engine(engine, weights)
+    if requests is not None and engine != "vllm":
+        raise ValueError(f"--requests {requests}: only --engine vllm takes it; transformers decodes one batch")
     lengths = pairs_of_tokens(length or SERVED_LENGTHS)
-    limit = number_of_bytes("--memory", memory)
+    limit = number_of_bytes("--memory", memory or MEMORY[engine])
+    methods, machine = canonical_methods(method or []), machine_to_measure(device, threads)
+    from ...bench import figures, serve_vllm
+    from ...bench import serve as serve_transformers
+
+    model = machine, shape, layers or None, weights
     with progress() as tick:
-        result = measure(machine, shape, layers or None, weights, lengths, limit, methods, out, tick)
+        if engine == "vllm":
+            result = serve_vllm.serve(*model, lengths, limit, requests or REQUESTS, methods, out, tick)
+        else:
+            result = serve_transformers.serve(*model, lengths, limit, methods, out, tick)
     if plot is not None:
         figures.serve(result["rows"], plot)
     if as_json:
         output.print_json(result)
         return
-    columns = [
-        "method",
-        "prompt",
-        "new",
-        "batch",
-        "tokens_per_s",
-        "ratio_dense",
-        "ms_per_step",
-        "prompt_s",
-        "latency_s",
-    ]
-    rows, model = result["rows"], f"{shape}, {output.number(result['rows'][0]['layers'], 'layer')}, {weights} weights"
-    for equal, title in (("memory", f"caches within {limit:,} bytes"), ("batch", "dense attention's batch")):
-        part = {**result, "rows": [row for row in rows if row["equal"] == equal]}
-        more = ["allocated"] if equal == "memory" else []
-        print_table(part, [*columns, *more], f"{title}: {model}")
+    for equal, (title, columns) in TABLES[engine].items():
+        rows = [row for row in result["rows"] if row["equal"] == equal]
+        layers_run = output.number(rows[0]["layers"], "layer")
+        title = f"{title.format(**rows[0])}: {shape}, {layers_run}, {weights} weights"
+        print_table({**result, "rows": rows}, ["method", "prompt", "new", *columns], title)

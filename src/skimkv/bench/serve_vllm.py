@@ -1,0 +1,113 @@
+"""`skimkv bench serve --engine vllm`: stock vLLM beside skimkv's methods, with the same bytes of cache and requests.
+
+vLLM decides how many requests decode at once: as many as find blocks. Each comparison runs in a process of its own
+(`vllm_engines`), whose engines take their steps in turns; vLLM reads its settings from the environment at its start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..methods import Dense, parse
+from .machine import Call, Machine, nothing
+from .serve import default_methods
+from .served_rows import BATCH, MEMORY, VLLM, Records, Setting, check_engine
+from .token import random_llama
+from .vllm_engines import Job
+
+PROGRAM = (sys.executable, "-m", "skimkv.bench.vllm_engines")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all engines live in the one process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def serve(
+    machine: Machine,
+    shape: str,
+    layers: int | None,
+    weights: str,
+    lengths: Sequence[tuple[int, int]],
+    memory: int,
+    requests: int,
+    methods: Sequence[str] = (),
+    records: Path | None = None,
+    tick: Call = nothing,
+) -> dict[str, Any]:
+    """Return the rows of the JSON contract: for each (prompt, new), all engines with all requests, and at one batch.
+
+    methods: none stands for `default_methods`. records: a file of rows (JSON Lines), to which new rows are added after
+    each comparison; those that it holds are not measured again.
+    Raises ValueError, in one line, if shape or weights are unknown, if vLLM is not installed or runs on another device,
+    or if an engine does not start.
+    """
+    check_engine(VLLM, weights)
+    kept, rows = Records(records), []
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_llama(shape, layers, weights, max(map(sum, lengths)))
+        model.save_pretrained(folder)
+        layers = len(model.model.layers)
+        del model
+        for prompt, new in lengths:
+            specs = [repr(parse(spec)) for spec in methods or default_methods(prompt, new)]
+            names = list(dict.fromkeys([VLLM, repr(Dense()), *specs]))
+            same = {"requests": requests, "machine": machine.name}
+            fields = {e: Setting(shape, layers, weights, prompt, new, memory, e, VLLM)._asdict() | same
+                      for e in (MEMORY, BATCH)}  # fmt: skip
+            measured = kept.find([{**fields[e], "method": name} for e in fields for name in names])
+            if measured is None:
+                job_methods = [None if name == VLLM else name for name in names]
+                job = Job(folder, machine.device.type, weights, job_methods, prompt, new, memory, requests)
+                measured = [fields[row["equal"]] | row for row in run(job, machine.threads, tick)]
+                stock = {row["equal"]: row["tokens_per_s"] for row in measured if row["method"] == VLLM}
+                for row in measured:
+                    row["ratio_stock"] = row["tokens_per_s"] / stock[row["equal"]]
+                kept.add(measured)
+            rows += measured
+    return {"machine": machine.name, "rows": rows}
+
+
+def run(job: Job, threads: int, tick: Call = nothing) -> list[dict[str, Any]]:
+    """Return the rows that the program measures; tick is called for each part that is done.
+
+    Raises ValueError, in one line, if an engine does not start or the program ends without an answer.
+    """
+    environment = {**os.environ, **ENVIRONMENT}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)  # vLLM would take one
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        command = [*PROGRAM, json.dumps(job._asdict())]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as program:
+            try:
+                answer = _last_answer(program, tick)
+            except BaseException:
+                program.kill()
+                raise
+        log.seek(0)
+        lines = log.read().split("\n")
+    if answer is None:
+        last = next((line for line in reversed(lines) if line.strip()), "no line on stderr")
+        raise ValueError(f"vLLM ended with status {program.returncode}: {last.strip()}")
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    rows: list[dict[str, Any]] = answer["rows"]
+    return rows
+
+
+def _last_answer(program: subprocess.Popen[str], tick: Call) -> dict[str, Any] | None:
+    """The object that the program writes at its end; None if it ended without one."""
+    for line in program.stdout or ():
+        answer: dict[str, Any] | None = json.loads(line)
+        if answer is not None:
+            return answer
+        tick()
+    return None
