@@ -13,11 +13,6 @@ pytestmark = pytest.mark.skipif(not engines.INSTALLED, reason="vLLM is not insta
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return engines.write_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def generate(model):
     """The greedy tokens of prompts as one batch of transformers, padded on the left."""
     from transformers import AutoModelForCausalLM

@@ -18,11 +18,6 @@ pytestmark = pytest.mark.skipif(not engines.INSTALLED, reason="vLLM is not insta
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return engines.write_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def stock(model):
     """The tokens of vLLM without skimkv, for some number of new tokens and type."""
 

@@ -16,7 +16,12 @@ REFUSED = {
     "a method without a store in blocks": ("SnapKV(k=64)", {}, "SnapKV is not supported in blocks"),
     "a budget that is a share": ("H2O(k=0.2)", {}, "k = 0.2 is a share of the prompt"),
     "a budget without a kernel": ("TOVA(k=64)", {}, "TOVA(k=64) has no kernel"),
-    "positions in the cache": ("StreamingLLM(k=64)", {}, "counts positions in the cache, which is not supported"),
+    "positions in the cache": ("StreamingLLM(k=64)", {}, "vLLM's attention layers do not have that rotation: use LMIn"),
+    "the same as an option": (
+        "LMInfinite(k=64, positions='cache')",
+        {},
+        "positions in the cache, so it turns its first",
+    ),
     "blocks that are no budget": ("H2O(k=64)", {"block_size": 256}, "--block-size 256 must be 64"),
     "long prompts in pieces": ("H2O(k=64)", {"long_prefill_token_threshold": 64}, "--long-prefill-token-threshold 64"),
     "quantised rows": ("Dense(kv='int8')", {}, "kv='int8' is not supported"),
@@ -38,11 +43,6 @@ REFUSED = {
     "a worker of the user's": (SPARQ, {"worker_cls": "my.Worker"}, "worker_cls = 'my.Worker' is set"),
     "options that do not exist": ({"r": 16}, {}, "must have one text"),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return engines.write_model(tmp_path_factory.mktemp("llama"))
 
 
 def configure(model, method, changes):

@@ -121,7 +121,10 @@ def _bytes_of_step(method: Method, n: int, shape: Shape, dtype: torch.dtype) -> 
 
 
 class CountingImplementation(CPUAttentionBackendImpl):
-    """One attention layer. steps, rows and bytes count what its decode rows took: see `Worker.skimkv_counters`."""
+    """One attention layer: what the layers of both backends have in common.
+
+    steps, rows and bytes count what its decode rows took: see `Worker.skimkv_counters`. blocks: the layer's cache.
+    """
 
     def __init__(
         self,
@@ -144,6 +147,46 @@ class CountingImplementation(CPUAttentionBackendImpl):
         )  # fmt: skip
         self.options = Options.of(get_current_vllm_config())
         self.steps = self.rows = self.bytes = 0
+        self.kernels = PagedKernels()
+        self.blocks: Any = None
+        self.memory: tuple[Any, ...] = ()
+
+    def describe(self, kv_cache: Tensor) -> Any:
+        """The layer's cache as blocks that the kernels read."""
+        raise NotImplementedError
+
+    def attend(
+        self, layer: Any, store: Any, query: Tensor, key: Tensor, value: Tensor, metadata: Any, output: Tensor
+    ) -> None:
+        """Attention of one batch over the layer's blocks: query (tokens,heads,D) -> output, of the same shape."""
+        raise NotImplementedError
+
+    def blocks_of(self, kv_cache: Tensor) -> Any:
+        """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
+        memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if self.blocks is None or memory != self.memory:
+            request_huge_pages(kv_cache)
+            self.blocks, self.memory = self.describe(kv_cache), memory
+        return self.blocks
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one batch: query (tokens,heads,D) · key, value (tokens,H,D) -> output, of query's shape."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigurationError("quantised outputs of attention are not supported")
+        if attn_metadata is not None:  # it is None in a run that only warms up
+            self.attend(layer, self.blocks_of(kv_cache), query, key, value, attn_metadata, output)
+        return output
 
     def bytes_of_step(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of a step of one row with n cached tokens besides the current one: those of Method.traffic."""
@@ -159,21 +202,10 @@ class CountingImplementation(CPUAttentionBackendImpl):
 class Implementation(CountingImplementation):
     """One attention layer whose cache is all tokens in blocks."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.kernels = PagedKernels()
-        self.blocks: Blocks | None = None
-        self.memory: tuple[Any, ...] = ()
-
-    def blocks_of(self, kv_cache: Tensor) -> Blocks:
-        """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
-        memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if self.blocks is None or memory != self.memory:
-            request_huge_pages(kv_cache)
-            layout = self.options.layout(self.head_size, kv_cache.shape[2], kv_cache.dtype)
-            self.blocks = Blocks(kv_cache, layout, self.num_kv_heads, self.num_queries_per_kv)
-            self.memory = memory
-        return self.blocks
+    def describe(self, kv_cache: Tensor) -> Blocks:
+        """The layer's cache as blocks of tokens."""
+        layout = self.options.layout(self.head_size, kv_cache.shape[2], kv_cache.dtype)
+        return Blocks(kv_cache, layout, self.num_kv_heads, self.num_queries_per_kv)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -182,29 +214,21 @@ class Implementation(CountingImplementation):
         n = slot_mapping.shape[0]
         append_slots(self.blocks_of(kv_cache), key[:n], value[:n], slot_mapping)
 
-    def forward(
+    def attend(
         self,
         layer: Any,
+        store: Blocks,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Metadata | None,
+        metadata: Metadata,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one batch: query (tokens,heads,D) -> output, of the same shape."""
-        if output_scale is not None or output_block_scale is not None:
-            raise ConfigurationError("quantised outputs of attention are not supported")
-        if attn_metadata is None:  # a run that only warms up
-            return output
-        store = self.blocks_of(kv_cache)
-        if attn_metadata.prompt is not None:
-            self._attend_prompts(layer, store, query, attn_metadata, attn_metadata.prompt, output)
-        if attn_metadata.decode is not None:
-            self._decode(store, query, attn_metadata.decode, output)
-        return output
+    ) -> None:
+        """Prompts by vLLM's kernel, rows that decode by skimkv's: query (tokens,heads,D) -> output."""
+        if metadata.prompt is not None:
+            self._attend_prompts(layer, store, query, metadata, metadata.prompt, output)
+        if metadata.decode is not None:
+            self._decode(store, query, metadata.decode, output)
 
     def _attend_prompts(
         self, layer: Any, store: Blocks, query: Tensor, metadata: Metadata, prompt: PromptRows, output: Tensor

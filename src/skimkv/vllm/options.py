@@ -188,7 +188,8 @@ class Options:
             )
         if store.fixed_k is not None:
             raise ConfigurationError(
-                f"{method!r} counts positions in the cache, which is not supported: use LMInfinite(k={method.k})"
+                f"{method!r} counts positions in the cache, so it turns its first keys by the model's rotation at "
+                f"every step, and vLLM's attention layers do not have that rotation: use LMInfinite(k={method.k})"
             )
 
     def _check_method_of_blocks(self) -> None:

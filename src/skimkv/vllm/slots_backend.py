@@ -21,9 +21,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, re
 
 from ..methods.slots import SlotMethod
 from ..ops import Token
-from ..ops.cpu.paged import PagedKernels
 from ..stores.base import Shape
-from ..stores.memory import request_huge_pages
 from ..stores.slot_blocks import SlotBlocks, bytes_of_slot
 from .backend import CountingImplementation
 from .options import ConfigurationError, Options
@@ -95,46 +93,27 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 class Implementation(CountingImplementation):
     """One attention layer."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.kernels = PagedKernels()
-        self.blocks: SlotBlocks | None = None
-        self.memory: tuple[Any, ...] = ()
+    def describe(self, kv_cache: Tensor) -> SlotBlocks:
+        """The layer's cache as blocks of slots."""
+        shape = Shape(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
+        method: SlotMethod = self.options.method  # type: ignore[assignment]
+        return SlotBlocks(kv_cache, lambda: method.store(shape, kv_cache.dtype))
 
-    def blocks_of(self, kv_cache: Tensor) -> SlotBlocks:
-        """The layer's cache as blocks of slots, which are described again when vLLM replaces the memory."""
-        memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if self.blocks is None or memory != self.memory:
-            request_huge_pages(kv_cache)
-            shape = Shape(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
-            method: SlotMethod = self.options.method  # type: ignore[assignment]
-            self.blocks = SlotBlocks(kv_cache, lambda: method.store(shape, kv_cache.dtype))
-            self.memory = memory
-        return self.blocks
-
-    def forward(
+    def attend(
         self,
         layer: Any,
+        store: SlotBlocks,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Metadata | None,
+        metadata: Metadata,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one batch: query (tokens,heads,D) · key, value (tokens,H,D) -> output, of query's shape."""
-        if output_scale is not None or output_block_scale is not None:
-            raise ConfigurationError("quantised outputs of attention are not supported")
-        if attn_metadata is None:  # a run that only warms up
-            return output
-        store = self.blocks_of(kv_cache)
-        for prompt in attn_metadata.prompts:
+    ) -> None:
+        """Prompts by the method's prefill, rows that decode by its kernel: query (tokens,heads,D) -> output."""
+        for prompt in metadata.prompts:
             self._read_prompt(store, query, key, value, prompt, output)
-        if attn_metadata.decode is not None:
-            self._decode(store, query, key, value, attn_metadata.decode, output)
-        return output
+        if metadata.decode is not None:
+            self._decode(store, query, key, value, metadata.decode, output)
 
     def _read_prompt(
         self, store: SlotBlocks, query: Tensor, key: Tensor, value: Tensor, prompt: Prompt, output: Tensor
