@@ -11,37 +11,11 @@ from skimkv.methods import parse
 from skimkv.ops.gpu import device, tables
 from skimkv.stores.base import Shape
 from support import ref, steps
-from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, filled_on_device, random_token
+from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, filled_on_device, random_token, recorded
 from support.kernels import close, exact
 
 pytestmark = [NEEDS_TRITON, NAN_MEMORY]
 B, H, G, D = SHAPE = Shape(2, 1, 2, 16)
-
-
-def recorded(step):
-    """(what step() returned, a function that runs it again): the launches of it are kept, nothing else."""
-    if DEVICE.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = step()
-        graph.replay()
-        return y, graph.replay
-    from triton.runtime.interpreter import InterpretedFunction
-
-    launches, run = [], InterpretedFunction.run
-
-    def keep(self, *args, **kwargs):
-        launches.append((self, args, kwargs))
-        return run(self, *args, **kwargs)
-
-    def touched(place):
-        raise AssertionError("the host writes inside a captured step")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "run", keep)
-        patch.setattr(tables, "require_no_capture", touched)
-        y = step()
-    return y, lambda: [run(kernel, *args, **kwargs) for kernel, args, kwargs in launches]
 
 
 METHODS = ["Dense()", "SparQ(r=4, k=20)", "H2O(k=24, local=3)", "SubGenStream(delta=3.0, t=2, s=8)"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skimkv import ops
-from skimkv.ops.gpu import launch
+from skimkv.ops.gpu import launch, tables
 from skimkv.stores.base import map_tensors
 from support import ref, steps
 from support.kernels import close, exact, filled
@@ -43,3 +43,29 @@ def random_token(store):
     """A key and a value for every row of the batch, strided: (B,H,D) each."""
     B, H, _, D = store.shape
     return tuple(torch.randn(2, D, H, B, device=DEVICE).to(store.dtype).permute(0, 3, 2, 1))
+
+
+def recorded(step):
+    """(what step() returned, a function that runs it again): the launches of it are kept, nothing else."""
+    if DEVICE.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step()
+        graph.replay()
+        return y, graph.replay
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launches, run = [], InterpretedFunction.run
+
+    def keep(self, *args, **kwargs):
+        launches.append((self, args, kwargs))
+        return run(self, *args, **kwargs)
+
+    def touched(place):
+        raise AssertionError("the host writes inside a captured step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", keep)
+        patch.setattr(tables, "require_no_capture", touched)
+        y = step()
+    return y, lambda: [run(kernel, *args, **kwargs) for kernel, args, kwargs in launches]

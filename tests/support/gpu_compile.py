@@ -24,7 +24,9 @@ from triton.runtime.jit import JITFunction
 from skimkv.methods import SubGenStream
 from skimkv.ops.gpu import backend, launch
 from skimkv.ops.gpu.backend import GpuKernels
+from skimkv.ops.gpu.paged import PagedKernels
 from skimkv.stores.base import Shape
+from skimkv.stores.row_blocks import RowBlockLayout, RowBlocks
 from skimkv.stores.slots import Slots
 from support.kernels import filled
 
@@ -81,6 +83,19 @@ CASES = [
 compile_kernel = JITFunction.run
 
 
+def compile_on_blocks(D, dtype, G):
+    """The steps and the append on an engine's blocks."""
+    layout = RowBlockLayout(512, 2, D, dtype, "copy")
+    blocks = RowBlocks(torch.zeros(4, 2, 512, layout.bytes_per_token // dtype.itemsize, dtype=dtype), layout, G)
+    kernels = PagedKernels(layout, blocks.distance, 3, 2, "cpu")
+    kernels.begin(torch.tensor([[3, 1], [0, 0]], dtype=torch.int32), torch.tensor([700, 256], dtype=torch.int32))
+    q, plain = torch.randn(2, 2, G, D).to(dtype), {"scale": 0.1}
+    kernels.append(blocks, *torch.randn(2, 5, 2, D).to(dtype), torch.arange(5))
+    kernels.dense(blocks, q, None, **plain)
+    kernels.sparq(blocks, q, None, r=32, k=128, local=32, temperature="coverage", mean_value=False, **plain)
+    kernels.top_k(blocks, q, None, k=32, oracle=True, **plain)
+
+
 def main():
     global what
     driver.set_active(AbsentGpu())
@@ -100,6 +115,7 @@ def main():
             sparq = {"r": 32, "k": 128, "local": 32, "temperature": "coverage", "mean_value": G == 1}
             gpu.sparq(store, q, None, **plain, **sparq)
         if G == 4:
+            compile_on_blocks(D, dtype, G)
             continue
         gpu.dense(store, q, None, **(plain | {"softcap": 5.0 if G == 8 else None}))
         shape = Shape(2, 2, G, D)

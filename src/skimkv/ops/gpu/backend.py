@@ -40,7 +40,7 @@ from .launch import (
     validate,
 )
 from .occupancy import SplitKernel, count_splits
-from .tables import INT4_BLOCK, PAGE_TOKENS, ClusterView, PageView, scratch
+from .tables import INT4_BLOCK, PAGE_TOKENS, Cached, CachedKeys, ClusterView, PageView, scratch
 
 try:
     from .kernels.append import append_kernel
@@ -125,17 +125,8 @@ class GpuKernels:
     def dense(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to all positions: equation 2 of SparQ. It reads 2ND elements per KV head."""
         query = self._start(store, q, token, **softmax)
-        view, settings = device.page_view(store), SETTINGS.dense
-        constants = {
-            **_sizes(store, q), **_variants(query), "TYPE": types()[store.dtype], "STAGES": settings.stages,
-            "BLOCK": fit_block(settings.block, _row_bytes(store)), "num_warps": settings.warps,
-        }  # fmt: skip
-        pages = _cached_pages(store, view)
-        split = SplitKernel(
-            dense_kernel, settings.programs, constants, lambda count: (query, pages, _splits(store, count)), merges=True
-        )
-        split.launch(store, count_splits(store, view.room // PAGE_TOKENS, split))
-        return query.y
+        view = device.page_view(store)
+        return attend_all(store, query, _cached_pages(store, view), view.room)
 
     def sparq(
         self, store: Full, q: Tensor, token: Token | None, *, r: int, k: int,
@@ -146,13 +137,8 @@ class GpuKernels:
         r channels score, and k positions besides the current one are attended to, of which `local` are the last ones.
         temperature: how scores are scaled ("coverage" is equation 9). mean_value: v_mean takes the rest of the weight.
         """
-        if temperature not in TEMPERATURES:
-            raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(TEMPERATURES)}")
-        if not 1 <= r <= store.R or not 0 <= local <= k:
-            raise ValueError(f"r = {r} must be from 1 to {store.R}, and local = {local} from 0 to k = {k}")
-        query = self._start(store, q, token, **softmax)
-        selection = Selection(k, local, r, LAYOUTS[store.channels], TEMPERATURES[temperature], mean=mean_value)
-        return _attend_selected(store, query, selection)
+        selection = sparq_selection(store, store.channels, r, k, local, temperature, mean_value)
+        return self._attend_selected(store, self._start(store, q, token, **softmax), selection)
 
     def top_k(
         self, store: Full, q: Tensor, token: Token | None, *, k: int, oracle: bool, **softmax: Unpack[SoftmaxOptions]
@@ -161,7 +147,7 @@ class GpuKernels:
 
         oracle: the softmax is taken anew over the chosen positions (figure 7a of SparQ).
         """
-        return _attend_selected(store, self._start(store, q, token, **softmax), Selection(k, renormalise=oracle))
+        return self._attend_selected(store, self._start(store, q, token, **softmax), Selection(k, renormalise=oracle))
 
     def low_rank(
         self, store: Full, q: Tensor, token: Token | None, *, k: int, **softmax: Unpack[SoftmaxOptions]
@@ -170,9 +156,12 @@ class GpuKernels:
         if store.projection is None:
             raise ValueError("the store has no projection of K; LowRank makes one that has")
         query = self._start(store, q, token, **softmax)
-        return _attend_selected(
-            store, query, Selection(k, layout=LAYOUTS["copy"], projected=q.float() @ store.projection)
-        )
+        selection = Selection(k, layout=LAYOUTS["copy"], projected=q.float() @ store.projection)
+        return self._attend_selected(store, query, selection)
+
+    def _attend_selected(self, store: Full, query: Query, selection: Selection) -> Tensor:
+        view = device.page_view(store)
+        return attend_selected(store, query, selection, _cached_pages(store, view), view.room)
 
     def ring_slots(self, store: Slots, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attend to the slots in use and to the current token, then put it into its slot. It reads 2CD per KV head.
@@ -262,15 +251,32 @@ class GpuKernels:
         sinks: Tensor | None = None,
     ) -> Query:
         """Check what all steps are given, put the token into the store, and return what a kernel is asked."""
-        validate(store, q=(q, tuple(store.shape)))
-        check_sinks(sinks, store.shape.H, store.shape.G, store.device)
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap = {softcap} must be positive")
+        query = make_query(store, q, scale, softcap, sinks)
         if token is not None:
             self.append(store, *token)
-        q = q.contiguous()
-        sinks = q if sinks is None else sinks.contiguous()
-        return Query(q, torch.empty_like(q), sinks, store.shape.H, store.shape.G, scale, softcap or 0.0)
+        return query
+
+
+def make_query(store: Cached, q: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> Query:
+    """Check what all steps are given, and return what a kernel is asked. Raises ValueError if it does not fit."""
+    validate(store, q=(q, tuple(store.shape)))
+    check_sinks(sinks, store.shape.H, store.shape.G, store.device)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap} must be positive")
+    q = q.contiguous()
+    sinks = q if sinks is None else sinks.contiguous()
+    return Query(q, torch.empty_like(q), sinks, store.shape.H, store.shape.G, scale, softcap or 0.0)
+
+
+def sparq_selection(
+    store: CachedKeys, channels: str, r: int, k: int, local: int, temperature: str, mean_value: bool
+) -> Selection:
+    """Return what SparQ's step chooses, for an index `channels`. Raises ValueError if a number is out of its bounds."""
+    if temperature not in TEMPERATURES:
+        raise ValueError(f"temperature = {temperature!r} must be one of {', '.join(TEMPERATURES)}")
+    if not 1 <= r <= store.R or not 0 <= local <= k:
+        raise ValueError(f"r = {r} must be from 1 to {store.R}, and local = {local} from 0 to k = {k}")
+    return Selection(k, local, r, LAYOUTS[channels], TEMPERATURES[temperature], mean=mean_value)
 
 
 def _variants(query: Query) -> dict[str, bool]:
@@ -292,28 +298,44 @@ def _cached_clusters(store: Clusters, view: ClusterView) -> CachedClusters:
     return CachedClusters(view.table, view.lengths, store.m, store.mu, store.k, store.v, store.t, store.s)
 
 
-def _splits(store: Store, count: int) -> Splits:
+def _splits(store: Cached, count: int) -> Splits:
     """Return scratch memory for so many splits."""
     B, H, G, D = store.shape
     parts = scratch(store, "parts", B * H * count * G * (D + 2))
     return Splits(parts, scratch(store, "counter", B * H, torch.int32), count)
 
 
-def _sizes(store: Store, q: Tensor) -> dict[str, Any]:
+def _sizes(store: Cached, q: Tensor) -> dict[str, Any]:
     """Return what is constant in all kernels of attention: the sizes, padded, and the type of products."""
     D = q.shape[-1]
     return {"D": D, "GP": pad(q.shape[2]), "DP": pad(D), "DOT": dot_type(store, q)}
 
 
-def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
-    """Run steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones."""
-    G, view = store.shape.G, device.page_view(store)
-    pages, settings = _cached_pages(store, view), SETTINGS.choose
+def attend_all(store: Cached, query: Query, pages: CachedPages, room: int) -> Tensor:
+    """Attend to all positions. room: tokens that a row has place for, which stays the same while a graph is used."""
+    settings = SETTINGS.dense
+    constants = {
+        **_sizes(store, query.q), **_variants(query), "TYPE": types()[store.dtype], "STAGES": settings.stages,
+        "BLOCK": fit_block(settings.block, _row_bytes(store)), "num_warps": settings.warps,
+    }  # fmt: skip
+    split = SplitKernel(
+        dense_kernel, settings.programs, constants, lambda count: (query, pages, _splits(store, count)), merges=True
+    )
+    split.launch(store, count_splits(store, room // PAGE_TOKENS, split))
+    return query.y
+
+
+def attend_selected(store: CachedKeys, query: Query, selection: Selection, pages: CachedPages, room: int) -> Tensor:
+    """Run steps 1 to 3 of SparQ: score all positions, choose among them, and attend to the chosen ones.
+
+    room: as in attend_all.
+    """
+    G, settings = store.shape.G, SETTINGS.choose
     scoring = query if selection.projected is None else query._replace(q=selection.projected.contiguous())
     if _one_warp_scores(store, selection):
-        scores = _score_by_channels(store, scoring, pages, selection, view.room)
+        scores = _score_by_channels(store, scoring, pages, selection, room)
     else:
-        scores = _score_by_products(store, scoring, pages, selection, view.room)
+        scores = _score_by_products(store, scoring, pages, selection, room)
     constants = {
         **_sizes(store, query.q), **_variants(query), "TYPE": types()[store.dtype], "SP": pad(scores.splits, 2),
         "RENORMALISE": selection.renormalise, "MEAN": selection.mean, "ALONE": G == 1, "TILE": settings.tile,
@@ -321,24 +343,24 @@ def _attend_selected(store: Full, query: Query, selection: Selection) -> Tensor:
     }  # fmt: skip
     split = SplitKernel(
         choose_kernel, settings.programs, constants,
-        lambda programs: (query, pages, scores, _candidates(store, selection, view.room, settings.tile, programs)),
+        lambda programs: (query, pages, scores, _candidates(store, selection, room, settings.tile, programs)),
     )  # fmt: skip
-    split.launch(store, count_splits(store, -(-view.room // settings.tile), split))
+    split.launch(store, count_splits(store, -(-room // settings.tile), split))
     return query.y
 
 
-def _scoring_channels(store: Full, selection: Selection) -> int:
+def _scoring_channels(store: CachedKeys, selection: Selection) -> int:
     """Return how many channels score."""
     return selection.r or store.R
 
 
-def _one_warp_scores(store: Full, selection: Selection) -> bool:
+def _one_warp_scores(store: CachedKeys, selection: Selection) -> bool:
     """Return whether step 1 multiplies without matrix units: few heads, few channels, and an index of channels."""
     few = store.shape.G <= MOST_HEADS_OF_WARP and _scoring_channels(store, selection) <= MOST_CHANNELS_OF_WARP
     return few and selection.layout != LAYOUTS["none"]
 
 
-def _score_by_channels(store: Full, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
+def _score_by_channels(store: CachedKeys, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
     """Run step 1 with one warp for a page, and return where its logits are."""
     (B, H, G, _), channels, settings = store.shape, _scoring_channels(store, selection), SETTINGS.channel_scores
     constants = {
@@ -359,7 +381,7 @@ def _score_by_channels(store: Full, query: Query, pages: CachedPages, selection:
     return scores
 
 
-def _score_by_products(store: Full, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
+def _score_by_products(store: CachedKeys, query: Query, pages: CachedPages, selection: Selection, width: int) -> Scores:
     """Run step 1 on matrix units, and return where its logits are."""
     settings = SETTINGS.quantised_scores if store.bits else SETTINGS.scores
     constants = {
@@ -375,7 +397,7 @@ def _score_by_products(store: Full, query: Query, pages: CachedPages, selection:
     return scores
 
 
-def _scores(store: Full, width: int, splits: int, r: int, channels: int) -> Scores:
+def _scores(store: Cached, width: int, splits: int, r: int, channels: int) -> Scores:
     """Return scratch memory for the scores of `width` positions; a tile of the choice may be read past their end."""
     B, H, G, _ = store.shape
     return Scores(
@@ -386,7 +408,7 @@ def _scores(store: Full, width: int, splits: int, r: int, channels: int) -> Scor
     )  # fmt: skip
 
 
-def _candidates(store: Full, selection: Selection, width: int, tile: int, programs: int) -> Candidates:
+def _candidates(store: Cached, selection: Selection, width: int, tile: int, programs: int) -> Candidates:
     """Return scratch memory for the best positions of every tile."""
     heads, k = store.shape.B * store.shape.H, min(selection.k - selection.local, width)
     room = -(-width // tile) * min(k, tile)
@@ -399,7 +421,7 @@ def _candidates(store: Full, selection: Selection, width: int, tile: int, progra
     )  # fmt: skip
 
 
-def _score_block(store: Full, selection: Selection, block: int) -> int:
+def _score_block(store: CachedKeys, selection: Selection, block: int) -> int:
     """Return the positions that step 1 takes at a time; the settings are meant for a quarter of the channels."""
     if selection.layout == LAYOUTS["none"]:
         return fit_block(block, 4 * _row_bytes(store))
@@ -407,6 +429,6 @@ def _score_block(store: Full, selection: Selection, block: int) -> int:
     return fit_block(block, 4 * pad(selection.r or store.R) * store.dtype.itemsize, least)
 
 
-def _row_bytes(store: Store) -> int:
+def _row_bytes(store: Cached) -> int:
     """Return the bytes of a row of K, padded as the kernels do."""
     return pad(store.shape.D) * store.dtype.itemsize

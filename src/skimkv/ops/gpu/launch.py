@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...stores.base import Store
-from .tables import PAGE_TOKENS
+from .tables import PAGE_TOKENS, Cached
 
 try:
     import triton
@@ -133,13 +133,28 @@ class TokenRows(NamedTuple):
 
 
 class CachedPages(NamedTuple):
-    """A Full store. Where there is no tail or v_mean, another tensor stands in their place and is not read."""
+    """A Full store, or blocks of an engine, whose rows have a table each.
 
-    table: Tensor  # (pages, TABLE_COLUMNS) int64: see tables.py
+    Where there is no tail or v_mean, another tensor stands in their place and is not read.
+    """
+
+    table: Tensor  # (pages, TABLE_COLUMNS) int64, of blocks (B, pages, TABLE_COLUMNS): see tables.py
     lengths: Tensor  # (B*H,) int32
     tail: Tensor  # (B,H,R,PAGE_TOKENS): the open group of a quantised index
     v_mean: Tensor  # (B,H,D) float32
     R: int
+    heads: int | None = None  # of blocks: H
+    table_row: int | None = None  # of blocks: the numbers of the table of a row
+    base: int | None = None  # of blocks: the address of the layer's memory, from which the table counts
+
+
+class BlockParts(NamedTuple):
+    """The blocks of a layer that tokens are written to. Without a copy of channels another tensor is in its place."""
+
+    k: Tensor  # (blocks,H,tokens,D)
+    v: Tensor  # (blocks,H,tokens,D)
+    channels: Tensor  # (blocks,H,D,tokens)
+    distance: int  # elements from a block to the next
 
 
 class CachedSlots(NamedTuple):
@@ -212,7 +227,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def runs(store: Store) -> bool:
+def runs(store: Cached) -> bool:
     """Return whether the kernels can run on this store's device."""
     return store.device.type == "cuda" or interpreted()
 
@@ -222,7 +237,7 @@ def types() -> dict[torch.dtype, Any]:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def validate(store: Store, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+def validate(store: Cached, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
     """Check that there is a kernel for this store, and that each tensor has the shape that stands beside it.
 
     Raises ValueError with what is wrong.
@@ -232,7 +247,7 @@ def validate(store: Store, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
         raise ValueError(f"no GPU kernel for D = {D}; it must be a multiple of {TENSOR_CORE} up to {LARGEST_HEAD}")
     if store.dtype not in types():
         raise ValueError(f"no GPU kernel for a cache of {store.dtype}; there are some for {known}")
-    if store.row_format.bits:
+    if isinstance(store, Store) and store.row_format.bits:
         raise ValueError(f"no GPU kernel for K and V in {store.row_format.bits} bits; SKIMKV_BACKEND=ref decodes it")
     if not runs(store):
         raise ValueError(f"the GPU kernels cannot run on {store.device}; TRITON_INTERPRET=1 interprets them there")
@@ -245,7 +260,7 @@ def validate(store: Store, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
             raise ValueError(f"{name} is {tensor.dtype}; the store holds {store.dtype}")
 
 
-def dot_type(store: Store, q: Tensor) -> Any:
+def dot_type(store: Cached, q: Tensor) -> Any:
     """Return the type that tensor cores multiply in: the cache's if the query has it too, else float32.
 
     The interpreter has no product of bfloat16.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...stores.base import Store
 from .launch import MOST_SPLITS, pad
+from .tables import Cached
 
 with contextlib.suppress(ImportError):  # launch.missing says why
     from triton.runtime import driver
@@ -64,7 +64,7 @@ class SplitKernel(NamedTuple):
         """Return what the kernel is compiled with."""
         return {**self.constants, "SP": pad(count, 2)} if self.merges else self.constants
 
-    def launch(self, store: Store, count: int) -> tuple[Any, ...]:
+    def launch(self, store: Cached, count: int) -> tuple[Any, ...]:
         """Launch the kernel with `count` programs for each row and KV head, and return its arguments."""
         arguments = self.arguments(count)
         self.kernel[store.shape.B * store.shape.H, count](*arguments, **self.options(count))
@@ -125,7 +125,7 @@ def split_rows(rows: int, places: int, most: int) -> int:
 _at_once: dict[tuple[Any, ...], int] = {}  # of a compiled kernel on a device
 
 
-def count_splits(store: Store, most: int, split: SplitKernel) -> int:
+def count_splits(store: Cached, most: int, split: SplitKernel) -> int:
     """Return how many programs, at most `most`, share each row and KV head so that the device is full.
 
     The cache's length is no part of it, so a CUDA graph can hold the launch. The kernel is compiled if it is new here.

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...stores.base import LastingView, Shape, Store
+from ...stores.base import LastingView, Shape, Store, Workspace
 from ...stores.clusters import UNIT, Block, Clusters
 from ...stores.full import Chunk, Full
 from ...stores.quantise import BLOCK, GROUP
@@ -32,6 +32,38 @@ LEAST_PAGES = 32  # rows of a new table
 COLUMN_K, COLUMN_V, COLUMN_INDEX, COLUMN_SCALE = 0, 1, 2, 3
 COLUMN_REPRESENTATIVES, COLUMN_SAMPLES, COLUMN_SIZES = 0, 1, 2
 COLUMN_CAPACITY = 4  # tokens (or clusters) in the whole chunk: the distance between its KV heads
+
+
+class Cached(Protocol):
+    """What a launch is told of a store, or of the blocks that a batch has in an engine."""
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the batch."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of K and V."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the kernels run."""
+
+    @property
+    def workspace(self) -> Workspace:
+        """The scratch memory of the kernels."""
+
+
+class CachedKeys(Cached, Protocol):
+    """What a method that scores keys is told besides."""
+
+    @property
+    def R(self) -> int:
+        """The channels of the index."""
+
+    @property
+    def bits(self) -> int | None:
+        """The bits of a code of the index; None where it is not quantised."""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -55,7 +87,7 @@ def _zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(n, dtype=dtype, device=device)
 
 
-def scratch(store: Store, name: str, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def scratch(store: Cached, name: str, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return at least n elements that outlive the call, zero at first; stores that share a workspace share them.
 
     Steps on two streams have two of them. A graph is captured on a stream of its own, and takes those of the last step

@@ -27,6 +27,7 @@ from .shared import (
     finite_maximum,
     page_capacity,
     page_start,
+    table_of,
 )
 from .sparq import inverse_temperature
 
@@ -238,23 +239,26 @@ def take_page(logits, tokens, maxima, totals, query, scores, bh, page, n, G: tl.
 
 @triton.jit
 def score_page(
-    page, pages, scores, bh,
+    page, pages, table, place, scores, bh,
     G: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, TYPE: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a closed page for each query head, and which tokens of the page they are of."""
-    capacity = page_capacity(pages.table, page).to(tl.int32)
-    first = bh * pages.R
+    """Return the logits of a closed page for each query head, and which tokens of the page they are of.
+
+    table, place: as table_of returns them.
+    """
+    capacity = page_capacity(table, page).to(tl.int32)
+    first = place * pages.R
     if LAYOUT == LAYOUT_COPY:
-        start = page_start(pages.table, page, COLUMN_INDEX, TYPE) + first * capacity
+        start = page_start(table, page, COLUMN_INDEX, TYPE, pages.base) + first * capacity
         return score_copied(start, capacity, scores, bh, G, CHANNELS), (tl.arange(0, PAGE_TOKENS),)
     else:
         groups = capacity // PAGE_TOKENS
-        scale = page_start(pages.table, page, COLUMN_SCALE, tl.float32) + first * 2 * groups
+        scale = page_start(table, page, COLUMN_SCALE, tl.float32, pages.base) + first * 2 * groups
         if LAYOUT == LAYOUT_INT8:
-            start = page_start(pages.table, page, COLUMN_INDEX, tl.uint8) + first * capacity
+            start = page_start(table, page, COLUMN_INDEX, tl.uint8, pages.base) + first * capacity
             return score_int8(start, scale, groups, scores, bh, G, CHANNELS, PADDED), tokens_of_int8()
         else:
-            start = page_start(pages.table, page, COLUMN_INDEX, tl.int32) + first * (capacity // INT4_CODES)
+            start = page_start(table, page, COLUMN_INDEX, tl.int32, pages.base) + first * (capacity // INT4_CODES)
             return score_int4(start, scale, groups, scores, bh, G, CHANNELS, PADDED), tokens_of_int4()
 
 
@@ -270,6 +274,7 @@ def channel_scores_kernel(
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.load(pages.lengths + bh)
+    table, place = table_of(pages, bh)
     every = tl.cdiv(n, PAGE_TOKENS)
     share = tl.cdiv(every, scores.splits)
     first, last = split * share, tl.minimum(every, (split + 1) * share)
@@ -277,7 +282,7 @@ def channel_scores_kernel(
     maxima = (tl.full([], float("-inf"), tl.float32),) * G
     totals = (tl.full([], 0.0, tl.float32),) * G
     for page in range(first, closed):
-        logits, tokens = score_page(page, pages, scores, bh, G, CHANNELS, PADDED, TYPE, LAYOUT)
+        logits, tokens = score_page(page, pages, table, place, scores, bh, G, CHANNELS, PADDED, TYPE, LAYOUT)
         maxima, totals = take_page(logits, tokens, maxima, totals, query, scores, bh, page, n, G, CAPPED)
     if (last > closed) & (first <= closed):  # the open group of a quantised index
         tokens = (tl.arange(0, PAGE_TOKENS),)

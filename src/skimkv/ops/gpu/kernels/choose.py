@@ -27,6 +27,7 @@ from .shared import (
     page_start,
     product,
     sink_weight,
+    table_of,
 )
 
 BELOW_ALL = constant(-2147483647)  # the order of no float
@@ -232,6 +233,7 @@ def attend_chosen(
     """
     G = query.G
     g, d, e = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
+    table, place = table_of(pages, bh)
     q = load_query(query.q, bh, G, D, GP, DP).to(DOT)
     reference, norm, sink = normaliser(query, scores, bh, g, SP, SINKS)
     maximum = tl.full([GP], float("-inf"), tl.float32)
@@ -247,9 +249,9 @@ def attend_chosen(
         p = tl.where(is_recent, n - 1 - (i + e), p)
         p = tl.where(real, p, 0)
         page = p // PAGE_TOKENS
-        row = (bh * page_capacity(pages.table, page) + p % PAGE_TOKENS) * D
+        row = (place * page_capacity(table, page) + p % PAGE_TOKENS) * D
         mask = real[:, None] & (d < D)[None, :]
-        source = (page_start(pages.table, page, COLUMN_V, TYPE) + row)[:, None] + d[None, :]
+        source = (page_start(table, page, COLUMN_V, TYPE, pages.base) + row)[:, None] + d[None, :]
         v = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
         inside = (g < G)[:, None] & real[None, :]
         source = scores.logits + (bh * G + g[:, None]) * scores.width + p[None, :]
@@ -257,7 +259,7 @@ def attend_chosen(
         s_hat = tl.where(inside, tl.exp(rough - reference[:, None]) / norm[:, None], 0.0)
         alpha += tl.sum(s_hat, 1)
         if RENORMALISE:
-            source = (page_start(pages.table, page, COLUMN_K, TYPE) + row)[:, None] + d[None, :]
+            source = (page_start(table, page, COLUMN_K, TYPE, pages.base) + row)[:, None] + d[None, :]
             k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
             logits = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3") * query.scale
             logits = tl.where(real[None, :], apply_softcap(logits, query.softcap, CAPPED), float("-inf"))

@@ -19,6 +19,7 @@ from .shared import (
     page_start,
     sink_weight,
     store_part,
+    table_of,
 )
 
 
@@ -35,6 +36,7 @@ def dense_kernel(
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G = query.G
     n = tl.load(pages.lengths + bh)
+    table, place = table_of(pages, bh)
     share = tl.cdiv(tl.cdiv(n, PAGE_TOKENS), splits.programs) * PAGE_TOKENS
     start, stop = split * share, tl.minimum(n, (split + 1) * share)
     t, d = tl.arange(0, BLOCK), tl.arange(0, DP)
@@ -44,11 +46,11 @@ def dense_kernel(
     values = tl.zeros([GP, DP], tl.float32)
     for i in tl.range(start, stop, BLOCK, num_stages=STAGES):
         page = i // PAGE_TOKENS
-        row = (bh * page_capacity(pages.table, page) + i % PAGE_TOKENS) * D
+        row = (place * page_capacity(table, page) + i % PAGE_TOKENS) * D
         offset = t[:, None] * D + d[None, :]
         mask = (i + t < n)[:, None] & (d < D)[None, :]
-        k_start = page_start(pages.table, page, COLUMN_K, TYPE) + row
-        v_start = page_start(pages.table, page, COLUMN_V, TYPE) + row
+        k_start = page_start(table, page, COLUMN_K, TYPE, pages.base) + row
+        v_start = page_start(table, page, COLUMN_V, TYPE, pages.base) + row
         k = tl.load(tl.multiple_of(k_start + offset, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
         v = tl.load(tl.multiple_of(v_start + offset, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
         logits = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3") * query.scale

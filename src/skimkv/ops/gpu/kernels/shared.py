@@ -44,9 +44,25 @@ INT4_MASK = constant(15)
 
 
 @triton.jit
-def page_start(table, page, COLUMN: tl.constexpr, TYPE: tl.constexpr):
-    """Return where a page begins in row 0 of the batch and KV head 0, as a pointer to TYPE."""
-    return tl.load(table + page * TABLE_COLUMNS + COLUMN).to(tl.pointer_type(TYPE), bitcast=True)
+def table_of(pages, bh):
+    """Return the table that has the pages of a row and KV head, and the head's place in these pages.
+
+    A store has one table, because its chunks hold all rows; in an engine's blocks every row has a table of its own.
+    """
+    table, head = pages.table, bh
+    if pages.heads is not None:
+        table += bh // pages.heads * pages.table_row
+        head = bh % pages.heads
+    return table, head
+
+
+@triton.jit
+def page_start(table, page, COLUMN: tl.constexpr, TYPE: tl.constexpr, base=None):
+    """Return where a page begins in head 0, as a pointer to TYPE. base: what the addresses count from, if they do."""
+    address = tl.load(table + page * TABLE_COLUMNS + COLUMN)
+    if base is not None:
+        address += base
+    return address.to(tl.pointer_type(TYPE), bitcast=True)
 
 
 @triton.jit

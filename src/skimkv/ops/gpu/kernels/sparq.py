@@ -34,6 +34,7 @@ from .shared import (
     page_capacity,
     page_start,
     product,
+    table_of,
 )
 
 # How the logits of r channels are scaled: 1/tau.
@@ -96,14 +97,16 @@ def store_logits(
 
 
 @triton.jit
-def load_codes(table, page, offset, row, capacity, real, RP: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):
+def load_codes(
+    table, page, base, offset, row, capacity, real, RP: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr
+):
     """Load the codes of BLOCK tokens from `offset` in the page on, of channels `row` (RP,1): (RP,BLOCK) int32."""
     if LAYOUT == LAYOUT_INT8:
         t = tl.arange(0, BLOCK)
-        source = page_start(table, page, COLUMN_INDEX, tl.uint8) + row * capacity + (offset + t[None, :])
+        source = page_start(table, page, COLUMN_INDEX, tl.uint8, base) + row * capacity + (offset + t[None, :])
         return tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), real[:, None], 0).to(tl.int32)
     w = tl.arange(0, BLOCK // INT4_CODES)
-    source = page_start(table, page, COLUMN_INDEX, tl.int32) + row * (capacity // INT4_CODES)
+    source = page_start(table, page, COLUMN_INDEX, tl.int32, base) + row * (capacity // INT4_CODES)
     source += offset // INT4_CODES + w[None, :]
     dwords = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), real[:, None], 0)
     dwords = dwords.reshape(RP, BLOCK // (INT4_CODES * INT4_LANES), 1, INT4_LANES)
@@ -124,6 +127,7 @@ def scores_kernel(
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G, R, r = query.G, pages.R, scores.r
     n = tl.load(pages.lengths + bh)
+    table, place = table_of(pages, bh)
     share = tl.cdiv(tl.cdiv(n, PAGE_TOKENS), scores.splits) * PAGE_TOKENS
     start, stop = split * share, tl.minimum(n, (split + 1) * share)
     g, d, t, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK), tl.arange(0, RP)
@@ -139,8 +143,8 @@ def scores_kernel(
         part = tl.where(chosen[None, :], q, 0.0).to(DOT)
         for i in tl.range(start, stop, BLOCK, num_stages=STAGES):
             page = i // PAGE_TOKENS
-            row = (bh * page_capacity(pages.table, page) + i % PAGE_TOKENS) * D
-            source = page_start(pages.table, page, COLUMN_K, TYPE) + row + t[:, None] * D + d[None, :]
+            row = (place * page_capacity(table, page) + i % PAGE_TOKENS) * D
+            source = page_start(table, page, COLUMN_K, TYPE, pages.base) + row + t[:, None] * D + d[None, :]
             mask = (i + t < n)[:, None] & (d < D)[None, :]
             k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
             k = tl.where(chosen[None, :], k, 0.0).to(DOT)
@@ -155,17 +159,17 @@ def scores_kernel(
         closed = n if LAYOUT == LAYOUT_COPY else n // PAGE_TOKENS * PAGE_TOKENS
         for i in tl.range(start, tl.minimum(stop, closed), BLOCK, num_stages=STAGES):
             page = i // PAGE_TOKENS
-            capacity = page_capacity(pages.table, page)
-            row = bh * R + i1[:, None]
+            capacity = page_capacity(table, page)
+            row = place * R + i1[:, None]
             if LAYOUT == LAYOUT_COPY:
-                source = page_start(pages.table, page, COLUMN_INDEX, TYPE) + row * capacity
+                source = page_start(table, page, COLUMN_INDEX, TYPE, pages.base) + row * capacity
                 source += i % PAGE_TOKENS + t[None, :]
                 k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), real[:, None], 0.0)
                 logits = tl.dot(part.to(DOT), k.to(DOT), input_precision="tf32x3")
             else:
-                codes = load_codes(pages.table, page, i % PAGE_TOKENS, row, capacity, real, RP, BLOCK, LAYOUT)
+                codes = load_codes(table, page, pages.base, i % PAGE_TOKENS, row, capacity, real, RP, BLOCK, LAYOUT)
                 groups = capacity // PAGE_TOKENS
-                source = page_start(pages.table, page, COLUMN_SCALE, tl.float32) + (bh * R + i1) * 2 * groups
+                source = page_start(table, page, COLUMN_SCALE, tl.float32, pages.base) + (place * R + i1) * 2 * groups
                 step = tl.load(source, real, 0.0)
                 zero = tl.load(source + groups, real, 0.0)
                 logits = product(part.to(tl.float32) * step[None, :], codes.to(tl.float32), DOT)
