@@ -10,7 +10,8 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import parse
-from skimkv.ops.gpu.paged import PagedKernels
+from skimkv.ops.gpu import paged
+from skimkv.ops.gpu.paged import PagedKernels, append_slots
 from skimkv.ops.gpu.tables import LEAST_PAGES, PAGE_TOKENS
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
@@ -114,7 +115,7 @@ def test_tokens_are_written_to_their_slots_and_those_without_one_are_left_out(ch
     one, two = (RowBlocks(memory.clone(), layout, 1) for _ in range(2))
     k, v = torch.randn(9, 4, 48, device=DEVICE).bfloat16().split(2, dim=1)
     slots = torch.tensor([2 * SIZE - 2, 2 * SIZE - 1, 0, 1, -1, 2 * SIZE, 700, -1, 701], device=DEVICE)
-    PagedKernels(layout, one.distance, 1, 1, DEVICE).append(one, k, v, slots)
+    append_slots(one, k, v, slots)
     write(two, k[slots >= 0], v[slots >= 0], slots[slots >= 0])
     assert torch.equal(one.memory, two.memory) and one.memory.any()
 
@@ -132,9 +133,21 @@ def test_a_replayed_step_is_right_for_the_next_batch(spec):
     again()
     assert torch.equal(y, expected)
     q.copy_(q.flip(0))
-    e.kernels.begin(e.table[[2, 1, 0]], ints([20, 0, 513]))
+    e.kernels.begin(e.table[[2, 1, 0], :2], ints([20, 0, 513]))  # a table of the blocks that are in use
     again()
     assert torch.equal(y[[2, 0]], expected[[0, 2]]) and y[1].isnan().all()
+
+
+@pytest.mark.slow
+def test_rows_that_share_their_scratch_memory_in_turns_give_the_same(monkeypatch):
+    monkeypatch.setattr(paged, "MOST_LOGITS", 2 * 2 * ROOM)  # two rows at a time
+    e = engine([300, 20, 513], torch.float32, "copy")
+    q = query(e.store)
+    e.kernels.begin(e.table, e.lengths)
+    y = in_blocks(SPARQ, e, q, scale=0.2)
+    torch.testing.assert_close(y, in_one_piece(SPARQ, e.store, q, scale=0.2))
+    (logits,) = (buffer for name, buffer in e.kernels.workspace.buffers.items() if name.endswith("logits"))
+    assert logits.numel() < 3 * 2 * ROOM
 
 
 def test_one_table_serves_the_blocks_of_all_layers():
@@ -151,12 +164,13 @@ def test_one_table_serves_the_blocks_of_all_layers():
 
 
 BAD = {
-    "the table of blocks is (1, 15) for 1 rows; it must have at most 2 rows of 16": lambda e: e.kernels.begin(
-        e.table[:, 1:], e.lengths
+    "the table of blocks is (1, 17) for 1 rows; at most 2 rows of 16 fit": lambda e: e.kernels.begin(
+        torch.cat([e.table, e.table[:, :1]], 1), e.lengths
     ),
-    "the table of blocks is (3, 16) for 3 rows; it must have at most 2 rows of 16": lambda e: e.kernels.begin(
+    "the table of blocks is (3, 16) for 3 rows; at most 2 rows of 16 fit": lambda e: e.kernels.begin(
         e.table.expand(3, -1), e.lengths.expand(3)
     ),
+    "the table of blocks is (1, 16) for 3 rows": lambda e: e.kernels.begin(e.table, e.lengths.expand(3)),
     "lengths is torch.int64": lambda e: e.kernels.begin(e.table, e.lengths.long()),
     "q is (2, 1, 2, 32)": lambda e: e.kernels.dense(e.blocks, torch.zeros(2, 1, 2, D, device=DEVICE), None, scale=1.0),
     "blocks have no mean of the values": lambda e: in_blocks(
@@ -165,10 +179,10 @@ BAD = {
     "r = 33 must be from 1 to 32": lambda e: e.kernels.sparq(
         e.blocks, query(e.store), None, r=33, k=4, local=1, temperature="coverage", mean_value=False, scale=1.0
     ),
-    "k is (2, 1, 32)": lambda e: e.kernels.append(
+    "k is (2, 1, 32)": lambda e: append_slots(
         e.blocks, *torch.zeros(2, 2, 1, D, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     ),
-    "slots is torch.int32": lambda e: e.kernels.append(e.blocks, *torch.zeros(2, 1, 1, D, device=DEVICE), ints([0])),
+    "slots is torch.int32 on": lambda e: append_slots(e.blocks, *torch.zeros(2, 1, 1, D, device=DEVICE), ints([0])),
     "are not those of": lambda e: e.kernels.dense(
         RowBlocks(e.blocks.memory[::2], e.blocks.layout, 2), query(e.store), None, scale=1.0
     ),

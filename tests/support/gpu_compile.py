@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from skimkv.methods import SubGenStream
 from skimkv.ops.gpu import backend, launch
 from skimkv.ops.gpu.backend import GpuKernels
-from skimkv.ops.gpu.paged import PagedKernels
+from skimkv.ops.gpu.paged import PagedKernels, append_slots
 from skimkv.stores.base import Shape
 from skimkv.stores.row_blocks import RowBlockLayout, RowBlocks
 from skimkv.stores.slots import Slots
@@ -90,7 +90,7 @@ def compile_on_blocks(D, dtype, G):
     kernels = PagedKernels(layout, blocks.distance, 3, 2, "cpu")
     kernels.begin(torch.tensor([[3, 1], [0, 0]], dtype=torch.int32), torch.tensor([700, 256], dtype=torch.int32))
     q, plain = torch.randn(2, 2, G, D).to(dtype), {"scale": 0.1}
-    kernels.append(blocks, *torch.randn(2, 5, 2, D).to(dtype), torch.arange(5))
+    append_slots(blocks, *torch.randn(2, 5, 2, D).to(dtype), torch.arange(5))
     kernels.dense(blocks, q, None, **plain)
     kernels.sparq(blocks, q, None, r=32, k=128, local=32, temperature="coverage", mean_value=False, **plain)
     kernels.top_k(blocks, q, None, k=32, oracle=True, **plain)

@@ -25,6 +25,9 @@ with contextlib.suppress(ImportError):  # launch.missing says why
     from .kernels.append_slots import append_slots_kernel
 
 
+MOST_LOGITS = 1 << 26  # of all rows that are taken at once, in float32: 256 MiB
+
+
 class _Batch(NamedTuple):
     """A batch in the blocks of one layer, as launches are told of it."""
 
@@ -34,6 +37,34 @@ class _Batch(NamedTuple):
     workspace: Workspace
     R: int
     bits: int | None = None
+
+
+def append_slots(blocks: RowBlocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write tokens to their slots: k, v (n,H,D), slots (n,) int64; a negative slot leaves its token out.
+
+    Nothing is read back from the device, so slots are not checked. Raises ValueError if shapes, types or devices do not
+    fit.
+    """
+    layout, n, device = blocks.layout, slots.shape[0], blocks.memory.device
+    shape = (n, layout.H, layout.D)
+    validate(_batch_of(blocks, n, Workspace()), k=(k, shape), v=(v, shape))
+    if slots.dtype != torch.int64 or slots.device != device or not slots.is_contiguous():
+        raise ValueError(f"slots is {slots.dtype} on {slots.device}; must be contiguous torch.int64 on {device}")
+    if n == 0:
+        return
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    channels = blocks.k if blocks.channels is None else blocks.channels
+    target = BlockParts(blocks.k, blocks.v, channels, blocks.distance // layout.dtype.itemsize)
+    append_slots_kernel[n, layout.H](
+        TokenRows(k, v, *k.stride()[:2], *v.stride()[:2]), slots, target, layout.H, layout.tokens,
+        D=layout.D, DP=pad(layout.D), COPY=blocks.channels is not None, num_warps=APPEND_WARPS,
+    )  # fmt: skip
+
+
+def _batch_of(blocks: RowBlocks, rows: int, workspace: Workspace) -> _Batch:
+    layout = blocks.layout
+    shape = Shape(rows, layout.H, blocks.G, layout.D)
+    return _Batch(shape, layout.dtype, blocks.memory.device, workspace, layout.D)
 
 
 class PagedKernels:
@@ -55,9 +86,9 @@ class PagedKernels:
         self.layout, self.distance = layout, distance
         self.workspace = Workspace()
         self.B = 0
-        pages = width * layout.tokens // PAGE_TOKENS
-        self.table = torch.zeros(rows, pages, TABLE_COLUMNS, dtype=torch.int64, device=device)
-        self.device = self.table.device  # with its number
+        size = (rows, width, layout.tokens // PAGE_TOKENS, TABLE_COLUMNS)
+        self.starts = torch.zeros(size, dtype=torch.int64, device=device)  # of the pages of every block of a row
+        self.device = self.starts.device  # with its number
         self.lengths = torch.zeros(rows, layout.H, dtype=torch.int32, device=self.device)
         in_block, per_block = _pages_of_block(layout, distance)
         self._in_block, self._per_block = in_block.to(self.device), per_block.to(self.device)
@@ -65,52 +96,32 @@ class PagedKernels:
     @property
     def room(self) -> int:
         """Tokens that a row has place for."""
-        return self.table.shape[1] * PAGE_TOKENS
+        return self.starts.shape[1] * self.layout.tokens
 
     def begin(self, table: Tensor, lengths: Tensor) -> None:
-        """Take the rows of a batch: their blocks, table (B,width) int32, and lengths (B,) int32 with the current token.
+        """Take the rows of a batch: table (B,blocks) int32, the blocks of each row, and lengths (B,) int32.
 
-        What the table has beyond a row's length is not used. A row of length 0 is computed to NaN. Nothing is read back
-        from the device, so block numbers are not checked. Raises ValueError if shapes, types or devices do not fit.
+        A length includes the current token. What the table has beyond a row's length is not used, and a row of length 0
+        is computed to NaN. Nothing is read back from the device, so block numbers are not checked. Raises ValueError if
+        shapes, types or devices do not fit.
         """
-        rows, pages = self.table.shape[:2]
-        B, width = lengths.shape[0], pages * PAGE_TOKENS // self.layout.tokens
-        if table.shape != (B, width) or rows < B:
+        rows, width, B = *self.starts.shape[:2], lengths.shape[0]
+        if table.ndim != 2 or len(table) != B or rows < B or table.shape[1] > width:
             raise ValueError(
-                f"the table of blocks is {tuple(table.shape)} for {B} rows; it must have at most {rows} rows of {width}"
+                f"the table of blocks is {tuple(table.shape)} for {B} rows; at most {rows} rows of {width} fit"
             )
         for name, tensor in (("the table of blocks", table), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or tensor.device != self.device:
                 raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; must be torch.int32 on {self.device}")
         self.B = B
-        starts = self.table[:B].view(B, width, -1, TABLE_COLUMNS)
+        starts = self.starts[:B, : table.shape[1]]
         torch.add(table[:, :, None, None] * self._per_block, self._in_block, out=starts)
         self.lengths[:B] = lengths[:, None]
-
-    def append(self, blocks: RowBlocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Write tokens to their slots: k, v (n,H,D), slots (n,) int64; a negative slot leaves its token out.
-
-        Slots are not checked, as the table is not. Raises ValueError if shapes, types or devices do not fit.
-        """
-        layout, n = self.layout, slots.shape[0]
-        batch = self._batch_of(blocks, n)
-        validate(batch, k=(k, (n, layout.H, layout.D)), v=(v, (n, layout.H, layout.D)))
-        if slots.dtype != torch.int64 or slots.device != self.device or not slots.is_contiguous():
-            raise ValueError(f"slots is {slots.dtype} on {slots.device}; must be torch.int64 on {self.device}")
-        if n == 0:
-            return
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        channels = blocks.k if blocks.channels is None else blocks.channels
-        target = BlockParts(blocks.k, blocks.v, channels, self.distance // layout.dtype.itemsize)
-        append_slots_kernel[n, layout.H](
-            TokenRows(k, v, *k.stride()[:2], *v.stride()[:2]), slots, target, layout.H, layout.tokens,
-            D=layout.D, DP=pad(layout.D), COPY=blocks.channels is not None, num_warps=APPEND_WARPS,
-        )  # fmt: skip
 
     def dense(self, store: RowBlocks, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Attention over all positions (methods/dense.py)."""
         batch, query = self._start(store, q, token, **softmax)
-        return attend_all(batch, query, self._pages(store), self.room)
+        return attend_all(batch, query, self._pages(store, 0), self.room)
 
     def sparq(
         self, store: RowBlocks, q: Tensor, token: Token | None, *, r: int, k: int,
@@ -121,7 +132,7 @@ class PagedKernels:
             raise ValueError("blocks have no mean of the values: use mean_value=False")
         batch, query = self._start(store, q, token, **softmax)
         selection = sparq_selection(batch, self.layout.channels, r, k, local, temperature, mean_value)
-        return attend_selected(batch, query, selection, self._pages(store), self.room)
+        return self._attend_selected(store, batch, query, selection)
 
     def top_k(
         self, store: RowBlocks, q: Tensor, token: Token | None, *, k: int, oracle: bool,
@@ -129,32 +140,42 @@ class PagedKernels:
     ) -> Tensor:  # fmt: skip
         """Exact scores and the k best positions (methods/topk.py)."""
         batch, query = self._start(store, q, token, **softmax)
-        return attend_selected(batch, query, Selection(k, renormalise=oracle), self._pages(store), self.room)
+        return self._attend_selected(store, batch, query, Selection(k, renormalise=oracle))
+
+    def _attend_selected(self, store: RowBlocks, batch: _Batch, query: Query, selection: Selection) -> Tensor:
+        """Run the step on as many rows at a time as MOST_LOGITS allows, so that they share their scratch memory."""
+        B, H, G, _ = batch.shape
+        at_once = max(1, MOST_LOGITS // (H * G * self.room))
+        for start in range(0, B, at_once):
+            rows = slice(start, start + at_once)
+            q = query.q[rows]
+            sinks = q if query.sinks is query.q else query.sinks  # q stands for no sinks
+            part = query._replace(q=q, y=query.y[rows], sinks=sinks)
+            shape = batch.shape._replace(B=len(q))
+            attend_selected(batch._replace(shape=shape), part, selection, self._pages(store, start), self.room)
+        return query.y
 
     def _start(
         self, store: RowBlocks, q: Tensor, token: Token | None, *,
         scale: float, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> tuple[_Batch, Query]:  # fmt: skip
         """Check a step and return what its kernels are told."""
-        assert token is None, "tokens are written to blocks by append"
-        batch = self._batch_of(store, self.B)
-        return batch, make_query(batch, q, scale, softcap, sinks)
-
-    def _batch_of(self, blocks: RowBlocks, rows: int) -> _Batch:
+        assert token is None, "tokens are written to blocks by append_slots"
         layout = self.layout
-        if (blocks.layout, blocks.distance) != (layout, self.distance) or blocks.memory.device != self.device:
+        if (store.layout, store.distance) != (layout, self.distance) or store.memory.device != self.device:
             raise ValueError(
-                f"blocks of {blocks.layout}, {blocks.distance} bytes apart on {blocks.memory.device}, are not those of "
+                f"blocks of {store.layout}, {store.distance} bytes apart on {store.memory.device}, are not those of "
                 f"{layout}, {self.distance} bytes apart on {self.device}"
             )
-        shape = Shape(rows, layout.H, blocks.G, layout.D)
-        return _Batch(shape, layout.dtype, self.device, self.workspace, layout.D)
+        batch = _batch_of(store, self.B, self.workspace)
+        return batch, make_query(batch, q, scale, softcap, sinks)
 
-    def _pages(self, blocks: RowBlocks) -> CachedPages:
-        unused = self.lengths
+    def _pages(self, blocks: RowBlocks, first: int) -> CachedPages:
+        """Return where the pages of the rows from `first` on lie."""
+        lengths = unused = self.lengths[first:]
         return CachedPages(
-            self.table, self.lengths, unused, unused, self.layout.D,
-            heads=self.layout.H, table_row=self.table.stride(0), base=blocks.memory.data_ptr(),
+            self.starts[first:], lengths, unused, unused, self.layout.D,
+            heads=self.layout.H, table_row=self.starts.stride(0), base=blocks.memory.data_ptr(),
         )  # fmt: skip
 
 
