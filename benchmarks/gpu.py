@@ -116,7 +116,7 @@ SEARCHES = [
     Search("scores", SPARQ, WIDE, {"block": (64, 128, 256), **LOADS, **PROGRAMS}),
     Search("quantised_scores", INT8, WIDE, {"block": (128, 256), **LOADS, **PROGRAMS}),
     Search("choose", SPARQ, LONG,
-           {"tile": (1024, 2048, 4096, 8192), "block": (32, 64, 128), "warps": (4, 8), **PROGRAMS}),
+           {"tile": (1024, 2048, 4096, 8192), "block": (32, 64, 128), **LOADS, **PROGRAMS}),
     Search("slots", "H2O(k=1024)", MEDIUM,
            {"block": (32, 64, 128), "stages": (2, 3), "tile": (512, 1024), **PROGRAMS}),
 ]  # fmt: skip

@@ -8,6 +8,8 @@ a multiprocessor and how many waves of them the launch is, and how many barriers
 256 tokens and KV head. From these follow two ceilings for the speed-up over dense attention: one by the bytes that
 memory must deliver, one by the instructions that the multiprocessors must issue. The last line is JSON.
 
+A kernel that loads K and V into shared memory needs two buffers there, or it waits for every block that it asks for.
+
 Instructions are counted for one warp of 32 threads. A loop in the machine code is counted as often as the loop of the
 source that its lines come from takes a turn; TURNS says how often that is.
 """
@@ -112,6 +114,11 @@ def candidates(launch_: Launch) -> int:
     return -(-launch_.case.length // a.TILE) * min(a.candidates.k, a.TILE)
 
 
+def attended(launch_: Launch) -> int:
+    """Return how many positions are attended to after the choice."""
+    return int(launch_.arguments.candidates.k + launch_.arguments.candidates.local + 1)
+
+
 def slots(launch_: Launch) -> float:
     """Return the slots that an average program walks over, in blocks."""
     a = launch_.arguments
@@ -148,8 +155,10 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     "count_reaching: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
     "best_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
     "best_of_tile: for j in range(tl.minimum(want, TILE), tl.minimum(k, TILE), TILE)": lambda at: 0,
-    "attend_chosen: for i in range(0, count, BLOCK)":
-        lambda at: -(-(at.arguments.candidates.k + at.arguments.candidates.local + 1) // at.arguments.CHOSEN_BLOCK),
+    "attend_chosen: for i in tl.range(0, count, BLOCK, num_stages=STAGES)":
+        lambda at: -(-attended(at) // at.arguments.CHOSEN_BLOCK),
+    "chosen_mass: for head in range(0, query.G)": lambda at: at.arguments.query.G,
+    "chosen_mass: for i in range(0, count, MASS_BLOCK)": lambda at: -(-attended(at) // launch.MASS_BLOCK),
     "dense_kernel: for head in range(0, G)": lambda at: at.arguments.query.G,
     "slots_kernel: for head in range(0, G)": lambda at: at.arguments.query.G,
     "add_scores: for i in range(0, filled, TILE)": lambda at: -(-at.arguments.slots.C // at.arguments.TILE),
@@ -301,6 +310,12 @@ def footprint_of(compiled: Any) -> occupancy.Footprint:
     return occupancy.Footprint(used["registers"], compiled.metadata.shared, compiled.metadata.num_warps)
 
 
+def buffers_of(compiled: Any) -> int:
+    """Return for how many blocks a kernel has buffers in shared memory; 0 where it loads into registers only."""
+    allocated = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\w+, ", compiled.asm["ttgir"])
+    return min(map(int, allocated), default=0)
+
+
 class Count(NamedTuple):
     """Instructions of one warp of an average program, and barriers; those in the loop over positions also apart."""
 
@@ -367,8 +382,9 @@ def describe(launch_: Launch, channels: str) -> dict[str, Any]:
     issued = counted.instructions * launch_.warps * programs
     return {
         "kernel": launch_.name, "channels": channels, "group": heads // kv_heads, "batch": batch,
-        "kv_heads": kv_heads, "length": length, **used, "shared": shared, "warps": launch_.warps,
-        "programs": programs, "blocks_per_multiprocessor": blocks, "waves": programs / blocks / LIMITS.multiprocessors,
+        "kv_heads": kv_heads, "length": length, **used, "shared": shared, "buffers": buffers_of(launch_.compiled),
+        "warps": launch_.warps, "programs": programs, "blocks_per_multiprocessor": blocks,
+        "waves": programs / blocks / LIMITS.multiprocessors,
         "barriers_per_256": counted.barriers_over_positions * programs / groups,
         "instructions_per_256": counted.instructions_over_positions * launch_.warps * programs / groups,
         "bytes_per_256": bytes_per_256(launch_),
@@ -484,7 +500,8 @@ def print_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
 
 COLUMNS = {
     "kernel": "kernel", "channels": "channels", "group": "G", "batch": "batch", "length": "length",
-    "registers": "registers", "stack": "stack", "shared": "shared", "warps": "warps", "programs": "programs",
+    "registers": "registers", "stack": "stack", "shared": "shared", "buffers": "buffers", "warps": "warps",
+    "programs": "programs",
     "blocks_per_multiprocessor": "blocks", "waves": "waves", "barriers_per_256": "barriers / 256",
     "instructions_per_256": "instructions / 256", "bytes_per_256": "bytes / 256",
     "instructions_per_kv_head": "instructions / KV head", "issue_us_at_2": "issue, µs",

@@ -38,6 +38,7 @@ def test_the_counts_of_the_shortest_target_stay_below_their_bounds():
         row = step_1[channels]
         assert row["instructions_per_256"] <= most and row["barriers_per_256"] == row["stack"] == 0, row
         assert row["group"] == 1 and row["blocks_per_multiprocessor"] >= 16, row
+    assert all(row["buffers"] >= 2 for row in rows if row["kernel"] in ("dense", "sparq_choose")), rows
     assert {row["kernel"] for row in rows} == {"sparq_scores", *MOST_OF_KERNEL}
     for row in rows:
         assert row["instructions_per_kv_head"] <= MOST_OF_KERNEL.get(row["kernel"], 10**6), row

@@ -131,7 +131,7 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here():
     names |= {"choose_channels_kernel", "channel_scores_kernel", "append_slots_kernel"}
     assert {row["kernel"] for row in rows} == names | {"clusters_append_kernel", "clusters_kernel"}
     for row in rows:
-        assert row["stack"] <= 64, row  # bytes: none with Triton 3.9, up to 56 with 3.6
+        assert row["stack"] <= 64, row  # bytes: up to 48 with Triton 3.9
         if row["kernel"] in ("dense_kernel", "scores_kernel", "channel_scores_kernel", "choose_kernel", "slots_kernel"):
             wide = sum(n for kind, n in row["loads"].items() if kind in ("cp.async.cg", "ld.global.v4.b32"))
             assert wide >= 8, row

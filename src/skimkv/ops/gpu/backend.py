@@ -339,7 +339,8 @@ def attend_selected(store: CachedKeys, query: Query, selection: Selection, pages
     constants = {
         **_sizes(store, query.q), **_variants(query), "TYPE": types()[store.dtype], "SP": pad(scores.splits, 2),
         "RENORMALISE": selection.renormalise, "MEAN": selection.mean, "ALONE": G == 1, "TILE": settings.tile,
-        "CHOSEN_BLOCK": fit_block(settings.block, _row_bytes(store)), "num_warps": settings.warps,
+        "CHOSEN_BLOCK": fit_block(settings.block, _row_bytes(store)), "STAGES": settings.stages,
+        "num_warps": settings.warps,
     }  # fmt: skip
     split = SplitKernel(
         choose_kernel, settings.programs, constants,

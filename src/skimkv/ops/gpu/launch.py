@@ -28,6 +28,7 @@ APPEND_WARPS = 4  # of the kernels that append a token
 MOST_HEADS_OF_WARP = 4  # query heads of a KV head up to which step 1 takes one warp for a page and no matrix units
 MOST_CHANNELS_OF_WARP = 64  # channels that score, up to which it does so: its loop over them is unrolled
 LEAST_RUN = 32  # positions of a channel that step 1 loads at a time, at least
+MASS_BLOCK = 256  # chosen positions whose approximate weights are summed at a time
 
 # Where channels of K are read, by a store's `channels`; the quantised layouts are numbered by the bits of a code.
 LAYOUTS = {"none": 0, "int4": 4, "int8": 8, "copy": 16}
@@ -50,7 +51,11 @@ class SplitLaunch:
 
 @dataclass(frozen=True)
 class PipelinedLaunch(SplitLaunch):
-    """A split kernel that loads blocks ahead. stages: blocks that are loaded or used at the same time."""
+    """A split kernel that loads blocks ahead. stages: the depth of its pipeline.
+
+    There are buffers for stages - 1 blocks. Where a block's place is loaded from a table before it, there are half as
+    many: 5 stages keep two blocks.
+    """
 
     stages: int = 3
 
@@ -58,6 +63,8 @@ class PipelinedLaunch(SplitLaunch):
 @dataclass(frozen=True)
 class PagesLaunch(PipelinedLaunch):
     """A pipelined kernel over pages. Raises ValueError unless a block is a power of two that divides a page."""
+
+    stages: int = 5
 
     def __post_init__(self) -> None:
         if self.block & (self.block - 1) or not TENSOR_CORE <= self.block <= PAGE_TOKENS:
@@ -77,13 +84,15 @@ class ChooseLaunch:
     """The choice of positions, after step 1 in a launch of its own.
 
     tile: positions in which one threshold is sought. block: chosen positions that are attended to at a time.
-    warps, programs: as in SplitLaunch.
+    warps, programs: as in SplitLaunch. stages: as in PipelinedLaunch, of the attention. Positions are loaded before a
+    block, and then their places in the table, so 7 stages keep two blocks.
     """
 
     tile: int
     block: int
     warps: int
     programs: int | None = None
+    stages: int = 7
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import launch
 from .shared import (
     ALIGNMENT,
     COLUMN_K,
@@ -40,6 +41,7 @@ BINS = constant(256)
 BIN_BITS = constant(8)
 FLOAT_BIAS = constant(127)
 FLOAT_BITS = constant(23)  # of a float32 below its exponent
+MASS_BLOCK = constant(launch.MASS_BLOCK)
 
 
 @triton.jit
@@ -221,10 +223,34 @@ def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
 
 
 @triton.jit
+def chosen_position(chosen, i, n, recent, count):
+    """Return the i-th of `count` positions, the `recent` last ones and then the chosen ones; 0 beyond them."""
+    p = tl.load(chosen + (i - recent), (i >= recent) & (i < count), 0)
+    p = tl.where(i < recent, n - 1 - i, p)
+    return tl.where(i < count, p, 0)
+
+
+@triton.jit
+def chosen_mass(query, scores, chosen, bh, n, recent, count, GP: tl.constexpr, SP: tl.constexpr, SINKS: tl.constexpr):
+    """Return alpha of every query head (GP,): the sum of s_hat over `count` positions and the sink."""
+    g, e = tl.arange(0, GP), tl.arange(0, MASS_BLOCK)
+    alpha = tl.zeros([GP], tl.float32)
+    for head in range(0, query.G):
+        reference, total, mass = normaliser(query, scores, bh, tl.arange(0, 1) + head, SP, SINKS)
+        for i in range(0, count, MASS_BLOCK):
+            p = chosen_position(chosen, i + e, n, recent, count)
+            rough = tl.load(scores.logits + (bh * query.G + head) * scores.width + p, i + e < count, float("-inf"))
+            mass += tl.sum(tl.exp(rough - reference), 0)
+        alpha = tl.where(g == head, mass / total, alpha)
+    return alpha
+
+
+@triton.jit
 def attend_chosen(
     query, pages, scores, chosen, bh, n, recent, count,
-    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
-    DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend to `count` positions: the `recent` last ones, then the chosen ones.
 
@@ -234,30 +260,22 @@ def attend_chosen(
     G = query.G
     g, d, e = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
     table, place = table_of(pages, bh)
-    q = load_query(query.q, bh, G, D, GP, DP).to(DOT)
-    reference, norm, sink = normaliser(query, scores, bh, g, SP, SINKS)
+    if RENORMALISE:
+        q = load_query(query.q, bh, G, D, GP, DP).to(DOT)
+        alpha = chosen_mass(query, scores, chosen, bh, n, recent, count, GP, SP, SINKS)
+    else:
+        reference, norm, _ = normaliser(query, scores, bh, g, SP, SINKS)
     maximum = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
-    alpha = tl.zeros([GP], tl.float32)
-    if SINKS:
-        alpha = sink / norm
     values = tl.zeros([GP, DP], tl.float32)
-    for i in range(0, count, BLOCK):
+    for i in tl.range(0, count, BLOCK, num_stages=STAGES):
         real = i + e < count
-        is_recent = i + e < recent
-        p = tl.load(chosen + (i + e - recent), real & (i + e >= recent), 0)
-        p = tl.where(is_recent, n - 1 - (i + e), p)
-        p = tl.where(real, p, 0)
+        p = chosen_position(chosen, i + e, n, recent, count)
         page = p // PAGE_TOKENS
         row = (place * page_capacity(table, page) + p % PAGE_TOKENS) * D
         mask = real[:, None] & (d < D)[None, :]
         source = (page_start(table, page, COLUMN_V, TYPE, pages.base) + row)[:, None] + d[None, :]
         v = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
-        inside = (g < G)[:, None] & real[None, :]
-        source = scores.logits + (bh * G + g[:, None]) * scores.width + p[None, :]
-        rough = tl.load(source, inside, float("-inf"))
-        s_hat = tl.where(inside, tl.exp(rough - reference[:, None]) / norm[:, None], 0.0)
-        alpha += tl.sum(s_hat, 1)
         if RENORMALISE:
             source = (page_start(table, page, COLUMN_K, TYPE, pages.base) + row)[:, None] + d[None, :]
             k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
@@ -265,6 +283,10 @@ def attend_chosen(
             logits = tl.where(real[None, :], apply_softcap(logits, query.softcap, CAPPED), float("-inf"))
             maximum, total, values = online_softmax(logits, v, maximum, total, values, DOT)
         else:
+            inside = (g < G)[:, None] & real[None, :]
+            source = scores.logits + (bh * G + g[:, None]) * scores.width + p[None, :]
+            rough = tl.load(source, inside, float("-inf"))
+            s_hat = tl.where(inside, tl.exp(rough - reference[:, None]) / norm[:, None], 0.0)
             values += product(s_hat, v, DOT)
     if RENORMALISE:
         if SINKS:
@@ -283,8 +305,8 @@ def attend_chosen(
 def choose_kernel(
     query, pages, scores, candidates,
     D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr,
-    CHOSEN_BLOCK: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
+    CHOSEN_BLOCK: tl.constexpr, STAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr,
+    MEAN: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Choose candidates.k positions besides the candidates.local last ones and the current one, and attend to all.
 
@@ -310,5 +332,5 @@ def choose_kernel(
             tl.debug_barrier()
         attend_chosen(
             query, pages, scores, chosen, bh, n, recent, recent + want,
-            D, GP, DP, SP, CHOSEN_BLOCK, TYPE, DOT, RENORMALISE, MEAN, CAPPED, SINKS,
+            D, GP, DP, SP, CHOSEN_BLOCK, STAGES, TYPE, DOT, RENORMALISE, MEAN, CAPPED, SINKS,
         )  # fmt: skip
