@@ -6,16 +6,14 @@ not: it is attended to densely, as every prompt is.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -23,13 +21,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from ..methods.base import Method
 from ..ops.cpu.paged import PagedKernels, append_slots
-from ..stores.base import Shape
 from ..stores.blocks import Blocks
 from ..stores.memory import request_huge_pages
 from ..stores.quantise import GROUP
-from .options import ConfigurationError, Options, refuse_layer
+from .layers import CountingLayer
+from .options import ConfigurationError, Options
 
 
 class DecodeRows(NamedTuple):
@@ -115,95 +112,14 @@ class MetadataBuilder(CPUAttentionMetadataBuilder):
         return PromptRows(first_token, starts, lengths, base.block_table[first:rows].contiguous(), schedule)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _bytes_of_step(method: Method, n: int, shape: Shape, dtype: torch.dtype) -> int:
-    return method.traffic(n, shape, dtype).bytes
-
-
-class CountingImplementation(CPUAttentionBackendImpl):
-    """One attention layer: what the layers of both backends have in common.
-
-    steps, rows and bytes count what its decode rows took: see `Worker.skimkv_counters`. blocks: the layer's cache.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        refuse_layer(locals())
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, sinks,
-        )  # fmt: skip
-        self.options = Options.of(get_current_vllm_config())
-        self.steps = self.rows = self.bytes = 0
-        self.kernels = PagedKernels()
-        self.blocks: Any = None
-        self.memory: tuple[Any, ...] = ()
-
-    def describe(self, kv_cache: Tensor) -> Any:
-        """The layer's cache as blocks that the kernels read."""
-        raise NotImplementedError
-
-    def attend(
-        self, layer: Any, store: Any, query: Tensor, key: Tensor, value: Tensor, metadata: Any, output: Tensor
-    ) -> None:
-        """Attention of one batch over the layer's blocks: query (tokens,heads,D) -> output, of the same shape."""
-        raise NotImplementedError
-
-    def blocks_of(self, kv_cache: Tensor) -> Any:
-        """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
-        memory = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if self.blocks is None or memory != self.memory:
-            request_huge_pages(kv_cache)
-            self.blocks, self.memory = self.describe(kv_cache), memory
-        return self.blocks
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one batch: query (tokens,heads,D) · key, value (tokens,H,D) -> output, of query's shape."""
-        if output_scale is not None or output_block_scale is not None:
-            raise ConfigurationError("quantised outputs of attention are not supported")
-        if attn_metadata is not None:  # it is None in a run that only warms up
-            self.attend(layer, self.blocks_of(kv_cache), query, key, value, attn_metadata, output)
-        return output
-
-    def bytes_of_step(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
-        """The bytes of a step of one row with n cached tokens besides the current one: those of Method.traffic."""
-        return _bytes_of_step(self.options.method, n, shape, dtype)
-
-    def count(self, shape: Shape, bytes_of_batch: int) -> None:
-        """Add the step of a batch."""
-        self.steps += shape.B
-        self.rows += shape.B * shape.H
-        self.bytes += bytes_of_batch
-
-
-class Implementation(CountingImplementation):
+class Implementation(CountingLayer, CPUAttentionBackendImpl):
     """One attention layer whose cache is all tokens in blocks."""
+
+    kernels = PagedKernels()
 
     def describe(self, kv_cache: Tensor) -> Blocks:
         """The layer's cache as blocks of tokens."""
+        request_huge_pages(kv_cache)
         layout = self.options.layout(self.head_size, kv_cache.shape[2], kv_cache.dtype)
         return Blocks(kv_cache, layout, self.num_kv_heads, self.num_queries_per_kv)
 

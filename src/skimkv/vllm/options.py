@@ -14,6 +14,7 @@ from ..methods.slots import SlotMethod
 from ..stores.base import Shape
 from ..stores.blocks import BLOCK_CHANNELS, BlockLayout
 from ..stores.quantise import GROUP, round_up
+from ..stores.row_blocks import ROW_BLOCK_CHANNELS, RowBlockLayout
 from ..stores.slot_blocks import bytes_of_slot
 from ..stores.slots import Slots
 
@@ -47,7 +48,8 @@ class Options:
     method: Method
     vllm_config: Any
 
-    BLOCK_SIZE: ClassVar[int] = 1024  # tokens of a block, unless the user asks for another size
+    BLOCK_SIZE: ClassVar[int] = 1024  # tokens of a block on CPUs, unless the user asks for another size
+    CUDA_BLOCK_SIZE: ClassVar[int] = GROUP  # the same on CUDA, where kernels walk over pages of so many tokens anyway
     SLOTS_TOGETHER: ClassVar[int] = 32  # a block of slots has a multiple, as vLLM on CPUs likes it
 
     @classmethod
@@ -60,6 +62,13 @@ class Options:
         return cls(parse_method(options["method"]), vllm_config)
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether the engine runs on CUDA; else it runs on CPUs, or `check` refuses it."""
+        from vllm.platforms import current_platform
+
+        return bool(current_platform.is_cuda())
+
+    @property
     def has_budget(self) -> bool:
         """Whether the method keeps a budget of tokens, so that a request has one block; else all tokens are kept."""
         return isinstance(self.method, SlotMethod)
@@ -68,7 +77,7 @@ class Options:
     def block_size(self) -> int:
         """Tokens of a block, unless the user asks for another size: the budget where there is one."""
         if not isinstance(self.method, SlotMethod):
-            return self.BLOCK_SIZE
+            return self.CUDA_BLOCK_SIZE if self.on_cuda else self.BLOCK_SIZE
         return round_up(self.method.store(self._shape(), torch.float32).capacity, self.SLOTS_TOGETHER)
 
     def bytes_per_token(self, D: int) -> int:
@@ -76,12 +85,14 @@ class Options:
         dtype: torch.dtype = self.vllm_config.model_config.dtype
         if isinstance(self.method, SlotMethod):
             return bytes_of_slot(self.method.store(Shape(1, 1, 1, D), dtype))
-        return self.layout(D, self.vllm_config.cache_config.block_size, dtype).bytes_per_token
+        block_size = self.vllm_config.cache_config.block_size
+        layout = self.row_layout(1, D, block_size, dtype) if self.on_cuda else self.layout(D, block_size, dtype)
+        return layout.bytes_per_token
 
     @property
     def channels(self) -> str:
-        """The index that blocks have: that of SparQ, and for other methods the copy that vLLM's own page is."""
-        return self.method.channels if isinstance(self.method, SparQ) else "copy"
+        """The index of the blocks: that of SparQ; for other methods none, or on CPUs the copy that vLLM's page is."""
+        return self.method.channels if isinstance(self.method, SparQ) else "none" if self.on_cuda else "copy"
 
     def check(self) -> None:
         """Raise ConfigurationError unless the engine can decode with the method."""
@@ -92,8 +103,17 @@ class Options:
         else:
             self._check_blocks_of_tokens()
 
+    def row_layout(self, H: int, D: int, block_size: int, dtype: torch.dtype) -> RowBlockLayout:
+        """The layout of blocks on CUDA. Raises ConfigurationError if there can be none."""
+        layout = RowBlockLayout(block_size, H, D, dtype, self.channels)
+        try:
+            layout.check()
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        return layout
+
     def layout(self, D: int, block_size: int, dtype: torch.dtype) -> BlockLayout:
-        """The layout of blocks. Raises ConfigurationError if there can be none."""
+        """The layout of blocks on CPUs. Raises ConfigurationError if there can be none."""
         layout = BlockLayout(block_size, D, dtype, self.channels, self._has_mean())
         try:
             layout.check()
@@ -120,7 +140,9 @@ class Options:
         c = self.vllm_config
         model, parallel, cache = c.model_config, c.parallel_config, c.cache_config
         refused = {
-            f"device {current_platform.device_type!r} is not supported, only cpu is": not current_platform.is_cpu(),
+            f"device {current_platform.device_type!r} is not supported, only cpu and cuda are": not (
+                current_platform.is_cpu() or self.on_cuda
+            ),
             "multi-head latent attention (MLA) is not supported": model.use_mla,
             "models with state-space or linear-attention layers are not supported": model.is_hybrid,
             "encoder-decoder models are not supported": model.is_encoder_decoder,
@@ -150,11 +172,13 @@ class Options:
             )
 
     def _check_blocks_of_tokens(self) -> None:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if cache.user_specified_block_size and cache.block_size % GROUP:
             raise ConfigurationError(f"--block-size {cache.block_size} must be a multiple of {GROUP}")
+        if self.on_cuda:
+            return
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
         isa = _get_attn_isa(model.dtype, self.BLOCK_SIZE, model.get_head_size(), cache.cache_dtype)
         if isa == "amx":
             raise ConfigurationError(
@@ -171,10 +195,29 @@ class Options:
             store = self.method.store(shape, dtype)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        if isinstance(self.method, SlotMethod):
+        if self.on_cuda:
+            self._check_cuda(shape)
+        elif isinstance(self.method, SlotMethod):
             self._check_slots(self.method, store)
         else:
             self.layout(shape.D, self.BLOCK_SIZE, dtype)
+
+    def _check_cuda(self, shape: Shape) -> None:
+        from ..ops.gpu import launch
+
+        if launch.missing is not None:
+            raise ConfigurationError(launch.missing)
+        if self.has_budget:
+            raise ConfigurationError(f"{self.method!r} has a budget, which is supported on CPUs only")
+        if self._has_mean():
+            raise ConfigurationError(
+                f"{self.method!r} uses the mean of the values, which blocks on CUDA do not have: add mean_value=False"
+            )
+        if shape.D % launch.TENSOR_CORE or shape.D > launch.LARGEST_HEAD:
+            raise ConfigurationError(
+                f"no kernel for heads of {shape.D} numbers; it must be a multiple of {launch.TENSOR_CORE} up to "
+                f"{launch.LARGEST_HEAD}"
+            )
 
     def _check_slots(self, method: SlotMethod, store: Slots) -> None:
         if store.grows:
@@ -200,10 +243,11 @@ class Options:
             )
         if method.kv is not None:
             raise ConfigurationError(f"kv={method.kv!r} is not supported: blocks hold keys and values as they are")
-        if not method.uses_kernel("cpu"):
+        if not method.uses_kernel("gpu" if self.on_cuda else "cpu"):
             raise ConfigurationError(f"{method!r} has no kernel: leave out mean_value=True")
-        if self.channels not in BLOCK_CHANNELS:
-            raise ConfigurationError(f"channels={self.channels!r} is not supported: use {' or '.join(BLOCK_CHANNELS)}")
+        supported = ROW_BLOCK_CHANNELS if self.on_cuda else BLOCK_CHANNELS
+        if self.channels not in supported:
+            raise ConfigurationError(f"channels={self.channels!r} is not supported: use {' or '.join(supported)}")
 
 
 def refuse_layer(layer: dict[str, Any]) -> None:

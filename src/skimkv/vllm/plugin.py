@@ -9,13 +9,25 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .options import KEY, SUPPORTED_VERSIONS, ConfigurationError, Options
 
-BACKEND = "skimkv.vllm.backend.Backend"
 SLOTS_BACKEND = "skimkv.vllm.slots_backend.Backend"
-WORKER = "skimkv.vllm.worker.Worker"
+
+
+class Classes(NamedTuple):
+    """What skimkv puts into an engine on one platform: its attention backend, and its worker in the place of vLLM's."""
+
+    backend: str
+    worker: str
+    replaced_worker: str
+
+
+CPU = Classes("skimkv.vllm.backend.Backend", "skimkv.vllm.worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
+CUDA = Classes(
+    "skimkv.vllm.cuda_backend.Backend", "skimkv.vllm.cuda_worker.CudaWorker", "vllm.v1.worker.gpu_worker.Worker"
+)
 _logger = logging.getLogger("vllm.skimkv")  # a child of vLLM's logger, so that vLLM's settings format it
 
 
@@ -25,11 +37,13 @@ def install() -> None:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+        classes = CUDA if current_platform.is_cuda() else CPU
         _wrap(current_platform, "check_and_update_config", _configure_after)
-        _wrap(current_platform, "get_attn_backend_cls", functools.partial(_choose_before, AttentionBackendEnum))
-        if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() != BACKEND:
+        if not current_platform.is_cuda():  # which asks the registry
+            _wrap(current_platform, "get_attn_backend_cls", functools.partial(_choose_before, AttentionBackendEnum))
+        if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() != classes.backend:
             return  # another plugin's: `configure` refuses
-        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+        register_backend(AttentionBackendEnum.CUSTOM, classes.backend)
     except (ImportError, AttributeError) as error:
         _logger.warning("skimkv cannot decode in this version of vLLM (%s): it supports %s", error, SUPPORTED_VERSIONS)
 
@@ -57,10 +71,10 @@ def _choose_before(backends: Any, get_attn_backend_cls: Any) -> Any:
     @functools.wraps(get_attn_backend_cls)
     def wrapped(selected_backend: Any, *arguments: Any, **keywords: Any) -> Any:
         """Name our backend if it was selected: the CPU platform has no choice, and would answer with its own."""
-        if selected_backend is backends.CUSTOM and backends.CUSTOM.get_path() == BACKEND:
+        if selected_backend is backends.CUSTOM and backends.CUSTOM.get_path() == CPU.backend:
             from vllm.config import get_current_vllm_config
 
-            return SLOTS_BACKEND if Options.of(get_current_vllm_config()).has_budget else BACKEND
+            return SLOTS_BACKEND if Options.of(get_current_vllm_config()).has_budget else CPU.backend
         return get_attn_backend_cls(selected_backend, *arguments, **keywords)
 
     return wrapped
@@ -76,6 +90,7 @@ def configure(vllm_config: Any) -> None:
     try:
         options = Options.of(vllm_config)
         options.check()
+        classes = CUDA if options.on_cuda else CPU
         attention, parallel, cache = (
             vllm_config.attention_config,
             vllm_config.parallel_config,
@@ -85,11 +100,11 @@ def configure(vllm_config: Any) -> None:
             raise ConfigurationError(f"the attention backend {attention.backend.name} is set: leave it out")
         if attention.backend_per_kind:
             raise ConfigurationError(f"backend_per_kind = {attention.backend_per_kind} is set: leave it out")
-        if AttentionBackendEnum.CUSTOM.get_path() != BACKEND:
+        if AttentionBackendEnum.CUSTOM.get_path() != classes.backend:
             raise ConfigurationError(f"another plugin has the CUSTOM backend: {AttentionBackendEnum.CUSTOM.get_path()}")
-        if parallel.worker_cls not in ("vllm.v1.worker.cpu_worker.CPUWorker", WORKER):
+        if parallel.worker_cls not in (classes.replaced_worker, classes.worker):
             raise ConfigurationError(f"worker_cls = {parallel.worker_cls!r} is set: leave it out")
-        attention.backend, parallel.worker_cls = AttentionBackendEnum.CUSTOM, WORKER
+        attention.backend, parallel.worker_cls = AttentionBackendEnum.CUSTOM, classes.worker
         if not cache.user_specified_block_size:
             cache.block_size = options.block_size
         if options.has_budget:

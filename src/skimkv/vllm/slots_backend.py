@@ -16,14 +16,16 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, replace_as
 
 from ..methods.slots import SlotMethod
 from ..ops import Token
+from ..ops.cpu.paged import PagedKernels
 from ..stores.base import Shape
+from ..stores.memory import request_huge_pages
 from ..stores.slot_blocks import SlotBlocks, bytes_of_slot
-from .backend import CountingImplementation
+from .layers import CountingLayer
 from .options import ConfigurationError, Options
 
 
@@ -90,11 +92,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return Metadata(prompts, DecodeRows(places, [lengths[row] - 1 for row in decodes], blocks[decodes]))
 
 
-class Implementation(CountingImplementation):
+class Implementation(CountingLayer, CPUAttentionBackendImpl):
     """One attention layer."""
+
+    kernels = PagedKernels()
 
     def describe(self, kv_cache: Tensor) -> SlotBlocks:
         """The layer's cache as blocks of slots."""
+        request_huge_pages(kv_cache)
         shape = Shape(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
         method: SlotMethod = self.options.method  # type: ignore[assignment]
         return SlotBlocks(kv_cache, lambda: method.store(shape, kv_cache.dtype))

@@ -1,71 +1,28 @@
-"""The worker: it checks that every layer decodes with skimkv, says so in one line, and counts what was read."""
+"""The worker on CPUs, which checks besides that vLLM's kernels and skimkv's lay out keys in the same way."""
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
 from vllm import _custom_ops
-from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..ops.cpu.paged import append_slots
 from ..stores.blocks import BlockLayout, Blocks
-from .backend import CountingImplementation
+from .checked_worker import CheckedWorker
+from .layers import CountingLayer
 from .options import ConfigurationError, Options
 
-_logger = logging.getLogger("vllm.skimkv")
 
-
-class Worker(CPUWorker):
+class Worker(CheckedWorker, CPUWorker):
     """The worker of vLLM on CPUs, with skimkv's attention in all layers."""
 
-    def load_model(self, *arguments: Any, **keywords: Any) -> None:
-        """Load the model and check its layers. Raises ConfigurationError if one does not decode with skimkv."""
-        super().load_model(*arguments, **keywords)
-        options, layers = Options.of(self.vllm_config), self._layers()
-        others = [name for name, layer in layers.items() if not isinstance(layer, CountingImplementation)]
-        if others or not layers:
-            raise ConfigurationError(f"{len(others)} of {len(layers)} attention layers use another backend: {others}")
-        cache, one = self.vllm_config.cache_config, next(iter(layers.values()))
+    def check_blocks(self, options: Options, layer: CountingLayer) -> None:
+        """Raise ConfigurationError if vLLM's page of keys is not that of skimkv's blocks."""
         if not options.has_budget:
-            layout = options.layout(one.head_size, cache.block_size, self.vllm_config.model_config.dtype)
+            cache = self.vllm_config.cache_config
+            layout = options.layout(layer.head_size, cache.block_size, self.vllm_config.model_config.dtype)
             check_layout_of_keys(layout, cache.cache_dtype)
-        if self.rank == 0:
-            _logger.info(
-                "skimkv: %r decodes in all %d attention layers, from %s of %d tokens, %d bytes a token and head",
-                options.method, len(layers), "one block a request" if options.has_budget else "blocks",
-                cache.block_size, options.bytes_per_token(one.head_size),
-            )  # fmt: skip
-
-    def get_kv_cache_spec(self) -> Any:
-        """What a block of each layer holds; the backend reads the method from the current configuration."""
-        with set_current_vllm_config(self.vllm_config):
-            return super().get_kv_cache_spec()
-
-    def skimkv_counters(self) -> dict[str, Any]:
-        """What this worker's layers decoded since it started: `LLM.collective_rpc("skimkv_counters")`.
-
-        layers: how many there are. steps: rows of a batch that decoded, summed over the layers. rows: the same times
-        the KV heads of this worker. bytes: what these steps read and wrote of the cache, by Method.traffic.
-        """
-        layers = self._layers().values()
-        return {
-            "method": repr(Options.of(self.vllm_config).method),
-            "rank": self.rank,
-            "layers": len(layers),
-            "steps": sum(layer.steps for layer in layers),
-            "rows": sum(layer.rows for layer in layers),
-            "bytes": sum(layer.bytes for layer in layers),
-        }
-
-    def _layers(self) -> dict[str, Any]:
-        """The implementation of every attention layer of this worker, by the layer's name."""
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        return {name: getattr(layer, "impl", None) for name, layer in layers.items()}
 
 
 def check_layout_of_keys(layout: BlockLayout, cache_dtype: str) -> None:

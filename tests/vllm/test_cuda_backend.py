@@ -1,0 +1,97 @@
+"""The plugin's backend for CUDA without a GPU: its kernels are interpreted, vLLM's kernel of prompts is replaced."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from skimkv.methods import parse
+from skimkv.stores.base import Shape
+from support import vllm_engines as engines
+from support.gpu import NAN_MEMORY, NEEDS_TRITON
+
+pytestmark = [
+    pytest.mark.skipif(not engines.INSTALLED, reason="vLLM is not installed: make test-vllm"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU, on which the backend itself can run"),
+    NEEDS_TRITON,
+    NAN_MEMORY,
+]
+
+PROMPTS = [[(7 * i + 3 * j) % 253 for j in range(n)] for i, n in enumerate((30, 260, 7))]
+NEW = 4
+
+
+def tokens(model, method=None, **changes):
+    """The greedy tokens after the prompts, and the counters, from a child whose engine has the backend for CUDA."""
+
+    def work():
+        if method:
+            from support.vllm_cuda import use_cuda_backend
+
+            use_cuda_backend()
+        llm = engines.engine(model, method, max_model_len=1024, **changes)
+        answer, _ = engines.generate(llm, PROMPTS, NEW)
+        return answer, llm.collective_rpc("skimkv_counters") if method else None
+
+    return engines.in_child(work)
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    """The tokens of vLLM without skimkv."""
+    return tokens(model)[0]
+
+
+@pytest.mark.parametrize("spec", ["Dense()", "SparQ(r=64, k=1024)", "TopK(k=1024, oracle=True)"])
+def test_the_tokens_of_a_batch_are_those_of_stock(model, stock, spec):
+    answer, (counters,) = tokens(model, spec)
+    assert answer == stock
+    steps = 2 * len(PROMPTS) * (NEW - 1)  # layers, requests, tokens but the first, which comes from the prompt
+    assert (counters["layers"], counters["steps"], counters["rows"]) == (2, steps, 2 * steps)
+    traffic = functools.partial(parse(spec).traffic, shape=Shape(1, 2, 2, 64), dtype=torch.float32)
+    assert counters["bytes"] == 2 * sum(traffic(len(ids) + i).bytes for ids in PROMPTS for i in range(NEW - 1))
+
+
+def test_prompts_in_chunks_beside_rows_that_decode_give_the_same_tokens(model, stock):
+    assert tokens(model, "SparQ(r=64, k=1024)", max_num_batched_tokens=100)[0] == stock
+
+
+def test_a_small_budget_gives_the_tokens_of_skimkv_in_transformers(model, stock):
+    from transformers import AutoModelForCausalLM
+
+    import skimkv
+
+    spec = "SparQ(r=16, k=24)"
+    answer, _ = tokens(model, spec)
+    assert answer != stock
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with skimkv.attach(llama, spec):
+        for ids, new in zip(PROMPTS, answer, strict=True):
+            out = llama.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            assert out[0, len(ids) :].tolist() == new
+
+
+REFUSED = {
+    "H2O(k=64)": "H2O(k=64) has a budget, which is supported on CPUs only",
+    "SparQ(r=16, k=64, channels='int8')": "channels='int8' is not supported: use none or copy",
+    "SparQ(r=16, k=64, mean_value=True)": "blocks on CUDA do not have: add mean_value=False",
+    "Quest(k=64)": "Quest is not supported in blocks",
+}
+
+
+@pytest.mark.parametrize("spec", REFUSED)
+def test_what_cuda_has_no_kernels_for_is_refused_in_one_line(model, spec):
+    def configure():
+        from vllm.engine.arg_utils import EngineArgs
+
+        from support.vllm_cuda import use_cuda_backend
+
+        use_cuda_backend()
+        EngineArgs(model, additional_config={"skimkv": {"method": spec}}, max_model_len=1024).create_engine_config()
+
+    with pytest.raises(RuntimeError) as caught:
+        engines.in_child(configure)
+    line = str(caught.value).splitlines()[-1]
+    assert line.startswith("ConfigurationError: skimkv in vLLM: ") and REFUSED[spec] in line
