@@ -186,7 +186,8 @@ def test_a_compiled_model_gives_the_same_text() -> None:
     from skimkv.eval.generate import encode, run
 
     model, tokenizer = load("builtin")
-    ids = encode(tokenizer, "lamp-stone: 31425\nriver-goat: 27182\nlamp-stone: ", chat=False)
+    record = "lamp-stone: 31425\nriver-goat: 27182\ncloud-fish: 16180\nglass-horse: 14142\nlamp-stone: "
+    ids = encode(tokenizer, record, chat=False)
     before = counters["stats"]["unique_graphs"]
     plain, compiled = (run(model, tokenizer, ids, parse("SparQ(r=16, k=16)"), 6, compile=c) for c in (False, "eager"))
     assert plain.text == compiled.text and plain.text.startswith("31425")

@@ -93,6 +93,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, text, capsys, monkeypatch):
 
 def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
     monkeypatch.setattr(tune, "grid", lambda D, n: ([1], [8]))
+    text.write_text(" ".join(text.read_text().split()[:60] * 50))  # what comes again is known by looking back only
     argv = ["tune", "--text", str(text), "--prompt", "256", "--scored", "16", "--pieces", "2", "--target-loss", "0"]
     assert main([*argv, "--out", str(tmp_path / "t.jsonl")]) == 2
     err = capsys.readouterr().err
