@@ -178,6 +178,24 @@ def test_slots(isa, D, G, dtype, scored):
                 torch.testing.assert_close(a, e, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_of_equal_scores_the_oldest_token_goes(isa):
+    """Keys are zero, so that every token gets one weight: many scores stay equal, also of recent tokens."""
+    torch.manual_seed(0)
+    for capacity in (1, 15, 16, 17, 100):
+        store = Slots(Shape(2, 3, 2, 16), torch.float32, "cpu", capacity, scored=True)
+        store.append(torch.zeros(2, 3, 100, 16), torch.randn(2, 3, 100, 16))
+        store.score.copy_(torch.randint(0, 3, store.score.shape))
+        store.pos.copy_(torch.stack([torch.randperm(100)[:capacity] for _ in range(6)]).view(2, 3, -1))
+        twin = exact(store)
+        for _ in range(4):
+            q, k, v = torch.randn(2, 3, 2, 16), torch.zeros(2, 3, 16), torch.randn(2, 3, 16)
+            ref.slots(twin, q.double(), k.double(), v.double(), 0.25, None, [4, 30])
+            with on(isa):
+                steps.slots(store, q, k, v, 0.25, None, [4, 30])
+            assert torch.equal(store.pos, twin.pos)
+
+
 STEPS = {"dense": (), "sparq": (8, 24, 6, "coverage", True), "topk": (24, False)}
 
 

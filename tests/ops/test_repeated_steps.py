@@ -13,6 +13,7 @@ from skimkv.methods import Dense, SparQ, parse
 from skimkv.ops import Token
 from skimkv.ops.cpu import views
 from skimkv.stores.base import Shape
+from skimkv.stores.rotation import KeyRotation
 from support.kernels import NATIVE, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -56,6 +57,93 @@ def test_repeated_steps_are_those_of_a_method_that_remembers_nothing(spec):
         if i == 20:
             store.crop(9), twin.crop(9)
     assert store.lengths == twin.lengths == [521, 521] and store.observed() == twin.observed()
+
+
+SLOT_SPECS = [
+    "LMInfinite(k=12, initial=4)", "LMInfinite(k=12, initial=0, positions='cache')", "LMInfinite(k=0.8, initial=4)",
+    "Strided(k=12)", "Fixed(k=12)", "SubGen(k=6, recent=5)", "H2O(k=12)", "H2O(k=12, local=0, kv='int8')", "H2O(k=0.8)",
+    "SnapKV(k=12, pool=3)",
+]  # fmt: skip
+
+
+def prompt(method, store, tokens):
+    B, H, G, D = store.shape
+    q, k, v = torch.randn(B, H, G, tokens, D), *torch.randn(2, B, H, tokens, D)
+    for each in (store, store.fork()):
+        method.prefill(each, q, k, v, scale=SCALE)
+    return each
+
+
+def assert_same_slots(a, b):
+    assert a.lengths == b.lengths and a.filled == b.filled and a.observed() == b.observed()
+    for row in range(a.shape.B):
+        assert all(map(torch.equal, a.stored(row), b.stored(row)))
+
+
+@pytest.mark.parametrize("spec", SLOT_SPECS)
+def test_repeated_steps_over_slots_are_those_of_a_method_that_remembers_nothing(spec):
+    """Until the slots are full and after; over other rows of the batch, another prompt, and a step that is undone."""
+    method = parse(spec)
+    store = method.store(SHAPE, torch.float32)
+    twin = prompt(method, store, 9)
+    for i, token in enumerate(steps(24)):
+        if i == 10:
+            store.select(torch.tensor([1, 0])), twin.select(torch.tensor([1, 0]))
+        if i == 1 and store.score is None and store.filled[0] + 1 < store.budget[0]:
+            mark = store.mark()
+            method.decode(store, *token, scale=SCALE)
+            store.rewind(mark)
+        if i == 20:
+            twin = prompt(method, store, 3)
+        assert torch.equal(method.decode(store, *token, scale=SCALE), parse(spec).decode(twin, *token, scale=SCALE))
+        assert repeats(store)
+    assert_same_slots(store, twin)
+
+
+def test_other_budgets_and_other_recent_tokens_are_seen():
+    """Of the same memory: by `set_budget`, by the kernel itself, and by another method."""
+    method = parse("H2O(k=0.5)")
+    store = method.store(SHAPE, torch.float32)
+    twin = prompt(method, store, 24)
+    kernels, (k, score) = ops.kernels_for(store.device), (store.k, store.score)
+    others = [
+        lambda s, token: s.set_budget([12, 9]),
+        lambda s, token: kernels.scored_slots(s, token[0], Token(*token[1:]), recent=[2, 5], scale=SCALE),
+        lambda s, token: parse("H2O(k=0.5, local=0.1)").decode(s, *token, scale=SCALE),
+        lambda s, token: kernels.append(s, *token[1:]),
+    ]
+    tokens = iter(steps(40))
+    for other in [*others, lambda s, token: None]:
+        for token in (next(tokens) for _ in range(6)):
+            y = method.decode(store, *token, scale=SCALE)
+            assert repeats(store) and torch.equal(y, parse("H2O(k=0.5)").decode(twin, *token, scale=SCALE))
+        token = next(tokens)
+        other(store, token), other(twin, token)
+    assert_same_slots(store, twin)
+    assert store.k is k and store.score is score and store.budget == [12, 9]
+
+
+def test_slots_that_were_replaced_are_found():
+    method = parse("LMInfinite(k=12, initial=4)")
+    store = method.store(SHAPE, torch.float32)
+    twin = prompt(method, store, 20)
+    for token in steps(3):
+        method.decode(store, *token, scale=SCALE), method.decode(twin, *token, scale=SCALE)
+    old, store.k = store.k, store.k.clone()
+    old.fill_(torch.nan)
+    token = steps(1)[0]
+    assert torch.equal(*(method.decode(s, *token, scale=SCALE) for s in (store, twin)))
+
+
+def test_a_step_before_which_keys_are_turned_is_not_taken_again():
+    method = parse("StreamingLLM(k=12)")
+    store = method.store(SHAPE, torch.float32)
+    store.rotation = KeyRotation.llama(SHAPE.D)
+    twin = prompt(method, store, 9)
+    for token in steps(8):
+        y = method.decode(store, *token, scale=SCALE)
+        assert not repeats(store) and torch.equal(y, parse("StreamingLLM(k=12)").decode(twin, *token, scale=SCALE))
+    assert_same_slots(store, twin)
 
 
 def test_an_output_that_is_kept_does_not_change():

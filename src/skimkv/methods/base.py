@@ -69,9 +69,10 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def one_kernel(fused: F) -> F:
-    """Decorate a `fused` that is one call of a kernel, whose settings follow from the method and the store's shape.
+    """Decorate a `fused` that is one call of a kernel.
 
-    A step like the last one is then taken again by the backend alone, without a call of `fused`.
+    Its settings follow from the method, the store's shape and the budgets of its slots. A step like the last one is
+    then taken again by the backend alone, without a call of `fused`; but never where the store turns its fixed keys.
     """
     setattr(fused, ONE_KERNEL, True)
     return fused

@@ -14,7 +14,7 @@ from .. import ops
 from ..ops import Kernels, SoftmaxOptions, Token
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Traffic, check_whole
+from .base import Traffic, check_whole, one_kernel
 from .slots import ChoosingMethod, attend_slots, best, check_budget, needed
 from .sparse_transformer import fixed, strided
 
@@ -92,6 +92,7 @@ class H2O(ChoosingMethod):
         recent = [self.recent(budget) for budget in store.budget]
         return attend_score_evict(store, q, needed(token), recent, self._rank, self._protected, **softmax)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from ..ops import Kernels, SoftmaxOptions, Token
 from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import Traffic
+from .base import Traffic, one_kernel
 from .slots import SlotMethod, check_at_most, needed
 
 POSITIONS = ("text", "cache")
@@ -66,6 +66,7 @@ class FirstAndRecent(SlotMethod):
             self._place_first(store, token)
         return super().step(store, q, token, **softmax)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

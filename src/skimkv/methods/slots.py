@@ -15,7 +15,7 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Method, Traffic, check_whole
+from .base import Method, Traffic, check_whole, one_kernel
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,6 +53,7 @@ class SlotMethod(Method[Slots]):
         store.append_token(*token)
         return y.to(q.dtype)
 
+    @one_kernel
     def fused(
         self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:

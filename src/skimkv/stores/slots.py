@@ -62,7 +62,7 @@ class Slots(Store):
 
     @property
     def budget(self) -> list[int]:
-        """Slots that each row of the batch may use; do not change this list."""
+        """Slots that each row of the batch may use; do not change this list. Other budgets are another list."""
         return self._budget
 
     def set_budget(self, budget: Sequence[int]) -> None:
@@ -104,6 +104,10 @@ class Slots(Store):
             return list(self._filled)
         return [self.slot_of(n, budget) for n, budget in zip(self._lengths, self._budget, strict=True)]
 
+    def free_slots(self) -> list[int]:
+        """The next free slot of every row; -1 where the budget is used up, and a slot is chosen by the scores."""
+        return [c if c < budget else -1 for c, budget in zip(self._filled, self._budget, strict=True)]
+
     def slot_of(self, p: int, budget: int) -> int:
         """The slot that token p takes in a row of that budget, in a store whose slots are a ring or have an order."""
         if self.order is not None:
@@ -129,7 +133,8 @@ class Slots(Store):
             self._extend(rows, k, v)
             return
         if self.budget_of is not None and start == 0:
-            self._budget[rows] = [self.budget_of(k.shape[2])] * (rows.stop - rows.start)
+            budgets = [self.budget_of(k.shape[2])] * (rows.stop - rows.start)
+            self._budget = self._budget[: rows.start] + budgets + self._budget[rows.stop :]
             self.capacity = max(self.capacity, *self._budget)
         if len(set(self._budget[rows])) > 1:
             for i, b in enumerate(range(rows.start, rows.stop)):
@@ -187,7 +192,8 @@ class Slots(Store):
         if self.fixed_k is not None and min(self._lengths) < self.fixed:
             for b, n in enumerate(self._lengths):
                 self._keep_fixed(slice(b, b + 1), range(n, min(n + 1, self.fixed)))
-        self._filled = [min(c + 1, budget) for c, budget in zip(self._filled, self._budget, strict=True)]
+        if self._filled != self._budget:
+            self._filled = [min(c + 1, budget) for c, budget in zip(self._filled, self._budget, strict=True)]
         super().advance()
 
     def mark(self) -> Any:

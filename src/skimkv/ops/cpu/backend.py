@@ -43,11 +43,16 @@ class CpuKernels:
     max_head_size = library.MAX_HEAD_SIZE
 
     def again(self, store: Store) -> RepeatedStep | None:
-        """The last step of this store, which took a token, to be taken again; None where it cannot be."""
-        arguments = store.view.arguments if isinstance(store, Full) else None
-        if arguments is None or arguments.keep != library.APPEND or not arguments.no_sinks:
+        """The last step of this store, which took a token, to be taken again; None where it cannot be.
+
+        It cannot where PyTorch turns keys before every step.
+        """
+        if not isinstance(store, Full | Slots) or (isinstance(store, Slots) and store.fixed_k is not None):
             return None
-        return RepeatedStep(store.view, arguments)
+        arguments = store.view.arguments
+        if arguments is None or arguments.keep == library.OUTSIDE or not arguments.no_sinks:
+            return None
+        return RepeatedStep(store, store.view, arguments)
 
     def append(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Append one token per row: k, v (B,H,D)."""
@@ -155,8 +160,7 @@ class CpuKernels:
             raise ValueError(f"recent = {recent} must be {store.shape.B} numbers, one for each row of the batch")
         store.reserve()
         view = view_of(store, store.filled)
-        kernel_chooses = -1
-        view.slots[:] = [c if c < m else kernel_chooses for c, m in zip(store.filled, store.budget, strict=True)]
+        view.slots[:] = [*store.free_slots()]
         view.now[:], view.recent[:] = [*store.lengths], [*recent]
         return _step_slots(store, view, q, token, softmax)
 
@@ -192,21 +196,26 @@ def _check_token(store: Store, k: Tensor, v: Tensor) -> None:
 
 
 class RepeatedStep:
-    """The last step of a store that keeps every token, to be taken again: see `ops.Again`.
+    """The last step of a store, to be taken again: see `ops.Again`.
 
-    It does what `_step_full` does, in one function, because after a model has read its weights each function that
-    Python calls costs several microseconds.
+    It does what `_step_full`, `ring_slots` and `scored_slots` do, in one function, because after a model has read its
+    weights each function that Python calls costs several microseconds.
+
+    budget: of a store of slots, whose budgets are another list once they were set anew; None: the store keeps every
+    token. recent: what a method made of these budgets, for a store with scores.
     """
 
-    def __init__(self, view: CacheView, arguments: Arguments) -> None:
+    def __init__(self, store: Full | Slots, view: CacheView, arguments: Arguments) -> None:
         self.view, self.arguments, self.forms = view, arguments, arguments.forms
         self.counts_rows = arguments.settings[0] == library.SKIM
+        self.budget = store.budget if isinstance(store, Slots) else None
+        self.recent = list(view.recent) if isinstance(store, Slots) and store.score is not None else None
 
     def __call__(
         self, store: Store, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> Tensor | None:
-        """Append k and v (B,H,D), and attend with q (B,H,G,D); None if anything has changed since."""
-        view, lengths = self.view, store.lengths
+        """Take the token k and v (B,H,D), and attend with q (B,H,G,D); None if anything has changed since."""
+        view = self.view
         forms = (
             q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
             v.dtype, v.is_cpu, scale, softcap,
@@ -215,9 +224,23 @@ class RepeatedStep:
             forms != self.forms
             or view is not store.view
             or view.arguments is not self.arguments
-            or max(lengths) >= view.capacity
             or not view.is_current(store)
         ):
+            return None
+        if self.budget is None:
+            lengths = next_places = store.lengths
+        else:
+            assert isinstance(store, Slots)
+            if store.budget is not self.budget:
+                return None
+            lengths = store.filled
+            if self.recent is None:
+                next_places = store.next_slots()
+            else:
+                next_places = store.free_slots()
+                view.now[:], view.recent[:] = store.lengths, self.recent
+            view.slots[:] = next_places
+        if max(next_places) >= view.capacity:
             return None
         view.lengths[:] = lengths
         if self.counts_rows:
