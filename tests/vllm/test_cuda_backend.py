@@ -77,7 +77,7 @@ REFUSED = {
     "H2O(k=64)": "H2O(k=64) has a budget, which is supported on CPUs only",
     "SparQ(r=16, k=64, channels='int8')": "channels='int8' is not supported: use none or copy",
     "SparQ(r=16, k=64, mean_value=True)": "blocks on CUDA do not have: add mean_value=False",
-    "Quest(k=64)": "Quest is not supported in blocks",
+    "Quest(k=64, page=16)": "Quest is not supported in blocks",
 }
 
 
