@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -198,7 +199,7 @@ def panels(results: Results) -> list[ScorePanel]:
     scores: list[ScorePanel] = [
         (f"RULER, {mode}\nshare right", points(rows), 1.0, False) for mode, rows in results.ruler.items()
     ]
-    return [*scores, ("divergence from dense attention\nKL in nats a token", points(results.divergence), 1e9, True)]
+    return [*scores, ("divergence from dense attention\nKL in nats a token", points(results.divergence), math.inf, True)]
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
