@@ -54,7 +54,7 @@ def serve(
     kept, rows = Records(records), []
     with tempfile.TemporaryDirectory() as folder:
         model = random_llama(shape, layers, weights, max(map(sum, lengths)))
-        model.save_pretrained(folder)
+        _write(model, folder)
         layers = len(model.model.layers)
         del model
         for prompt, new in lengths:
@@ -74,6 +74,19 @@ def serve(
                 kept.add(measured)
             rows += measured
     return {"machine": machine.name, "rows": rows}
+
+
+def _write(model: Any, folder: str) -> None:
+    """Write the model's files, without the library's own progress bar."""
+    from transformers.utils import logging
+
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def run(job: Job, threads: int, tick: Call = nothing) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import output
-from ..options import Device, Json, Plot, methods_option, number_of_bytes, output_file, quiet, size_option
+from ..options import Device, Json, Plot, methods_option, number_of_bytes, output_file, size_option
 from .options import (
     ModelLayers,
     ModelShape,
@@ -97,7 +97,6 @@ def serve(
 
     weights = check_weights(shape, weights)
     check_engine(engine, weights)
-    quiet("builtin")  # the model is written to a folder for vLLM
     if requests is not None and engine != "vllm":
         raise ValueError(f"--requests {requests}: only --engine vllm takes it; transformers decodes one batch")
     lengths = pairs_of_tokens(length or SERVED_LENGTHS)
