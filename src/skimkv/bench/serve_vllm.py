@@ -78,8 +78,9 @@ def serve(
 
 def _write(model: Any, folder: str) -> None:
     """Write the model's files, without the library's own progress bar."""
-    from transformers.utils import logging
+    from transformers.utils import logging as library_logging
 
+    logging: Any = library_logging  # its functions have no types
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
