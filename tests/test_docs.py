@@ -145,6 +145,7 @@ def test_the_accounting_example_gives_the_papers_formula(capsys):
     assert str(dense.bytes) in printed
 
 
+@pytest.mark.slow
 def test_the_example_of_a_new_method_runs():
     """docs/examples/dilated.py, which the page "add a method" shows, checks the laws and generates."""
     page = (DOCS / "add-a-method.md").read_text(encoding="utf-8")

@@ -36,7 +36,8 @@ def _small(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("machine", "weights", "compile"), [
-    (Cpu, "int8", False), (Cpu, "bfloat16", False), (StandInGpu, "float32", False), (StandInGpu, "float32", True),
+    (Cpu, "int8", False), (Cpu, "bfloat16", False), (StandInGpu, "float32", False),
+    pytest.param(StandInGpu, "float32", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_rows_keep_the_contract(machine, weights, compile):
     out = bench.token(machine(), "tiny", 2, weights, [300, 600], METHODS, 2, compile=compile)

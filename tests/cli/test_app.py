@@ -172,6 +172,7 @@ for argv in (
 """
 
 
+@pytest.mark.slow
 def test_matplotlib_is_needed_for_figures_only(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-c", NO_FIGURES, str(tmp_path / "r.jsonl")], capture_output=True, text=True

@@ -154,6 +154,7 @@ def test_a_bad_variable_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "r.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_there_is() -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     argv = [*SKIMKV, "generate", "--prompt", "The king said", "--max-new-tokens", "4000", "--temperature", "1"]

@@ -218,6 +218,7 @@ def test_masks_that_lose_their_attributes_between_devices():
 
 
 @pytest.mark.parametrize(("name", "value"), [("SKIMKV_BACKEND", "foo"), ("SKIMKV_ISA", "sse9")])
+@pytest.mark.slow
 def test_a_bad_variable_is_refused_before_the_first_token(name, value):
     code = "import skimkv; model, _ = skimkv.load('builtin'); skimkv.Cache(model, 'H2O(k=16)')"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True, text=True)

@@ -103,6 +103,7 @@ def test_a_method_written_without_sinks_refuses_them_in_one_line(known):
     assert store.lengths == [0, 0]
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_from_a_script(tmp_path):
     path = tmp_path / "own.py"
     main = """
