@@ -199,7 +199,8 @@ def panels(results: Results) -> list[ScorePanel]:
     scores: list[ScorePanel] = [
         (f"RULER, {mode}\nshare right", points(rows), 1.0, False) for mode, rows in results.ruler.items()
     ]
-    return [*scores, ("divergence from dense attention\nKL in nats a token", points(results.divergence), math.inf, True)]
+    divergence = "divergence from dense attention\nKL in nats a token"
+    return [*scores, (divergence, points(results.divergence), math.inf, True)]
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
