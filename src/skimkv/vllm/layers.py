@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -50,15 +51,15 @@ class CountingLayer(AttentionImpl):
         self.blocks: Any = None
         self.memory: tuple[Any, ...] = ()
 
+    @abstractmethod
     def describe(self, kv_cache: Tensor) -> Any:
         """The layer's cache as blocks that the kernels read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(
         self, layer: Any, store: Any, query: Tensor, key: Tensor, value: Tensor, metadata: Any, output: Tensor
     ) -> None:
         """Attention of one batch over the layer's blocks: query (tokens,heads,D) -> output, of the same shape."""
-        raise NotImplementedError
 
     def blocks_of(self, kv_cache: Tensor) -> Any:
         """The layer's cache as blocks, which are described again when vLLM replaces the memory."""
