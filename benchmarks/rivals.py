@@ -3,9 +3,9 @@
 It writes slices of 8 layers of Llama 2 7B (Q8_0 and Q4_K_M) and Llama 3 8B (Q4_K_M) into the folder, and runs
 `skimkv bench token --against` on each of them at every length. A result is one JSON file; what is there already is not
 measured again, so a run can be stopped and go on. At the end it prints all results as one table. PATH is a llama-bench,
---fork that of the SparQ authors' llama.cpp. Leave the machine alone meanwhile. docs/reproduce.md says how to build a
-llama-bench that fills its cache: otherwise it reads a prompt for each of its two settings, which takes long. The files
-take 4 GB.
+--fork that of the SparQ authors' llama.cpp, which does not support the grouped queries of Llama 3. Leave the machine
+alone meanwhile. docs/reproduce.md says how to build a llama-bench that fills its cache: otherwise it reads a prompt for
+each of its two settings, which takes long. The files take 4 GB.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from skimkv.bench.shapes import MODELS as SIZES
 
 MODELS = {
     "llama-2-7b-Q8_0": ("llama-2-7b", "Q8_0"),
@@ -30,10 +32,13 @@ BENCH = [sys.executable, "-m", "skimkv.cli", "bench", "token"]
 
 def commands(options: argparse.Namespace) -> Iterator[tuple[Path, list[list[str]]]]:
     """The file of every result, and the commands that make it: the last one prints it."""
-    programs = [f"llama.cpp={options.llama}", *([f"fork={options.fork}"] if options.fork else [])]
     for length in options.length or LENGTHS:
         for name in options.model or MODELS:
             shape, type = MODELS[name]
+            sizes = SIZES[shape]
+            programs = [f"llama.cpp={options.llama}"]
+            if options.fork and sizes.heads == sizes.kv_heads:
+                programs.append(f"fork={options.fork}")
             file = options.folder / f"{name}.gguf"
             write = [sys.executable, str(WRITER), str(file), "--shape", shape, "--layers", str(LAYERS), "--type", type]
             bench = [*BENCH, "--model", str(file)]

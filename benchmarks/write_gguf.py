@@ -18,6 +18,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from skimkv.bench.shapes import MODELS, ModelSizes
 
@@ -85,7 +86,8 @@ def write(path: Path, shape: str, layers: int, type: str, context: int = 1 << 17
     w.add_layer_norm_rms_eps(1e-5)
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("default")
-    w.add_token_list(["<s>", "</s>", *(f"token{i}" for i in range(2, sizes.vocabulary))])
+    tokens = ["<s>", "</s>", *bytes_to_unicode().values()]  # llama.cpp of 2024 loads no vocabulary without all bytes
+    w.add_token_list(tokens + [f"token{i}" for i in range(len(tokens), sizes.vocabulary)])
     w.add_token_types([3, 3] + [1] * (sizes.vocabulary - 2))
     w.add_token_merges(["t o"])
     w.add_bos_token_id(0)

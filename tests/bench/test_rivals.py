@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,22 @@ def test_a_program_that_is_not_done_is_ended(tmp_path: Path):
     with Rival(write_program(tmp_path / "program", Path("m.gguf"), "fork"), first_of("fork")) as rival:
         rival.start()
     assert rival._process.returncode == -9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_stopped_program_ends_with_the_thread_that_made_it(tmp_path: Path):
+    """As with a process that is killed, whose threads all end."""
+    made = []
+
+    def make() -> None:
+        made.append(Rival(write_program(tmp_path / "program", Path("m.gguf"), "fork"), first_of("fork")))
+        made[0].start()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    with made[0] as rival:
+        assert rival._process.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -120,7 +120,7 @@ def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, mon
 
     monkeypatch.setattr(bench, "Rival", Recorded)
     path = tmp_path / "tiny.gguf"
-    write(path, tiny())
+    write(path, tiny(num_key_value_heads=6))
     against = {kind: write_program(tmp_path / kind, path, kind) for kind in KINDS}
     out = bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["SparQ(r=8, k=32)"], 3, against=against)
     assert json.dumps(out)
@@ -145,7 +145,7 @@ def test_programs_that_do_not_fit_together_take_turns_with_ours_one_by_one(tmp_p
     for clock in (rivals, machines):
         monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
     path = tmp_path / "tiny.gguf"
-    write(path, tiny())
+    write(path, tiny(num_key_value_heads=6))
     subject, against = bench.gguf_subject(path), {"fork": write_program(tmp_path / "fork", path, "fork")}
     plan = [(path, program) for program in rivals.programs("fork", path, 300, 2, 1)]
     dense, sparq = (bench.Decoder(parse(spec), 300) for spec in ("Dense()", "SparQ(r=8, k=32)"))
@@ -177,8 +177,16 @@ def test_our_rows_are_those_beside_the_better_setting():
 
 def test_a_program_without_room_for_its_cache_is_refused(tmp_path: Path, monkeypatch):
     path = tmp_path / "tiny.gguf"
-    write(path, tiny())
+    write(path, tiny(num_key_value_heads=6))
     against = {"fork": write_program(tmp_path / "fork", path, "fork")}
     monkeypatch.setattr(Cpu, "free_bytes", lambda self: path.stat().st_size)
     with pytest.raises(ValueError, match=r"fork dense after 300 tokens: .* GB of caches, 0.0 GB free"):
+        bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["Dense()"], 1, against=against)
+
+
+def test_the_fork_supports_no_grouped_queries(tmp_path: Path):
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny())
+    against = {"fork": tmp_path / "no program is started"}
+    with pytest.raises(ValueError, match=r"--against fork: its SparQ .* grouped queries, and .*tiny.gguf has 3 in a"):
         bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["Dense()"], 1, against=against)

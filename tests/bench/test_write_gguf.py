@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from skimkv.bench.shapes import MODELS
 from skimkv.hf.gguf_llama import load_gguf_model, read_contents
@@ -33,6 +35,9 @@ def test_a_mixture_loads_and_gives_finite_logits(script, tmp_path: Path, capsys)
     assert contents.matrices["Q8_0"] == 3 * sizes.hidden * sizes.intermediate
     values = sizes.kv_heads * sizes.head_dim * sizes.hidden
     assert contents.matrices["Q6_K"] == sizes.vocabulary * sizes.hidden + values, "in layer 2 of 3"
+    field = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"]
+    tokens = [bytes(field.parts[i]).decode() for i in field.data]
+    assert len(set(tokens)) == sizes.vocabulary and set(bytes_to_unicode().values()) <= set(tokens)
     model = load_gguf_model(path)
     logits = model(torch.tensor([[5, 7, 9]])).logits
     assert logits.isfinite().all() and 0.1 < logits.float().std() < 100

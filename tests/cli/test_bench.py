@@ -59,7 +59,7 @@ def test_a_gguf_file_against_other_programs(tmp_path: Path, monkeypatch, capsys)
     for module in (rivals, machines):  # nobody waits for a processor
         monkeypatch.setattr(module, "RunQueueClock", lambda process="self": lambda: 5.0)
     model, figure = tmp_path / "tiny.gguf", tmp_path / "figure.png"
-    write(model, tiny())
+    write(model, tiny(num_key_value_heads=6))
     args = ["bench", "token", "--model", str(model), "--length", "300", "--rounds", "1", "--method", "SparQ(r=8, k=16)"]
     for kind in ("llama.cpp", "fork"):
         args += ["--against", f"{kind}={write_program(tmp_path / kind, model, kind)}"]

@@ -14,12 +14,26 @@ import re
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from .machine import RunQueueClock
+
+# Runs a program in its own place, with its arguments after the id of its parent. If the parent ends, however that
+# comes, Linux ends the program too: it is often stopped, and would keep its memory for ever.
+LAUNCHER = """
+import ctypes, os, sys
+set_parent_death_signal, kill = ctypes.c_int(1), ctypes.c_ulong(9)
+ctypes.CDLL(None).prctl(set_parent_death_signal, kill)
+if os.getppid() == int(sys.argv[1]):
+    try:
+        os.execv(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"it cannot be run: {error.strerror}")
+"""
 
 KINDS = ("llama.cpp", "fork")
 MORE = 8  # repetitions, for a program that is stopped late
@@ -44,12 +58,15 @@ class Program(NamedTuple):
     copies: float
 
 
-def programs(kind: str, model: Path, tokens: int, threads: int, turns: int) -> list[Program]:
+def programs(kind: str, model: Path, tokens: int, threads: int, turns: int, group: int = 1) -> list[Program]:
     """Return the ways to run a rival after so many tokens, for so many turns. kind: one of KINDS.
 
-    llama-bench runs with flash attention and without; the fork runs dense and with SparQ(r=32, k=128). To get there
-    llama-bench reads a prompt, and the fork fills its cache.
+    group: query heads that share a KV head in the model. llama-bench runs with flash attention and without; the fork
+    runs dense and with SparQ(r=32, k=128). To get there llama-bench reads a prompt, and the fork fills its cache.
+    Raises ValueError if the program does not support the model.
     """
+    if kind == "fork" and group > 1:
+        raise ValueError(f"--against fork: its SparQ supports no grouped queries, and {model} has {group} in a group")
     repetitions = 2 * turns + 2 + MORE  # a turn takes two
     common = ["-m", str(model), "-t", str(threads), "-ngl", "0", "-r", str(repetitions)]
     if kind == "llama.cpp":
@@ -60,7 +77,8 @@ def programs(kind: str, model: Path, tokens: int, threads: int, turns: int) -> l
     common += ["-p", str(tokens), "-n", "0", "-b", "1", "-ub", "1", "-f", "skimkv"]
     ends = r"\s+Repeat \d+, "
     return [
-        Program("fork dense", common, ends, 1, 1, _from_lines, 1),
+        # it has and fills the second copy of its keys, which only SparQ reads, in both ways
+        Program("fork dense", common, ends, 1, 1, _from_lines, 1.5),
         Program("fork SparQ(r=32, k=128)", [*common, *SPARQ], ends, 1, 1, _from_lines, 1.5),
     ]
 
@@ -80,6 +98,7 @@ def _from_lines(lines: Sequence[str]) -> list[float]:
 class Rival:
     """A program in a process of its own, which runs only while it is its turn. Use it in a `with` statement.
 
+    On Linux it is ended when the thread that made it ends, even if that is killed.
     Raises ValueError, with the program's last line, if it cannot be started or ends before its time.
     """
 
@@ -88,9 +107,10 @@ class Rival:
         self._lines, self._rest = list[str](), b""
         self._between, self._counted = 0, list[int]()
         self._output, terminal = os.openpty()  # to a terminal, a program writes every line at once
+        launcher = [sys.executable, "-SE", "-c", LAUNCHER, str(os.getpid())] if sys.platform == "linux" else []
         try:
             self._process = subprocess.Popen(
-                [path, *program.arguments], stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal
+                [*launcher, path, *program.arguments], stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal
             )
         except OSError as error:
             os.close(self._output)

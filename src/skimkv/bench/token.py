@@ -311,7 +311,8 @@ def time_tokens(
         for kind, path in against.items():
             assert subject.file is not None
             turns = WARM_UP + rounds
-            contenders += [(path, p) for p in programs(kind, subject.file, n, machine.threads, turns)]
+            group = cache_shape(model).G
+            contenders += [(path, p) for p in programs(kind, subject.file, n, machine.threads, turns, group)]
         groups = _groups(machine, subject, decoders, contenders[len(decoders) :], n, compile)
         parts: list[dict[str, Measured]] = []
         peak = 0.0
