@@ -21,6 +21,16 @@ def test_without_the_package_one_line_says_so(monkeypatch, capsys):
     assert_mistake(run(capsys, *args), "it needs no_such_runtime: pip install no_such_runtime")
 
 
+def test_a_step_begins_when_other_threads_no_longer_spin(monkeypatch):
+    pauses, q = [], torch.randn(B, H, G, D)
+    query = torch.zeros(B, 1, H * G * D)
+    monkeypatch.setattr(onnx_baseline.time, "sleep", lambda seconds: pauses.append((seconds, query.clone())))
+    onnx_baseline._refresh(query, q)
+    ((seconds, written),) = pauses
+    assert seconds >= 0.01, "libgomp's threads spin for some milliseconds"
+    assert torch.equal(written.flatten(), q.flatten()), "the query is written before"
+
+
 def test_every_cache_gives_dense_attention():
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from .machine import Call
 
 PACKAGES = ("onnxruntime", "onnx")  # the second one makes the graph
 CACHES = (torch.float32, torch.float16, torch.int8)
+SPIN = (
+    0.03  # seconds after which OpenMP's threads, which read memory between two calls, sleep; they would be in its way
+)
 
 
 def check_installed() -> None:
@@ -46,7 +50,9 @@ def dense_calls(
 
 
 def _refresh(query: Tensor, q: Tensor) -> None:
+    """Write the query, and wait until a thread of its own has a processor to itself: OpenMP's threads spin on."""
     query.copy_(q.flatten(1).unsqueeze(1))
+    time.sleep(SPIN)
 
 
 def _stored(x: Tensor, cache: torch.dtype, scale: float) -> Tensor:
