@@ -8,6 +8,13 @@
 
 namespace skimkv {
 
+// The tokens of a linear layer: x [n,in] and y [n,out].
+struct Tokens {
+    const void *x;
+    void *y;
+    int64_t n;
+};
+
 // A "unit" is a row of the batch and a KV head. A "task" is a share of the work that one thread takes at a time.
 // Every `*_bytes` function says how much scratch memory one call of the kernel below it needs.
 struct Kernels {
@@ -21,14 +28,18 @@ struct Kernels {
     void (*cluster_attention)(const skimkv_clusters *, void *scratch, int64_t unit);
     void (*cluster_append)(const skimkv_clusters *, int64_t unit);
     // The linear layer: the inputs are rounded to 16-bit integers first, then multiplied with the weights.
-    void (*linear_round_inputs)(const skimkv_linear *, char *inputs, int64_t task, int64_t tasks);
-    void (*linear_multiply)(const skimkv_linear *, const char *inputs, int64_t task, int64_t tasks);
+    void (*linear_round_inputs)(const skimkv_linear *, const Tokens &, char *inputs, int64_t task, int64_t tasks);
+    void (*linear_multiply)(const skimkv_linear *, const Tokens &, const char *inputs, int64_t task, int64_t tasks);
     // The linear layer with the blocks of a GGUF file: the inputs are rounded first, then multiplied with the rows
-    // first
-    // .. last-1; and these rows as floats.
-    void (*block_linear_round_inputs)(const skimkv_block_linear *, char *inputs);
-    void (*block_linear_multiply)(const skimkv_block_linear *, char *inputs, int64_t first, int64_t last);
-    void (*block_linear_expand)(const skimkv_block_linear *, int64_t first, int64_t last);
+    // first .. last-1; and these rows as floats.
+    void (*block_linear_round_inputs)(const skimkv_block_linear *, const Tokens &, char *inputs);
+    void (*block_linear_multiply)(const skimkv_block_linear *, const Tokens &, char *inputs, int64_t first,
+                                  int64_t last);
+    void (*block_linear_expand)(const skimkv_block_linear *, void *y, int64_t first, int64_t last);
+    // The linear layer with weights of 32 or 16 bits, likewise.
+    void (*float_linear_order_inputs)(const skimkv_float_linear *, const Tokens &, float *inputs);
+    void (*float_linear_multiply)(const skimkv_float_linear *, const Tokens &, const float *inputs, int64_t first,
+                                  int64_t last);
     size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
     void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
 };
@@ -59,6 +70,12 @@ bool multiplies_bf16();
 static inline skimkv_tokens new_token_of(const skimkv_op *op) {
     return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
 }
+
+// In one line what is wrong with a linear layer or its tokens, or nullptr.
+const char *linear_error(const skimkv_linear *op, const Tokens &tokens);
+const char *block_linear_error(const skimkv_block_linear *op, const Tokens &tokens);
+const char *block_expand_error(const skimkv_block_linear *op, const void *y);
+const char *float_linear_error(const skimkv_float_linear *op, const Tokens &tokens);
 
 // Bytes of one token's inputs to a linear layer as integers: [in] int16, then [in/32] float scales.
 static inline int64_t rounded_input_bytes(int64_t in) { return (in * 2 + in / 32 * 4 + 63) / 64 * 64; }

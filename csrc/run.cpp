@@ -14,6 +14,7 @@ namespace {
 using skimkv::for_each_task;
 using skimkv::Kernels;
 using skimkv::selected_kernels;
+using skimkv::Tokens;
 using skimkv::usable_threads;
 
 // Scratch memory of the calling thread, which is kept between steps.
@@ -22,8 +23,15 @@ thread_local skimkv::ScratchMemory scratch;
 // A part of a linear layer smaller than this many products is not worth a second thread.
 constexpr int64_t LEAST_PRODUCTS = 1 << 16;
 
-// The tasks into which rows of weights are divided: several a thread, so that one that was interrupted takes fewer.
-int64_t tasks_of_rows(int64_t rows, int threads) { return threads == 1 ? 1 : rows < 8 * threads ? rows : 8 * threads; }
+// Calls f(first, last) for parts of the rows of weights: several a thread, so that one that was interrupted takes
+// fewer.
+template <class F> void for_each_part(int64_t rows, int threads, skimkv_parallel parallel, const F &f) {
+    const int64_t parts = threads == 1 ? 1 : rows < 8 * threads ? rows : 8 * threads;
+    for_each_task(parts, threads, parallel, [&](int64_t i, int) { f(rows * i / parts, rows * (i + 1) / parts); });
+}
+
+constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
+constexpr char NO_MEMORY[] = "no memory for the inputs of a linear layer";
 
 // Tokens of a prompt for which the weights are read once.
 constexpr int64_t TOKENS_AT_ONCE = 256;
@@ -104,55 +112,71 @@ int skimkv_stream_append(const skimkv_clusters *clusters, int threads, skimkv_pa
     return 0;
 }
 
-int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel parallel) {
+const char *skimkv_linear_run(const skimkv_linear *op, const void *x, void *y, int64_t n, int threads,
+                              skimkv_parallel parallel) {
+    if (const char *error = skimkv::linear_error(op, {x, y, n})) return error;
     const Kernels *kernels = selected_kernels();
-    if (!kernels) return -1;
+    if (!kernels) return NO_KERNELS;
     threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
-    const int64_t most = op->n < TOKENS_AT_ONCE ? op->n : TOKENS_AT_ONCE;
-    char *inputs = (char *)std::aligned_alloc(64, (size_t)(most * skimkv::rounded_input_bytes(op->in)));
-    if (!inputs) return -1;
-    const size_t size = op->dtype == SKIMKV_F32 ? 4 : 2;
-    for (int64_t first = 0; first < op->n; first += most) {
-        skimkv_linear part = *op;
-        part.n = op->n - first < most ? op->n - first : most;
-        part.x = (const char *)op->x + (size_t)(first * op->x_n) * size;
-        part.y = (char *)op->y + (size_t)(first * op->y_n) * size;
+    const int64_t most = n < TOKENS_AT_ONCE ? n : TOKENS_AT_ONCE;
+    char *inputs = (char *)scratch.get((size_t)(most * skimkv::rounded_input_bytes(op->in)));
+    if (!inputs) return NO_MEMORY;
+    const int64_t size = op->dtype == SKIMKV_F32 ? 4 : 2;
+    for (int64_t first = 0; first < n; first += most) {
+        const Tokens part{(const char *)x + first * op->in * size, (char *)y + first * op->out * size,
+                          n - first < most ? n - first : most};
         // Every thread has several tasks, so that one that was interrupted takes fewer.
         const int rounding_threads = part.n * op->in < LEAST_PRODUCTS ? 1 : threads;
         const int64_t rounding_tasks = rounding_threads == 1 ? 1 : 4 * rounding_threads;
         const int64_t tasks = threads == 1 ? 1 : 4 * threads;
         for_each_task(rounding_tasks, rounding_threads, parallel,
-                      [&](int64_t task, int) { kernels->linear_round_inputs(&part, inputs, task, rounding_tasks); });
+                      [&](int64_t task, int) { kernels->linear_round_inputs(op, part, inputs, task, rounding_tasks); });
         for_each_task(tasks, threads, parallel,
-                      [&](int64_t task, int) { kernels->linear_multiply(&part, inputs, task, tasks); });
+                      [&](int64_t task, int) { kernels->linear_multiply(op, part, inputs, task, tasks); });
     }
-    std::free(inputs);
-    return 0;
+    return nullptr;
 }
 
-int skimkv_block_linear_run(const skimkv_block_linear *op, int threads, skimkv_parallel parallel) {
+const char *skimkv_block_linear_run(const skimkv_block_linear *op, const void *x, void *y, int64_t n, int threads,
+                                    skimkv_parallel parallel) {
+    const Tokens tokens{x, y, n};
+    if (const char *error = skimkv::block_linear_error(op, tokens)) return error;
     const Kernels *kernels = selected_kernels();
-    if (!kernels) return -1;
+    if (!kernels) return NO_KERNELS;
     threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
-    char *inputs = (char *)std::aligned_alloc(64, (size_t)(op->n * skimkv::block_input_bytes(op->in)));
-    if (!inputs) return -1;
-    kernels->block_linear_round_inputs(op, inputs);
-    const int64_t tasks = tasks_of_rows(op->out, threads);
-    for_each_task(tasks, threads, parallel, [&](int64_t task, int) {
-        kernels->block_linear_multiply(op, inputs, op->out * task / tasks, op->out * (task + 1) / tasks);
+    char *inputs = (char *)scratch.get((size_t)(n * skimkv::block_input_bytes(op->in)));
+    if (!inputs) return NO_MEMORY;
+    kernels->block_linear_round_inputs(op, tokens, inputs);
+    for_each_part(op->out, threads, parallel, [&](int64_t first, int64_t last) {
+        kernels->block_linear_multiply(op, tokens, inputs, first, last);
     });
-    std::free(inputs);
-    return 0;
+    return nullptr;
 }
 
-void skimkv_block_expand(const skimkv_block_linear *op, int threads, skimkv_parallel parallel) {
+const char *skimkv_block_expand(const skimkv_block_linear *op, void *y, int threads, skimkv_parallel parallel) {
+    if (const char *error = skimkv::block_expand_error(op, y)) return error;
     const Kernels *kernels = selected_kernels();
-    if (!kernels) return;
+    if (!kernels) return NO_KERNELS;
     threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
-    const int64_t tasks = tasks_of_rows(op->out, threads);
-    for_each_task(tasks, threads, parallel, [&](int64_t task, int) {
-        kernels->block_linear_expand(op, op->out * task / tasks, op->out * (task + 1) / tasks);
+    for_each_part(op->out, threads, parallel,
+                  [&](int64_t first, int64_t last) { kernels->block_linear_expand(op, y, first, last); });
+    return nullptr;
+}
+
+const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x, void *y, int64_t n, int threads,
+                                    skimkv_parallel parallel) {
+    const Tokens tokens{x, y, n};
+    if (const char *error = skimkv::float_linear_error(op, tokens)) return error;
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return NO_KERNELS;
+    threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
+    float *inputs = (float *)scratch.get((size_t)(n * op->in) * sizeof(float));
+    if (!inputs) return NO_MEMORY;
+    kernels->float_linear_order_inputs(op, tokens, inputs);
+    for_each_part(op->out, threads, parallel, [&](int64_t first, int64_t last) {
+        kernels->float_linear_multiply(op, tokens, inputs, first, last);
     });
+    return nullptr;
 }
 
 int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel) {

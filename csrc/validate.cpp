@@ -139,52 +139,6 @@ const char *skimkv_check_clusters(const skimkv_clusters *c) {
     return nullptr;
 }
 
-static const char *check_blocks(const skimkv_block_linear *op) {
-    if (!op) return "operation is NULL";
-    if (!op->w || !op->y) return "w or y is NULL";
-    const bool is_small = op->type == SKIMKV_Q4_0;
-    if (!is_small && (op->type < SKIMKV_Q4_K || op->type > SKIMKV_Q6_K)) return "the type of the blocks is unknown";
-    const int64_t size = is_small ? 32 : 256;
-    if (op->out < 1) return "out must be at least 1";
-    if (op->in < size || op->in % size) return "in must be a multiple of the weights of a block";
-    if (op->out > INT32_MAX || op->in > INT32_MAX) return "a size is beyond 2^31";
-    if (is_unknown_type(op->dtype)) return "dtype is unknown";
-    if (is_misaligned(op->y, op->dtype)) return "y is not aligned to its elements";
-    if ((uintptr_t)op->order & 3) return "order is not aligned to its elements";
-    for (int64_t i = 0; op->order && i < op->out; i++)
-        if (op->order[i] < 0 || op->order[i] >= op->out) return "order names an output that does not exist";
-    return nullptr;
-}
-
-const char *skimkv_block_expand_check(const skimkv_block_linear *op) {
-    if (const char *error = check_blocks(op)) return error;
-    return op->y_n < op->in ? "rows overlap: y_n < in" : nullptr;
-}
-
-const char *skimkv_block_linear_check(const skimkv_block_linear *op) {
-    if (const char *error = check_blocks(op)) return error;
-    if (!op->x) return "x is NULL";
-    if (op->n < 1 || op->n > INT32_MAX) return "n must be at least 1 and below 2^31";
-    if (is_misaligned(op->x, op->dtype) || is_misaligned(op->bias, op->dtype))
-        return "x or bias is not aligned to its elements";
-    if (op->n > 1 && (op->x_n < op->in || op->y_n < op->out)) return "tokens overlap: x_n < in or y_n < out";
-    return nullptr;
-}
-
-const char *skimkv_linear_check(const skimkv_linear *op) {
-    if (!op) return "operation is NULL";
-    if (!op->w || !op->x || !op->y) return "w, x or y is NULL";
-    if (op->out < 1 || op->n < 1) return "out and n must be at least 1";
-    if (op->in < 32 || op->in % 32) return "in must be a multiple of 32";
-    if (op->out > INT32_MAX || op->in > INT32_MAX || op->n > INT32_MAX) return "a size is beyond 2^31";
-    if (is_unknown_type(op->dtype)) return "dtype is unknown";
-    if (is_misaligned(op->x, op->dtype) || is_misaligned(op->y, op->dtype) || is_misaligned(op->bias, op->dtype))
-        return "x, y or bias is not aligned to its elements";
-    if (is_misaligned(op->w, SKIMKV_F16)) return "w is not aligned to its scales";
-    if (op->n > 1 && (op->x_n < op->in || op->y_n < op->out)) return "tokens overlap: x_n < in or y_n < out";
-    return nullptr;
-}
-
 const char *skimkv_columns_check(const skimkv_columns *op) {
     if (!op) return "operation is NULL";
     if (!op->q || !op->k || !op->sum) return "q, k or sum is NULL";
@@ -199,3 +153,62 @@ const char *skimkv_columns_check(const skimkv_columns *op) {
 }
 
 }  // extern "C"
+
+namespace skimkv {
+
+// What is wrong with the sizes and types of a linear layer, whose inputs are multiples of `block`.
+static const char *layer_error(const void *w, const void *bias, int64_t out, int64_t in, int64_t block, int dtype) {
+    if (!w) return "w is NULL";
+    if (out < 1) return "out must be at least 1";
+    if (in < block || in % block) return block == 32 ? "in must be a multiple of 32" : "in must be a multiple of 256";
+    if (out > INT32_MAX || in > INT32_MAX) return "a size is beyond 2^31";
+    if (is_unknown_type(dtype)) return "dtype is unknown";
+    return is_misaligned(bias, dtype) ? "bias is not aligned to its elements" : nullptr;
+}
+
+static const char *tokens_error(const Tokens &tokens, int dtype) {
+    if (!tokens.x || !tokens.y) return "x or y is NULL";
+    if (tokens.n < 1 || tokens.n > INT32_MAX) return "n must be at least 1 and below 2^31";
+    if (is_misaligned(tokens.x, dtype) || is_misaligned(tokens.y, dtype))
+        return "x or y is not aligned to its elements";
+    return nullptr;
+}
+
+const char *linear_error(const skimkv_linear *op, const Tokens &tokens) {
+    if (!op) return "operation is NULL";
+    if (const char *error = layer_error(op->w, op->bias, op->out, op->in, 32, op->dtype)) return error;
+    if (is_misaligned(op->w, SKIMKV_F16)) return "w is not aligned to its scales";
+    return tokens_error(tokens, op->dtype);
+}
+
+static const char *blocks_error(const skimkv_block_linear *op) {
+    if (!op) return "operation is NULL";
+    const bool is_small = op->type == SKIMKV_Q4_0;
+    if (!is_small && (op->type < SKIMKV_Q4_K || op->type > SKIMKV_Q6_K)) return "the type of the blocks is unknown";
+    if (const char *error = layer_error(op->w, op->bias, op->out, op->in, is_small ? 32 : 256, op->dtype)) return error;
+    if ((uintptr_t)op->order & 3) return "order is not aligned to its elements";
+    for (int64_t i = 0; op->order && i < op->out; i++)
+        if (op->order[i] < 0 || op->order[i] >= op->out) return "order names an output that does not exist";
+    return nullptr;
+}
+
+const char *block_linear_error(const skimkv_block_linear *op, const Tokens &tokens) {
+    const char *error = blocks_error(op);
+    return error ? error : tokens_error(tokens, op->dtype);
+}
+
+const char *block_expand_error(const skimkv_block_linear *op, const void *y) {
+    const char *error = blocks_error(op);
+    return error ? error : tokens_error({y, (void *)y, 1}, op->dtype);
+}
+
+const char *float_linear_error(const skimkv_float_linear *op, const Tokens &tokens) {
+    if (!op) return "operation is NULL";
+    if (const char *error = layer_error(op->w, op->bias, op->out, op->in, 32, op->dtype)) return error;
+    if (is_unknown_type(op->type)) return "the type of w is unknown";
+    if (is_misaligned(op->w, op->type)) return "w is not aligned to its elements";
+    if (tokens.n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
+    return tokens_error(tokens, op->dtype);
+}
+
+}  // namespace skimkv

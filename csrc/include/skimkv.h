@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 5
+#define SKIMKV_VERSION 6
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -238,44 +238,56 @@ SKIMKV_API const char *skimkv_append_paged(const skimkv_tokens *tokens, const sk
 SKIMKV_API size_t skimkv_work(const skimkv_op *op, int nth);
 SKIMKV_API void skimkv_share(const skimkv_op *op, void *work, int ith, int nth);
 
-/* A linear layer y = x W^T + bias with weights W [out,in] in 8 bits: blocks of 32 codes with one float16 scale, as in
- * GGUF's Q8_0. Sixteen rows of W are a panel, in which the blocks of these rows follow each other in 544 bytes: 16
- * scales, then 16 times two codes of each row. A last panel of fewer rows is padded with zeros. */
+/* Linear layers y = x W^T + bias of n tokens. A structure says what the weights are, so it can be made once for a
+ * matrix and used by several threads at the same time: x, y and n are arguments. Each function validates, computes, and
+ * returns NULL, or in one line why it did not. */
+
+/* Weights W [out,in] in 8 bits: blocks of 32 codes with one float16 scale, as in GGUF's Q8_0. Sixteen rows of W are a
+ * panel, in which the blocks of these rows follow each other in 544 bytes: 16 scales, then 16 times two codes of each
+ * row. A last panel of fewer rows is padded with zeros. */
 typedef struct skimkv_linear {
     const void *w;
-    int64_t out, in, n; /* rows, inputs (a multiple of 32), tokens */
-    const void *x;      /* [n,in], token t at t*x_n */
-    void *y;            /* [n,out], token t at t*y_n */
-    int64_t x_n, y_n;
+    int64_t out, in;  /* rows, inputs (a multiple of 32) */
     const void *bias; /* [out] or NULL */
-    int32_t dtype;    /* of x, y and bias */
+    int32_t dtype;    /* of x [n,in], y [n,out] and bias */
 } skimkv_linear;
 
-SKIMKV_API const char *skimkv_linear_check(const skimkv_linear *op);
-SKIMKV_API int skimkv_linear_run(const skimkv_linear *op, int threads, skimkv_parallel parallel);
+SKIMKV_API const char *skimkv_linear_run(const skimkv_linear *op, const void *x, void *y, int64_t n, int threads,
+                                         skimkv_parallel parallel);
 
-/* A linear layer y = x W^T + bias whose weights W [out,in] are the blocks of a GGUF file, as they are there: each row's
- * blocks follow each other, and row follows row. A block of Q4_0 has 32 weights, of the other types 256. */
+/* Weights W [out,in] that are the blocks of a GGUF file, as they are there: each row's blocks follow each other, and
+ * row follows row. A block of Q4_0 has 32 weights, of the other types 256. */
 enum { SKIMKV_Q4_0 = 2, SKIMKV_Q4_K = 12, SKIMKV_Q5_K = 13, SKIMKV_Q6_K = 14 }; /* GGUF's numbers */
 
 typedef struct skimkv_block_linear {
     const void *w;
-    int64_t out, in, n; /* rows, inputs (a multiple of the block's weights), tokens */
-    const void *x;      /* [n,in], token t at t*x_n */
-    void *y;            /* [n,out], token t at t*y_n; to expand: [out,in], row i at i*y_n */
-    int64_t x_n, y_n;
+    int64_t out, in;      /* rows, inputs (a multiple of the block's weights) */
     const void *bias;     /* [out] or NULL */
     const int32_t *order; /* [out] the output that each row of W gives, a permutation, or NULL: row i gives output i */
-    int32_t dtype;        /* of x, y and bias */
+    int32_t dtype;        /* of x [n,in], y [n,out] and bias */
     int32_t type;
 } skimkv_block_linear;
 
-SKIMKV_API const char *skimkv_block_linear_check(const skimkv_block_linear *op);
-SKIMKV_API int skimkv_block_linear_run(const skimkv_block_linear *op, int threads, skimkv_parallel parallel);
+SKIMKV_API const char *skimkv_block_linear_run(const skimkv_block_linear *op, const void *x, void *y, int64_t n,
+                                               int threads, skimkv_parallel parallel);
 
-/* Writes the weights themselves to y as elements of dtype. x, n and bias are not used. */
-SKIMKV_API const char *skimkv_block_expand_check(const skimkv_block_linear *op);
-SKIMKV_API void skimkv_block_expand(const skimkv_block_linear *op, int threads, skimkv_parallel parallel);
+/* Writes the weights themselves to y [out,in] as elements of dtype; the bias is not used. */
+SKIMKV_API const char *skimkv_block_expand(const skimkv_block_linear *op, void *y, int threads,
+                                           skimkv_parallel parallel);
+
+/* Weights W [out,in] of 32 or 16 bits, row by row, for a few tokens: every eight of them read the weights once. */
+#define SKIMKV_MAX_FLOAT_TOKENS 64
+
+typedef struct skimkv_float_linear {
+    const void *w;
+    int64_t out, in;  /* rows, inputs (a multiple of 32) */
+    const void *bias; /* [out] or NULL */
+    int32_t dtype;    /* of x [n,in], y [n,out] and bias */
+    int32_t type;     /* of w */
+} skimkv_float_linear;
+
+SKIMKV_API const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x, void *y, int64_t n,
+                                               int threads, skimkv_parallel parallel);
 
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller

@@ -10,6 +10,7 @@
 #include "kernels/attention_step.h"
 #include "kernels/block_linear.h"
 #include "kernels/clusters.h"
+#include "kernels/float_linear.h"
 #include "kernels/key_scores.h"
 #include "kernels/linear.h"
 
@@ -28,6 +29,8 @@ const Kernels kernels = {
     block_linear_round_inputs,
     block_linear_multiply,
     block_linear_expand,
+    float_linear_order_inputs,
+    float_linear_multiply,
     key_scores_scratch_bytes,
     key_scores,
 };

@@ -158,22 +158,22 @@ template <class T> static void round_block_inputs(const T *x, const skimkv_block
 }
 
 // Rounds all inputs of an operation.
-static void block_linear_round_inputs(const skimkv_block_linear *op, char *memory) {
-    for (int64_t t = 0; t < op->n; t++) {
+static void block_linear_round_inputs(const skimkv_block_linear *op, const Tokens &tokens, char *memory) {
+    for (int64_t t = 0; t < tokens.n; t++) {
         const RoundedInputs to = rounded_inputs_at(memory + t * block_input_bytes(op->in), op->in);
-        if (op->dtype == SKIMKV_F32) round_block_inputs((const float *)op->x + t * op->x_n, op, to);
-        else if (op->dtype == SKIMKV_BF16) round_block_inputs((const bf16 *)op->x + t * op->x_n, op, to);
-        else round_block_inputs((const f16 *)op->x + t * op->x_n, op, to);
+        if (op->dtype == SKIMKV_F32) round_block_inputs((const float *)tokens.x + t * op->in, op, to);
+        else if (op->dtype == SKIMKV_BF16) round_block_inputs((const bf16 *)tokens.x + t * op->in, op, to);
+        else round_block_inputs((const f16 *)tokens.x + t * op->in, op, to);
     }
 }
 
 // Multiplies R rows, `apart` rows from each other, with all inputs.
 template <int R, class Block>
-static inline void multiply_some_rows(Block, const skimkv_block_linear *op, char *inputs, int64_t first,
-                                      int64_t apart) {
+static inline void multiply_some_rows(Block, const skimkv_block_linear *op, const Tokens &tokens, char *inputs,
+                                      int64_t first, int64_t apart) {
     const int64_t row_bytes = op->in * Block::BYTES / Block::SIZE;
     const uint8_t *w = (const uint8_t *)op->w + first * row_bytes;
-    for (int64_t t = 0; t < op->n; t++) {
+    for (int64_t t = 0; t < tokens.n; t++) {
         const RoundedInputs x = rounded_inputs_at(inputs + t * block_input_bytes(op->in), op->in);
         float y[R];
         if (has_two_bytes(op->dtype)) multiply_row<true, R>(Block(), w, apart * row_bytes, op->in, x, y);
@@ -182,28 +182,32 @@ static inline void multiply_some_rows(Block, const skimkv_block_linear *op, char
             const int64_t row = first + r * apart, to = op->order ? op->order[row] : row;
             float bias = 0;
             if (op->bias) to_float(op->dtype, op->bias, to, &bias, 1);
-            y[r] += bias, from_float(op->dtype, y + r, op->y, t * op->y_n + to, 1);
+            y[r] += bias, from_float(op->dtype, y + r, tokens.y, t * op->out + to, 1);
         }
     }
 }
 
 // Multiplies the rows first .. last-1 with all inputs: several at a time, which reads several streams of memory.
 template <class Block>
-static void multiply_rows(Block, const skimkv_block_linear *op, char *inputs, int64_t first, int64_t last) {
+static void multiply_rows(Block, const skimkv_block_linear *op, const Tokens &tokens, char *inputs, int64_t first,
+                          int64_t last) {
     const int64_t apart = (last - first) / STREAMS;
-    for (int64_t i = 0; i < apart; i++) multiply_some_rows<STREAMS>(Block(), op, inputs, first + i, apart);
-    for (int64_t row = first + apart * STREAMS; row < last; row++) multiply_some_rows<1>(Block(), op, inputs, row, 0);
+    for (int64_t i = 0; i < apart; i++) multiply_some_rows<STREAMS>(Block(), op, tokens, inputs, first + i, apart);
+    for (int64_t row = first + apart * STREAMS; row < last; row++)
+        multiply_some_rows<1>(Block(), op, tokens, inputs, row, 0);
 }
 
-static void block_linear_multiply(const skimkv_block_linear *op, char *inputs, int64_t first, int64_t last) {
-    if (op->type == SKIMKV_Q4_0) multiply_rows(BlockQ4_0(), op, inputs, first, last);
-    else if (op->type == SKIMKV_Q4_K) multiply_rows(BlockQ4_K(), op, inputs, first, last);
-    else if (op->type == SKIMKV_Q5_K) multiply_rows(BlockQ5_K(), op, inputs, first, last);
-    else multiply_rows(BlockQ6_K(), op, inputs, first, last);
+static void block_linear_multiply(const skimkv_block_linear *op, const Tokens &tokens, char *inputs, int64_t first,
+                                  int64_t last) {
+    if (op->type == SKIMKV_Q4_0) multiply_rows(BlockQ4_0(), op, tokens, inputs, first, last);
+    else if (op->type == SKIMKV_Q4_K) multiply_rows(BlockQ4_K(), op, tokens, inputs, first, last);
+    else if (op->type == SKIMKV_Q5_K) multiply_rows(BlockQ5_K(), op, tokens, inputs, first, last);
+    else multiply_rows(BlockQ6_K(), op, tokens, inputs, first, last);
 }
 
 // Writes the weights of the rows first .. last-1 to y.
-template <class Block> static void expand_rows(Block, const skimkv_block_linear *op, int64_t first, int64_t last) {
+template <class Block>
+static void expand_rows(Block, const skimkv_block_linear *op, void *y, int64_t first, int64_t last) {
     uint8_t copy[Block::BYTES];
     for (int64_t row = first; row < last; row++) {
         const uint8_t *w = (const uint8_t *)op->w + row * (op->in * Block::BYTES / Block::SIZE);
@@ -214,16 +218,16 @@ template <class Block> static void expand_rows(Block, const skimkv_block_linear 
             decode(Block(), whole_group<Block>(w, op->in - at, copy), code, scale, offset);
             for (int i = 0; i < Block::SIZE; i++)
                 weight[i] = scale[i / Block::PART] * (float)code[i] + offset[i / Block::PART];
-            from_float(op->dtype, weight, op->y, to * op->y_n + at, (int)min(Block::SIZE, op->in - at));
+            from_float(op->dtype, weight, y, to * op->in + at, (int)min(Block::SIZE, op->in - at));
         }
     }
 }
 
-static void block_linear_expand(const skimkv_block_linear *op, int64_t first, int64_t last) {
-    if (op->type == SKIMKV_Q4_0) expand_rows(BlockQ4_0(), op, first, last);
-    else if (op->type == SKIMKV_Q4_K) expand_rows(BlockQ4_K(), op, first, last);
-    else if (op->type == SKIMKV_Q5_K) expand_rows(BlockQ5_K(), op, first, last);
-    else expand_rows(BlockQ6_K(), op, first, last);
+static void block_linear_expand(const skimkv_block_linear *op, void *y, int64_t first, int64_t last) {
+    if (op->type == SKIMKV_Q4_0) expand_rows(BlockQ4_0(), op, y, first, last);
+    else if (op->type == SKIMKV_Q4_K) expand_rows(BlockQ4_K(), op, y, first, last);
+    else if (op->type == SKIMKV_Q5_K) expand_rows(BlockQ5_K(), op, y, first, last);
+    else expand_rows(BlockQ6_K(), op, y, first, last);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -102,42 +102,43 @@ static void multiply_tokens(int n, const char *w, int64_t panel, int64_t in, con
 
 // Multiplies P panels with all tokens, in groups of about the same size: the first group reads the panels from memory,
 // the others from the cache.
-template <int P> static void multiply_panels(const skimkv_linear *op, const char *x, int64_t first) {
+template <int P>
+static void multiply_panels(const skimkv_linear *op, const Tokens &tokens, const char *x, int64_t first) {
     const int64_t panel = op->in / 32 * PANEL_BLOCK_BYTES, stride = rounded_input_bytes(op->in);
-    const int64_t groups = (op->n + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
+    const int64_t groups = (tokens.n + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
     const int rows = (int)min(P * PANEL_ROWS, op->out - first * PANEL_ROWS);
     float y[TOKENS_AT_ONCE * P * PANEL_ROWS], bias[P * PANEL_ROWS] = {};
     if (op->bias) to_float(op->dtype, op->bias, first * PANEL_ROWS, bias, rows);
     for (int64_t g = 0; g < groups; g++) {
-        const int64_t from = op->n * g / groups, to = op->n * (g + 1) / groups;
+        const int64_t from = tokens.n * g / groups, to = tokens.n * (g + 1) / groups;
         multiply_tokens<P>((int)(to - from), (const char *)op->w + first * panel, panel, op->in, x + from * stride,
                            stride, y);
         for (int64_t t = from; t < to; t++) {
             float *row = y + (t - from) * P * PANEL_ROWS;
             for (int i = 0; i < P * PANEL_ROWS; i++) row[i] += bias[i];
-            from_float(op->dtype, row, op->y, t * op->y_n + first * PANEL_ROWS, rows);
+            from_float(op->dtype, row, tokens.y, t * op->out + first * PANEL_ROWS, rows);
         }
     }
 }
 
 // Rounds one task's share of the tokens.
-static void linear_round_inputs(const skimkv_linear *op, char *x, int64_t task, int64_t tasks) {
-    for (int64_t t = op->n * task / tasks; t < op->n * (task + 1) / tasks; t++) {
+static void linear_round_inputs(const skimkv_linear *op, const Tokens &tokens, char *x, int64_t task, int64_t tasks) {
+    for (int64_t t = tokens.n * task / tasks; t < tokens.n * (task + 1) / tasks; t++) {
         char *to = x + t * rounded_input_bytes(op->in);
-        if (op->dtype == SKIMKV_F32) round_inputs((const float *)op->x + t * op->x_n, op->in, to);
-        else if (op->dtype == SKIMKV_BF16) round_inputs((const bf16 *)op->x + t * op->x_n, op->in, to);
-        else round_inputs((const f16 *)op->x + t * op->x_n, op->in, to);
+        if (op->dtype == SKIMKV_F32) round_inputs((const float *)tokens.x + t * op->in, op->in, to);
+        else if (op->dtype == SKIMKV_BF16) round_inputs((const bf16 *)tokens.x + t * op->in, op->in, to);
+        else round_inputs((const f16 *)tokens.x + t * op->in, op->in, to);
     }
 }
 
 // Multiplies one task's share of the panels: two at a time where the registers allow it, which reads two streams of
 // memory and loads every input once for both.
-static void linear_multiply(const skimkv_linear *op, const char *x, int64_t task, int64_t tasks) {
+static void linear_multiply(const skimkv_linear *op, const Tokens &tokens, const char *x, int64_t task, int64_t tasks) {
     const int64_t n = (op->out + PANEL_ROWS - 1) / PANEL_ROWS, to = n * (task + 1) / tasks;
     int64_t p = n * task / tasks;
-    if (W == 16 || op->n == 1)
-        for (; p + 2 <= to; p += 2) multiply_panels<2>(op, x, p);
-    for (; p < to; p++) multiply_panels<1>(op, x, p);
+    if (W == 16 || tokens.n == 1)
+        for (; p + 2 <= to; p += 2) multiply_panels<2>(op, tokens, x, p);
+    for (; p < to; p++) multiply_panels<1>(op, tokens, x, p);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -88,7 +88,7 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -
         (["--prompt", " \n"], "the prompt is empty"),
         (["--chat"], "no chat template"),
         (["--weights", "int3"], "--weights 'int3' is unknown"),
-        (["--weights", "int8", "--compile"], "--compile: a model with quantised weights cannot be compiled"),
+        (["--weights", "int8", "--compile"], "--compile: a model with --weights or of a GGUF file cannot be compiled"),
         (["--device", "gpu"], "--device 'gpu' is unknown; write cpu, cuda"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--temperature", "1e-45"], "--temperature 1e-45 must be 0, or at least 1e-06"),

@@ -74,8 +74,8 @@ def test_tune_and_analyse(capsys: pytest.CaptureFixture[str], model: Path, tmp_p
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--device cuda", "device 'cuda' is not possible; quantised weights run on a CPU only"),
-        ("--compile", "--compile: a model with quantised weights cannot be compiled"),
+        ("--device cuda", "device 'cuda' is not possible; it runs on a CPU only"),
+        ("--compile", "--compile: a model with --weights or of a GGUF file cannot be compiled"),
     ],
 )
 def test_what_8_bit_weights_cannot_do(

@@ -48,10 +48,18 @@ def test_gguf_in_bfloat16_by_default_and_with_a_sparse_method(tmp_path):
 
 
 def test_gguf_other_float_types_and_one_head_each(tmp_path):
-    kinds = {"output": Kind.F16, "token_embd": Kind.F32, "blk.1.attn_q": Kind.F16, "blk.0.ffn_up": Kind.F32}
+    kinds = {
+        "output": Kind.F16,
+        "token_embd": Kind.F32,
+        "blk.1.attn_q": Kind.F16,
+        "blk.0.ffn_up": Kind.F32,
+        "blk.1.ffn_up": Kind.BF16,
+    }
     reference = write(tmp_path / "m.gguf", tiny(num_key_value_heads=6), kinds)
     loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
-    assert type(loaded.lm_head) is torch.nn.Linear and type(loaded.model.embed_tokens) is torch.nn.Embedding
+    assert type(loaded.model.embed_tokens) is torch.nn.Embedding
+    assert loaded.lm_head.weight.dtype == torch.float16, "as it stands in the file"
+    assert loaded.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert close(logits(loaded, IDS), logits(reference, IDS))
 
 

@@ -300,7 +300,7 @@ PLACES = [
     ({"device_map": "auto", "weights": "int8"}, "weights=\"int8\": device_map='auto' is not possible"),
     (
         {"device": "cuda", "weights": "int8"},
-        "weights=\"int8\": device 'cuda' is not possible; quantised weights run on a CPU",
+        "weights=\"int8\": device 'cuda' is not possible; it runs on a CPU",
     ),
     ({"dtype": "fp15"}, "unknown dtype 'fp15'; known are float32"),
     ({"dtype": torch.int8}, "unknown dtype 'int8'"),

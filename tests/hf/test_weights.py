@@ -24,6 +24,7 @@ import skimkv
 from skimkv.cli.app import main
 from skimkv.eval.generate import encode
 from skimkv.hf.block_modules import BlockLinear
+from skimkv.hf.float_modules import FloatLinear, Floats
 from skimkv.hf.load import BUILTIN, load
 from skimkv.hf.weights import Embedding8, Linear8, quantise, quantise_while_loading
 from skimkv.ops import block_weights, packed_weights
@@ -87,6 +88,30 @@ def test_four_bits(tmp_path, backend, name):
     assert close(logits(loaded, IDS), logits(reference, IDS))
     assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
     assert sum(p.nbytes for p in live.parameters()) == sum(p.nbytes for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_floats(tmp_path, backend, name):
+    """Matrices of bfloat16 in a model of float32, and of its own type: the same tokens as the library's modules."""
+    model = MAKE[name]().eval()
+    model.save_pretrained(tmp_path)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("float32"))
+    assert any(isinstance(part, FloatLinear) for part in loaded.modules())
+    assert close(logits(loaded, IDS), logits(exact, IDS))
+    assert torch.equal(loaded.generate(IDS, **GREEDY), exact.generate(IDS, **GREEDY))
+    halved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("bfloat16"))
+    for name, part in halved.named_modules():
+        if isinstance(part, Floats):
+            assert part.weight.dtype == torch.bfloat16 and part.dtype == torch.float32
+            other = exact.get_submodule(name).weight
+            other.data = part.weight.float().T if part.transposed else part.weight.float()
+    assert close(logits(halved, IDS), logits(exact, IDS))
+    assert torch.equal(halved.generate(IDS, **GREEDY), exact.generate(IDS, **GREEDY))
+    live = quantise(model, "bfloat16")
+    assert torch.equal(logits(live, IDS), logits(halved, IDS))
+    with pytest.raises(ValueError, match="no gradient"):
+        next(part for part in live.modules() if isinstance(part, FloatLinear))(torch.randn(1, 64, requires_grad=True))
 
 
 def test_what_is_replaced():

@@ -147,11 +147,14 @@ def test_refusals():
     if NATIVE:
         order = torch.arange(4, dtype=torch.int32)
         for call, reason in [
-            (lambda: linear.block_linear(x.double(), rows, "Q4_K"), "no CPU kernel for activations of torch.float64"),
-            (lambda: linear.block_linear(x, rows, "Q4_K", torch.zeros(3)), "bias is"),
-            (lambda: linear.block_linear(x, rows, "Q4_K", None, order.long()), "order is torch.int64"),
-            (lambda: linear.block_linear(x, rows, "Q4_K", None, order + 1), "an output that does not exist"),
-            (lambda: linear.block_linear(x, rows.flip(0).T.contiguous().T, "Q4_K"), "must be contiguous"),
+            (lambda: linear.block_matrix(x.double(), rows, "Q4_K"), "no CPU kernel for activations of torch.float64"),
+            (lambda: linear.block_matrix(x, rows, "Q4_K", torch.zeros(3)), "bias is"),
+            (lambda: linear.block_matrix(x, rows, "Q4_K", None, order.long()), "order is torch.int64"),
+            (
+                lambda: linear.block_matrix(x, rows, "Q4_K", None, order + 1).multiply(x),
+                "output that does not exist",
+            ),
+            (lambda: linear.block_matrix(x, rows.flip(0).T.contiguous().T, "Q4_K"), "must be contiguous"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 call()

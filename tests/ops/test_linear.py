@@ -157,9 +157,9 @@ def test_refusals():
             call()
     if NATIVE:
         for call, reason in [
-            (lambda: linear.linear8(x.double(), w, 20), "no CPU kernel for activations of torch.float64"),
-            (lambda: linear.linear8(x, w.flip(0), 20, torch.zeros(3)), "bias is"),
-            (lambda: linear.linear8(x, w.transpose(0, 1).contiguous().transpose(0, 1), 20), "contiguous"),
+            (lambda: linear.packed_matrix(x.double(), w, 20), "no CPU kernel for activations of torch.float64"),
+            (lambda: linear.packed_matrix(x, w.flip(0), 20, torch.zeros(3)), "bias is"),
+            (lambda: linear.packed_matrix(x, w.transpose(0, 1).contiguous().transpose(0, 1), 20), "contiguous"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 call()

@@ -1,5 +1,5 @@
 // Compares every instruction set of this machine with the scalar one through the C interface: appends, decode steps,
-// the linear layer and the key scores, with every element type and every quantisation. It needs no Python, so that it
+// the linear layers and the key scores, with every element type and every quantisation. It needs no Python, so that it
 // also runs in an emulator.
 #include <cmath>
 #include <cstdio>
@@ -143,7 +143,7 @@ static Result steps(const Case &c) {
     return result;
 }
 
-// A linear layer with random weights.
+// Linear layers with random weights: of 8 bits, and of every type of floats.
 static Result linear(const Case &c) {
     const int in = 32 * c.G, out = c.D + 3, n = 5, size = size_of(c.dtype);
     state = 11;
@@ -157,10 +157,21 @@ static Result linear(const Case &c) {
     for (int i = 0; i < n * in; i++) x0.push_back(noise());
     const Bytes x = pack(x0, c.dtype);
     Bytes y((size_t)(n * out * size));
-    const skimkv_linear op = {w.data(), out, in, n, x.data(), y.data(), in, out, nullptr, c.dtype};
-    must(skimkv_linear_check(&op)), must(skimkv_linear_run(&op, 1, nullptr));
+    const skimkv_linear op = {w.data(), out, in, nullptr, c.dtype};
+    must(skimkv_linear_run(&op, x.data(), y.data(), n, 1, nullptr));
     Result result;
-    for (size_t i = 0; i < y.size(); i += (size_t)size) result.y.push_back(float_of(&y[i], c.dtype));
+    const auto note = [&] {
+        for (size_t i = 0; i < y.size(); i += (size_t)size) result.y.push_back(float_of(&y[i], c.dtype));
+    };
+    note();
+    Floats w0;
+    for (int i = 0; i < out * in; i++) w0.push_back(noise());
+    for (int type : {SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16}) {
+        const Bytes floats = pack(w0, type);
+        const skimkv_float_linear layer = {floats.data(), out, in, nullptr, c.dtype, type};
+        must(skimkv_float_linear_run(&layer, x.data(), y.data(), n, 1, nullptr));
+        note();
+    }
     return result;
 }
 

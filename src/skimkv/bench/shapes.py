@@ -30,6 +30,7 @@ MODELS = {
     "llama-3-70b": ModelSizes(8192, 28672, 64, 8, 80, 128256, 128),
     "mistral-7b": ModelSizes(4096, 14336, 32, 8, 32, 32000, 128),
     "qwen3-4b": ModelSizes(2560, 9728, 32, 8, 36, 151936, 128),
+    "llama-134m": ModelSizes(768, 2048, 12, 12, 12, 32000, 64),
     "smollm-135m": ModelSizes(576, 1536, 9, 3, 30, 49152, 64),
     "tiny": ModelSizes(256, 640, 4, 2, 4, 2048, 64),
 }

@@ -23,10 +23,12 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..hf.attach import Cache, attach, detach
+from ..hf.float_modules import FloatLinear
 from ..hf.layer import Layer
 from ..hf.weights import Linear8
 from ..methods import Dense, parse
 from ..methods.base import Method
+from ..stores import memory
 from ..stores.base import Shape
 from .caches import filled_store, keys_values, random_store
 from .machine import Call, Machine, nothing, peak_bandwidth
@@ -63,7 +65,7 @@ def random_llama(
     for parent in model.modules():
         for name, empty in list(parent.named_parameters(recurse=False)):
             if empty.is_meta:
-                random = torch.ones(empty.shape, dtype=dtype, device=device)
+                random = memory.empty(empty.shape, dtype, device).fill_(1)
                 if empty.ndim > 1:
                     random.normal_(0, 0.02, generator=draw)
                 setattr(parent, name, torch.nn.Parameter(random, requires_grad=False))
@@ -148,6 +150,20 @@ def next_token(model: LlamaForCausalLM, cache: Any) -> None:
         model(input_ids=ids, past_key_values=cache, position_ids=places, use_cache=True)
 
 
+class LinearLayers:
+    """The linear layers of a model whose weights are floats: transformers' own, and ours with the same weights."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model = model
+        self.plain = {name: part for name, part in model.named_modules() if type(part) is torch.nn.Linear}
+        self.ours = {name: FloatLinear(part.weight, part.weight.dtype) for name, part in self.plain.items()}
+
+    def use(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Let the model have these layers, `plain` or `ours`."""
+        for name, layer in layers.items():
+            self.model.set_submodule(name, layer)
+
+
 class AttentionClock:
     """Takes decode steps, and notes for each of them the seconds in every layer's cache update and attention."""
 
@@ -212,11 +228,13 @@ def time_together(
             clocks[name] = AttentionClock(model, cache)
             calls[name] = clocks[name].next_token
     moves = machine.bandwidth_calls()
+    linear = LinearLayers(model)
 
     def before(name: str) -> None:
         """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
         if name in named:
             method = named[name].method
+            linear.use(linear.plain if method is None or _by_difference(machine, compile) else linear.ours)
             if method is None:
                 detach(model)
             else:
@@ -240,6 +258,7 @@ def time_together(
     calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
     timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None)
+    linear.use(linear.plain)
     detach(model)
     timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
     measured = {

@@ -65,7 +65,8 @@ def generate(
         typer.Option(
             metavar="FORMAT",
             rich_help_panel=MODEL_OPTIONS,
-            help="int8 or int4: quantise the weights while they are read. Those of a GGUF file are quantised already.",
+            help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: keep them so, and read "
+            "them at the memory's speed. A GGUF file has formats of its own.",
         ),
     ] = None,
     device: Device = "cpu",
@@ -93,9 +94,9 @@ def generate(
     from ..hf.load import WEIGHTS, load
 
     if weights not in (None, *WEIGHTS):
-        raise ValueError(f"--weights {weights!r} is unknown; known are {' and '.join(WEIGHTS)}")
+        raise ValueError(f"--weights {weights!r} is unknown; known are {', '.join(WEIGHTS)}")
     if compile and (weights is not None or model.endswith(".gguf")):
-        raise ValueError("--compile: a model with quantised weights cannot be compiled")
+        raise ValueError("--compile: a model with --weights or of a GGUF file cannot be compiled")
     text = _read_prompt(prompt, prompt_file)
     check_environment()
     quiet(model)

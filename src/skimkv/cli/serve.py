@@ -47,7 +47,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="FORMAT", rich_help_panel=MODEL_OPTIONS,
-            help="int8: quantise the weights to 8 bits while they are read. Those of a GGUF file are so already.",
+            help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: keep them so, and read "
+            "them at the memory's speed. A GGUF file has formats of its own.",
         ),
     ] = None,
     device: Device = "cpu",
@@ -90,14 +91,15 @@ def serve(
     Requests, chat templates, tools and streams are handled by the server of the Transformers library; a method's cache
     decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in vLLM.
     """
-    if weights not in (None, "int8"):
-        raise ValueError(f"--weights {weights!r} is unknown; the only one known is int8")
+    from ..hf.load import WEIGHTS, load
+
+    if weights not in (None, *WEIGHTS):
+        raise ValueError(f"--weights {weights!r} is unknown; known are {', '.join(WEIGHTS)}")
     from .. import serve as server
 
     server.check_installed()
     check_environment()
     quiet(model)
-    from ..hf.load import load
     from ..methods import parse
 
     parsed = parse(method)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -46,14 +48,15 @@ class BlockLinear(Blocks):
     ) -> None:
         super().__init__(weight, blocks, columns, dtype)
         self.in_features, self.out_features = columns, weight.shape[0]
-        self.bias: nn.Parameter | None = None
+        self.register_parameter("bias", None)
         self.register_buffer("order", order, persistent=False)
+        self._product = ops.Product(
+            partial(ops.block_matrix, type=blocks, order=order), partial(ops.block_linear, type=blocks, order=order)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x (...,in) -> (...,out), in the type of x. Raises ValueError if a gradient is wanted."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("weights in blocks have no gradient: use torch.no_grad()")
-        return ops.block_linear(x, self.weight, self.blocks, self.bias, self.order)
+        return self._product(x, self._parameters["weight"], self._parameters["bias"])
 
 
 class BlockEmbedding(Blocks):

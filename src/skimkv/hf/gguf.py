@@ -185,11 +185,21 @@ class GGUFFile:
 
         The file must not be changed while the tensor is in use.
         """
-        row_bytes = block_weights.row_bytes(entry.quantisation, entry.shape[-1])
-        # A private mapping can be written to, which PyTorch asks for; nothing writes to it.
-        mapping = mmap.mmap(entry.stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        data = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
-        return data.view(-1, row_bytes)
+        return _mapped(entry, torch.uint8).view(-1, block_weights.row_bytes(entry.quantisation, entry.shape[-1]))
+
+    def mapped_floats(self, entry: TensorEntry) -> Tensor:
+        """A tensor of one of the types in FLOATS, mapped from the file as it is there.
+
+        The file must not be changed while the tensor is in use.
+        """
+        return _mapped(entry, FLOATS[entry.quantisation]).view(entry.shape)
+
+
+def _mapped(entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+    """The bytes of a tensor as elements of a type, mapped from the file."""
+    # A private mapping can be written to, which PyTorch asks for; nothing writes to it.
+    mapping = mmap.mmap(entry.stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapping, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.offset)
 
 
 def _read(entry: TensorEntry, first: int, last: int) -> bytearray:

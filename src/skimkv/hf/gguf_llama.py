@@ -29,6 +29,7 @@ from transformers import (
 from ..ops import block_weights, packed_weights
 from .block_modules import BlockEmbedding, BlockLinear, Blocks
 from .errors import as_value_error
+from .float_modules import FloatLinear
 from .gguf import FLOATS, GGUFFile, TensorEntry
 from .weights import Embedding8, Linear8, empty_packed, fill_packed
 
@@ -239,7 +240,9 @@ def _read_weights(model: PreTrainedModel, file: GGUFFile) -> None:
         module, _, parameter = place.rpartition(".")
         counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         heads = counts.get(module.split(".")[-1]) if architecture.is_reordered else None
-        if entry.quantisation in FLOATS:
+        if entry.quantisation in FLOATS and parameter == "weight" and type(model.get_submodule(module)) is nn.Linear:
+            _map_floats(model, file, entry, module, heads)
+        elif entry.quantisation in FLOATS:
             value = file.floats(entry)
             value = value if heads is None else _unpermuted(value, heads)
             setattr(model.get_submodule(module), parameter, nn.Parameter(value.to(dtype), requires_grad=False))
@@ -274,6 +277,8 @@ def _tie_head(model: Any, dtype: torch.dtype) -> None:
         model.set_submodule("lm_head", head)
     elif isinstance(table, Blocks):
         model.set_submodule("lm_head", BlockLinear(table.weight, table.blocks, table.columns, dtype))
+    else:
+        model.set_submodule("lm_head", FloatLinear(table.weight, dtype))
     model.lm_head.weight = table.weight
 
 
@@ -305,6 +310,18 @@ def _read_packed(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, nam
         lambda: Embedding8(rows, columns, packed, dtype),
         lambda: Linear8(columns, rows, weight=packed, dtype=dtype),
     )
+
+
+def _map_floats(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
+    """Map a matrix of floats into the module that replaces the linear layer of that name. heads: as in _read_packed.
+
+    Rows in llama.cpp's order are copied.
+    """
+    dtype: Any = model.config.dtype
+    weight = file.mapped_floats(entry)
+    weight = weight if heads is None else _unpermuted(weight, heads)
+    layer: Any = model.get_submodule(name)
+    model.set_submodule(name, FloatLinear(weight, dtype, layer.bias))
 
 
 def _map_blocks(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:

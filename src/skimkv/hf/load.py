@@ -41,7 +41,7 @@ DEVICES = "cpu, cuda (cuda:1 is the second GPU) or mps"
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map by a name that is no device
 NUMBERS_PER_BYTE = 16  # of a checkpoint, more than any format of quantised weights packs
 FREE_NUMBERS = 2**26  # in buffers that are not stored, such as tables of positions
-WEIGHTS = ("int8", "int4")  # formats to which matrices are quantised while they are read
+WEIGHTS = ("int8", "int4", "bfloat16", "float32")  # formats that matrices are given while they are read
 HUB_TIMEOUT = 4.0  # seconds until the hub counts as out of reach
 
 
@@ -67,8 +67,9 @@ def load(
     dtype: of weights, activations and cache, as torch.dtype or as a name: "float32", "bfloat16", "float16", "fp32",
     "bf16", "fp16", "half". None: the checkpoint's own, for a GGUF file bfloat16.
     weights: "int8" quantises matrices to Q8_0 while they are read, "int4" to Q4_0; no full-precision copy of the model
-    exists.
-    device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". Quantised weights run on a CPU only.
+    exists. "bfloat16" and "float32" keep them as such numbers, whatever `dtype` is. In all four formats a decode step
+    multiplies with a kernel of ours, which reads the weights at the memory's speed.
+    device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". With `weights` it runs on a CPU only.
     device_map: the transformers library's way to place a model, such as "auto" for all GPUs; it needs accelerate.
 
     Raises ValueError, one line with the name and the reason, if an argument is wrong, if this machine has no such
@@ -161,9 +162,9 @@ def _devices(device_map: object) -> list[str]:
 def _check_place(what: str, device: object, device_map: object) -> None:
     """Raises ValueError for quantised weights elsewhere than on a CPU, where nothing computes with them but slowly."""
     if device_map is not None:
-        raise ValueError(f"{what}: device_map={device_map!r} is not possible; quantised weights run on a CPU only")
+        raise ValueError(f"{what}: device_map={device_map!r} is not possible; it runs on a CPU only")
     if str(device or "cpu") != "cpu":
-        raise ValueError(f"{what}: device {str(device)!r} is not possible; quantised weights run on a CPU only")
+        raise ValueError(f"{what}: device {str(device)!r} is not possible; it runs on a CPU only")
 
 
 def check_source(model: str | Path) -> Source:

@@ -1,6 +1,6 @@
-"""Quantised weights: modules of 8-bit weights (ops/packed_weights.py), and models of 8-bit or 4-bit modules.
+"""Weights in another format: modules of 8-bit weights (ops/packed_weights.py), and models in a format of FORMATS.
 
-No full-precision copy of a model ever exists: its matrices are quantised one by one while they are read.
+No full-precision copy of a model ever exists: its matrices are converted one by one while they are read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .. import ops
 from ..ops import block_weights, packed_weights
 from ..stores import memory
 from .block_modules import BlockEmbedding, BlockLinear, Blocks
+from .float_modules import FloatEmbedding, FloatLinear, Floats
 
 SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read
 
@@ -106,7 +108,11 @@ class Linear8(Packed):
     ) -> None:
         super().__init__(out_features, in_features, weight, dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=self.dtype), requires_grad=False) if bias else None
+        zeros = nn.Parameter(torch.zeros(out_features, dtype=self.dtype), requires_grad=False) if bias else None
+        self.register_parameter("bias", zeros)
+        self._product = ops.Product(
+            partial(ops.packed_matrix, out=out_features), partial(ops.linear8, out=out_features)
+        )
 
     @classmethod
     def random(cls, in_features: int, out_features: int, generator: torch.Generator, dtype: torch.dtype) -> Linear8:
@@ -118,9 +124,7 @@ class Linear8(Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x (...,in) -> (...,out), in the type of x. Raises ValueError if a gradient is wanted."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("8-bit weights have no gradient: use torch.no_grad()")
-        return ops.linear8(x, self.weight, self.out_features, self.bias)
+        return self._product(x, self._parameters["weight"], self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """Sizes as nn.Linear prints them."""
@@ -164,7 +168,24 @@ def _four_bit_linear(rows: int, columns: int, has_bias: bool, weight: Tensor, dt
     return layer
 
 
+def _float_linear(rows: int, columns: int, has_bias: bool, weight: Tensor, dtype: torch.dtype) -> FloatLinear:
+    bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False) if has_bias else None
+    return FloatLinear(weight, dtype, bias)
+
+
+def _floats(type: torch.dtype) -> Format:
+    """The format of matrices whose elements have this type."""
+    return Format(
+        lambda rows, columns: (rows, columns),
+        lambda weight: memory.empty(tuple(weight.shape), type).copy_(weight),
+        _float_linear,
+        lambda rows, columns, has_bias, weight, dtype: FloatEmbedding(weight, dtype),
+    )
+
+
 FORMATS = {
+    "float32": _floats(torch.float32),
+    "bfloat16": _floats(torch.bfloat16),
     "int8": Format(
         packed_weights.packed_shape,
         pack_matrix,
@@ -291,7 +312,7 @@ class _Quantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether this parameter is the weight of a layer that is packed."""
         module, _, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(module), (Packed, Blocks))
+        return name == "weight" and isinstance(model.get_submodule(module), (Packed, Blocks, Floats))
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         assert isinstance(self.quantization_config, _Config)

@@ -1,10 +1,12 @@
-"""Products with quantised weights in C++ (csrc: skimkv_linear_run, skimkv_block_linear_run)."""
+"""Products with weights in C++ (csrc: skimkv_linear_run, skimkv_block_linear_run, skimkv_float_linear_run)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType
@@ -19,9 +21,7 @@ class CLinear(Structure):
 
     _fields_ = library.structure_fields(
         ("w", c_void_p),
-        ("out in_ n", c_int64),
-        ("x y", c_void_p),
-        ("x_n y_n", c_int64),
+        ("out in_", c_int64),
         ("bias", c_void_p),
         ("dtype", c_int32),
     )
@@ -32,99 +32,121 @@ class CBlockLinear(Structure):
 
     _fields_ = library.structure_fields(
         ("w", c_void_p),
-        ("out in_ n", c_int64),
-        ("x y", c_void_p),
-        ("x_n y_n", c_int64),
+        ("out in_", c_int64),
         ("bias order", c_void_p),
         ("dtype type", c_int32),
     )
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    lib = library.library()
-    lib.skimkv_linear_check.argtypes, lib.skimkv_linear_check.restype = [POINTER(CLinear)], c_char_p
-    lib.skimkv_linear_run.argtypes = [POINTER(CLinear), c_int, c_void_p]
-    for check in (lib.skimkv_block_linear_check, lib.skimkv_block_expand_check):
-        check.argtypes, check.restype = [POINTER(CBlockLinear)], c_char_p
-    lib.skimkv_block_linear_run.argtypes = [POINTER(CBlockLinear), c_int, c_void_p]
-    lib.skimkv_block_expand.argtypes, lib.skimkv_block_expand.restype = [POINTER(CBlockLinear), c_int, c_void_p], None
-    return lib
+class CFloatLinear(Structure):
+    """The structure skimkv_float_linear of skimkv.h."""
+
+    _fields_ = library.structure_fields(
+        ("w", c_void_p),
+        ("out in_", c_int64),
+        ("bias", c_void_p),
+        ("dtype type", c_int32),
+    )
 
 
-def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias (see ops/linear.py); activations become 16-bit integers, with a scale per block of 32.
+class Matrix:
+    """A matrix, and perhaps a bias, as the library is told of it: the same for every token.
 
-    This adds an error of at most 2^-16 max |x| of a block to each activation. x is float32, bfloat16 or float16.
+    It holds addresses, and is right as long as the tensors are where they were. The library does not change it, so
+    several threads may multiply with it at the same time.
+    """
+
+    def __init__(self, op: Any, run: Callable[..., bytes | None], bias: Tensor | None) -> None:
+        self.op, self.address, self.run = op, ctypes.addressof(op), run
+        self.bias = bias  # so that a bias that was converted lives as long
+        self.out, self.inputs, self.pool = op.out, op.in_, library.thread_pool()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Multiply x (...,in) -> (...,out) in the type of x. Raises ValueError with the library's reason."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], self.out))
+        tokens = x.numel() // self.inputs
+        if tokens:
+            threads = torch.get_num_threads() if self.pool else 1
+            _raise(self.run(self.address, x.data_ptr(), y.data_ptr(), tokens, threads, self.pool))
+        return y
+
+
+def packed_matrix(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Matrix:
+    """Packed 8-bit weights (see ops/linear.py), to be multiplied with x and its like.
+
+    Activations become 16-bit integers, with a scale per block of 32. This adds an error of at most 2^-16 max |x| of a
+    block to each activation. x is float32, bfloat16 or float16.
     Raises ValueError if shapes, types, strides or devices do not fit.
     """
     check_weights(x, packed, out)
     dtype = _dtype(x)
     if not packed.is_contiguous():
         raise ValueError("packed weights must be contiguous")
-    tokens = x.reshape(-1, x.shape[-1])
-    if tokens.stride(-1) != 1 or tokens.stride(0) < tokens.shape[1]:
-        tokens = tokens.contiguous()
-    y = x.new_empty(*x.shape[:-1], out)
-    if not tokens.shape[0]:
-        return y
-    if bias is not None:
-        if bias.shape != (out,) or bias.device != x.device:
-            raise ValueError(f"bias is {tuple(bias.shape)} on {bias.device}; must be ({out},) on {x.device}")
-        bias = bias.to(x.dtype).contiguous()
-    op = CLinear(
-        packed.data_ptr(), out, tokens.shape[1], tokens.shape[0], tokens.data_ptr(), y.data_ptr(),
-        tokens.stride(0), out, None if bias is None else bias.data_ptr(), dtype,
-    )  # fmt: skip
-    lib, (threads, pool) = _library(), library.threads()
-    error: bytes | None = lib.skimkv_linear_check(op)
-    if error is not None:
-        raise ValueError(error.decode())
-    if lib.skimkv_linear_run(op, threads, pool):
-        raise MemoryError("no memory for the activations of an 8-bit product")
-    return y
+    bias = _bias(bias, out, x)
+    return Matrix(
+        CLinear(packed.data_ptr(), out, x.shape[-1], _address(bias), dtype), _library().skimkv_linear_run, bias
+    )
 
 
-def block_linear(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None, order: Tensor | None = None) -> Tensor:
-    """Compute `block_linear` of ops/linear.py: x (n,in) -> (n,out). Activations are rounded as in `linear8`."""
-    dtype = _dtype(x)
-    out = _rows_of(rows, order)
-    if x.stride(-1) != 1 or x.stride(0) < x.shape[1]:
-        x = x.contiguous()
-    y = x.new_empty(x.shape[0], out)
-    if not x.shape[0]:
-        return y
-    if bias is not None:
-        if bias.shape != (out,) or bias.device != x.device:
-            raise ValueError(f"bias is {tuple(bias.shape)} on {bias.device}; must be ({out},) on {x.device}")
-        bias = bias.to(x.dtype).contiguous()
-    op = CBlockLinear(
-        rows.data_ptr(), out, x.shape[1], x.shape[0], x.data_ptr(), y.data_ptr(), x.stride(0), out,
-        None if bias is None else bias.data_ptr(), None if order is None else order.data_ptr(), dtype,
-        GGMLQuantizationType[type],
-    )  # fmt: skip
-    lib, (threads, pool) = _library(), library.threads()
-    error: bytes | None = lib.skimkv_block_linear_check(op)
-    if error is not None:
-        raise ValueError(error.decode())
-    if lib.skimkv_block_linear_run(op, threads, pool):
-        raise MemoryError("no memory for the activations of a product with blocks")
-    return y
+def block_matrix(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None, order: Tensor | None = None) -> Matrix:
+    """Blocks of a GGUF file, to be multiplied with x and its like, whose inputs are rounded as in `packed_matrix`."""
+    dtype, out = _dtype(x), _rows_of(rows, order)
+    bias = _bias(bias, out, x)
+    number = GGMLQuantizationType[type]
+    op = CBlockLinear(rows.data_ptr(), out, x.shape[-1], _address(bias), _address(order), dtype, number)
+    return Matrix(op, _library().skimkv_block_linear_run, bias)
+
+
+def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """Weights (out,in) of float32, bfloat16 or float16, to be multiplied with x and its like, at most 64 tokens.
+
+    Raises ValueError if a type, a stride or a device has no kernel.
+    """
+    dtype, type = _dtype(x), _dtype(weight)
+    out, inputs = weight.shape
+    if not weight.is_contiguous():
+        raise ValueError("weights must be contiguous")
+    bias = _bias(bias, out, x)
+    op = CFloatLinear(weight.data_ptr(), out, inputs, _address(bias), dtype, type)
+    return Matrix(op, _library().skimkv_float_linear_run, bias)
 
 
 def expand_blocks(rows: Tensor, type: str, inputs: int, dtype: torch.dtype) -> Tensor:
     """Dequantise rows (n,row_bytes) of blocks -> (n,inputs) in dtype: float32, bfloat16 or float16."""
     y = torch.empty(_rows_of(rows, None), inputs, dtype=dtype)
-    op = CBlockLinear(
-        rows.data_ptr(), y.shape[0], inputs, 1, None, y.data_ptr(), 0, inputs, None, None, _dtype(y),
-        GGMLQuantizationType[type],
-    )  # fmt: skip
-    lib, (threads, pool) = _library(), library.threads()
-    error: bytes | None = lib.skimkv_block_expand_check(op)
+    op = CBlockLinear(rows.data_ptr(), y.shape[0], inputs, None, None, _dtype(y), GGMLQuantizationType[type])
+    _raise(_library().skimkv_block_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
+    return y
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = library.library()
+    for run in (lib.skimkv_linear_run, lib.skimkv_block_linear_run, lib.skimkv_float_linear_run):
+        run.argtypes, run.restype = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p], c_char_p
+    lib.skimkv_block_expand.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
+    lib.skimkv_block_expand.restype = c_char_p
+    return lib
+
+
+def _raise(error: bytes | None) -> None:
     if error is not None:
         raise ValueError(error.decode())
-    lib.skimkv_block_expand(op, threads, pool)
-    return y
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _bias(bias: Tensor | None, out: int, x: Tensor) -> Tensor | None:
+    """The bias in x's type. Raises ValueError if it is not of `out` numbers on x's device."""
+    if bias is None:
+        return None
+    if bias.shape != (out,) or bias.device != x.device:
+        raise ValueError(f"bias is {tuple(bias.shape)} on {bias.device}; must be ({out},) on {x.device}")
+    return bias.to(x.dtype).contiguous()
 
 
 def _rows_of(rows: Tensor, order: Tensor | None) -> int:
@@ -138,6 +160,6 @@ def _rows_of(rows: Tensor, order: Tensor | None) -> int:
 
 def _dtype(x: Tensor) -> int:
     dtype = library.DTYPES.get(x.dtype)
-    if dtype is None or x.device.type != "cpu":
+    if dtype is None or not x.is_cpu:
         raise ValueError(f"no CPU kernel for activations of {x.dtype} on {x.device}")
     return dtype
