@@ -23,10 +23,16 @@ thread_local skimkv::ScratchMemory scratch;
 // A part of a linear layer smaller than this many products is not worth a second thread.
 constexpr int64_t LEAST_PRODUCTS = 1 << 16;
 
+// Weights of a part that a thread takes.
+constexpr int64_t LEAST_STREAM = 1 << 17;
+
 // Calls f(first, last) for parts of the rows of weights: several a thread, so that one that was interrupted takes
-// fewer.
-template <class F> void for_each_part(int64_t rows, int threads, skimkv_parallel parallel, const F &f) {
-    const int64_t parts = threads == 1 ? 1 : rows < 8 * threads ? rows : 8 * threads;
+// fewer, but none so short that its stream of memory is over before it is fast.
+template <class F>
+void for_each_part(int64_t rows, int64_t weights, int threads, skimkv_parallel parallel, const F &f) {
+    int64_t parts = weights / LEAST_STREAM;
+    parts = parts < threads ? threads : parts > 8 * threads ? 8 * threads : parts;
+    parts = threads == 1 ? 1 : parts > rows ? rows : parts;
     for_each_task(parts, threads, parallel, [&](int64_t i, int) { f(rows * i / parts, rows * (i + 1) / parts); });
 }
 
@@ -147,7 +153,7 @@ const char *skimkv_block_linear_run(const skimkv_block_linear *op, const void *x
     char *inputs = (char *)scratch.get((size_t)(n * skimkv::block_input_bytes(op->in)));
     if (!inputs) return NO_MEMORY;
     kernels->block_linear_round_inputs(op, tokens, inputs);
-    for_each_part(op->out, threads, parallel, [&](int64_t first, int64_t last) {
+    for_each_part(op->out, op->out * op->in, threads, parallel, [&](int64_t first, int64_t last) {
         kernels->block_linear_multiply(op, tokens, inputs, first, last);
     });
     return nullptr;
@@ -158,7 +164,7 @@ const char *skimkv_block_expand(const skimkv_block_linear *op, void *y, int thre
     const Kernels *kernels = selected_kernels();
     if (!kernels) return NO_KERNELS;
     threads = op->out * op->in < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
-    for_each_part(op->out, threads, parallel,
+    for_each_part(op->out, op->out * op->in, threads, parallel,
                   [&](int64_t first, int64_t last) { kernels->block_linear_expand(op, y, first, last); });
     return nullptr;
 }
@@ -173,7 +179,7 @@ const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x
     float *inputs = (float *)scratch.get((size_t)(n * op->in) * sizeof(float));
     if (!inputs) return NO_MEMORY;
     kernels->float_linear_order_inputs(op, tokens, inputs);
-    for_each_part(op->out, threads, parallel, [&](int64_t first, int64_t last) {
+    for_each_part(op->out, op->out * op->in, threads, parallel, [&](int64_t first, int64_t last) {
         kernels->float_linear_multiply(op, tokens, inputs, first, last);
     });
     return nullptr;

@@ -22,8 +22,8 @@ from support.stand_in_machine import StandInGpu
 
 ROW = {
     "method", "shape", "layers", "weights", "length", "compiled", "interleaved", "ms", "ms_min", "ms_max",
-    "kept", "ms_attention", "ms_weights", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes", "speedup_dense",
-    "speedup_allowed", "speedup_transformers",
+    "kept", "ms_attention", "ms_weights", "ms_linear", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes",
+    "speedup_dense", "speedup_allowed", "speedup_transformers",
 }  # fmt: skip
 METHODS = ["Dense()", "SparQ(r=8, k=32)", "H2O(k=64)"]
 MATRICES = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 640) + 256 * 2048  # of two layers of `tiny`, and its head
@@ -58,6 +58,10 @@ def test_rows_keep_the_contract(machine, weights, compile):
         assert (row["speedup_allowed"] > 1) == (row["method"] not in ("transformers", "Dense()"))
         if not compile:
             assert 0 < row["ms_attention"] < row["ms"]
+        assert (row["ms_linear"] is None) is compile
+    if machine is Cpu:  # transformers has layers of its own, unless their weights are quantised
+        of_transformers, *of_ours = (row["ms_linear"] for row in out["rows"][:4])
+        assert len(set(of_ours)) == 1 and of_transformers != of_ours[0] and min(of_transformers, of_ours[0]) > 0
 
 
 def test_dense_is_always_measured():

@@ -4,7 +4,8 @@ The model has the shape of a real one and random weights; its caches hold random
 All ways to decode take turns, call by call, where their caches fit in memory together; other programs on the same GGUF
 file take turns with them (`rivals`). `ms_attention` is timed around
 every layer's cache and attention on a CPU. A GPU runs ahead of its host, so there it is what a token takes longer than
-one after a few tokens. `ms_weights` is the rest.
+one after a few tokens. `ms_weights` is the rest. `ms_linear` is how long the linear layers alone take on a CPU, one
+after the other, with their part of Python: what is left of `ms_weights` is the rest of the model.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .shapes import check_model
 FEW = 16  # tokens in the cache of a step on a GPU whose time is that of the weights
 WARM_UP = 4  # steps before the clock: memory is touched, kernels are compiled and captured
 COMPILE: bool | str = True  # attach(compile=...)
+PLAIN, OURS = "linear layers of transformers", "linear layers of ours"  # what is timed beside tokens on a CPU
 
 
 def random_llama(
@@ -151,17 +153,29 @@ def next_token(model: LlamaForCausalLM, cache: Any) -> None:
 
 
 class LinearLayers:
-    """The linear layers of a model whose weights are floats: transformers' own, and ours with the same weights."""
+    """The linear layers of a model: its own, and ours with the same weights in the place of transformers'."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model = model
-        self.plain = {name: part for name, part in model.named_modules() if type(part) is torch.nn.Linear}
-        self.ours = {name: FloatLinear(part.weight, part.weight.dtype) for name, part in self.plain.items()}
+        self.plain = {name: part for name, part in model.named_modules() if hasattr(part, "in_features")}
+        self.ours = {
+            name: FloatLinear(part.weight, part.weight.dtype) if type(part) is torch.nn.Linear else part
+            for name, part in self.plain.items()
+        }
 
     def use(self, layers: Mapping[str, torch.nn.Module]) -> None:
         """Let the model have these layers, `plain` or `ours`."""
         for name, layer in layers.items():
             self.model.set_submodule(name, layer)
+
+    def calls(self) -> dict[str, Call]:
+        """Products of one token with all layers, one after the other, by PLAIN and OURS."""
+        return {PLAIN: partial(self._multiply, self.plain), OURS: partial(self._multiply, self.ours)}
+
+    def _multiply(self, layers: Mapping[str, Any]) -> None:
+        with torch.inference_mode():
+            for layer in layers.values():
+                layer(torch.ones(1, 1, layer.in_features, dtype=self.model.dtype))
 
 
 class AttentionClock:
@@ -196,12 +210,14 @@ class AttentionClock:
 class Measured(NamedTuple):
     """Seconds of a decoder's steps, one entry for each round.
 
-    attention: of those in attention, where it was timed. waited: for a processor, where that is known.
+    attention: of those in attention, where it was timed. waited: for a processor, where that is known. linear: of the
+    linear layers alone, where they were timed.
     """
 
     steps: list[float]
     attention: list[float]
     waited: list[float]
+    linear: Sequence[float] = ()
 
 
 def time_together(
@@ -255,6 +271,8 @@ def time_together(
         """The seconds that our threads have waited, and those of the rivals."""
         return (own_wait() if own_wait else 0.0) + sum(waits.values())
 
+    if clocks:
+        calls |= linear.calls()
     calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
     timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None)
@@ -266,6 +284,7 @@ def time_together(
             timings.seconds[name],
             clocks[name].seconds[WARM_UP:] if name in clocks else [],
             timings.waited.get(name, []),
+            timings.seconds.get(PLAIN if name in named and named[name].method is None else OURS, []),
         )
         for name in (*named, *others)
     }
@@ -330,8 +349,8 @@ def time_tokens(
         for kind, path in against.items():
             assert subject.file is not None
             turns = WARM_UP + rounds
-            group = cache_shape(model).G
-            contenders += [(path, p) for p in programs(kind, subject.file, n, machine.threads, turns, group)]
+            kind_programs = programs(kind, subject.file, n, machine.threads, turns, cache_shape(model).G)
+            contenders += [(path, program) for program in kind_programs]
         groups = _groups(machine, subject, decoders, contenders[len(decoders) :], n, compile)
         parts: list[dict[str, Measured]] = []
         peak = 0.0
@@ -451,6 +470,7 @@ def _rows(
     rows = []
     for spec in specs:
         name, attention = Decoder(spec, n).name, ours[Decoder(spec, n).name].attention
+        linear = ours[name].linear
         moved, dense = (
             layers * (method or Dense()).traffic(n + WARM_UP + rounds // 2, shape, model.dtype).bytes
             for method in (spec, None)
@@ -463,6 +483,7 @@ def _rows(
         rows.append({
             **_times(timings, name), "layers": layers,
             "ms_attention": ms_attention, "ms_weights": timings.ms(name) - ms_attention,
+            "ms_linear": statistics.median(linear) * 1e3 if linear else None,
             "floor_ms": (moved + weights) / peak * 1e3,
             "cache_bytes": moved, "bytes_read": moved, "weight_bytes": weights,
             "speedup_allowed": (dense + weights) / (moved + weights),

@@ -30,6 +30,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ms_max": ("most\nms", milliseconds),
     "ms_attention": ("ms in\nattention", milliseconds),
     "ms_weights": ("ms in\nthe rest", milliseconds),
+    "ms_linear": ("ms of linear\nlayers", milliseconds),
     "floor_ms": ("ms at\nbandwidth", milliseconds),
     "bytes_predicted": ("bytes\nread", "{:,}".format),
     "bytes_read": ("bytes\nread", "{:,}".format),

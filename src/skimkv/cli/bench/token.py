@@ -128,8 +128,10 @@ def token(
     if against:
         _print_rivals(result, f"a whole token: {shape}, {weights} weights", rounds)
         return
-    columns = ["method", "length", "ms", "ms_attention", "ms_weights", "floor_ms", "bytes_read", "weight_bytes"]
-    columns += ["speedup_dense", "speedup_allowed", "speedup_transformers"]
+    columns = ["method", "length", "ms", "ms_attention", "ms_weights"]
+    if result["rows"][0]["ms_linear"] is not None:
+        columns += ["ms_linear"]
+    columns += ["floor_ms", "bytes_read", "weight_bytes", "speedup_dense", "speedup_allowed", "speedup_transformers"]
     layers_run = output.number(result["rows"][0]["layers"], "layer")
     print_table(result, columns, f"a whole token: {shape}, {layers_run}, {weights} weights")
     print_kept(result, rounds)
