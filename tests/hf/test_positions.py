@@ -249,5 +249,5 @@ def test_positions_that_float32_cannot_tell_apart_are_refused():
     model(prompt(1, 20), past_key_values=cache)
     for layer in cache.layers:
         layer.seen = GREATEST_POSITION
-        layer.store._lengths = [GREATEST_POSITION]
+        layer.store.lengths = [GREATEST_POSITION]
     refuses(lambda: model(prompt(1, 1), past_key_values=cache), "begin a new cache")

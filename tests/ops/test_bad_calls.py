@@ -106,10 +106,10 @@ def test_a_store_that_does_not_fit(parts, change, says):
 
 def test_a_length_beyond_the_capacity(numbers):
     q, store = numbers
-    store._lengths = [store.chunks[-1].start + store.chunks[-1].cap + 1, 20]
+    store.lengths = [store.chunks[-1].start + store.chunks[-1].cap + 1, 20]
     with pytest.raises(ValueError, match="exceeds the capacity"):
         steps.dense(store, q, 0.25, None)
-    store._lengths = [0, 20]
+    store.lengths = [0, 20]
     with pytest.raises(ValueError, match="no token"):
         steps.dense(store, q, 0.25, None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import warnings
 from dataclasses import dataclass, replace
 
@@ -14,6 +16,7 @@ from skimkv.ops import Token
 from skimkv.ops.cpu import views
 from skimkv.stores.base import Shape
 from skimkv.stores.rotation import KeyRotation
+from support.calls import functions_entered
 from support.kernels import NATIVE, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -286,3 +289,55 @@ def test_a_copy_remembers_no_step_of_the_store_that_it_was_made_of():
     before = store.uncounted("k").clone()
     method.decode(twin, *steps(1)[0], scale=SCALE)
     assert torch.equal(store.uncounted("k"), before)
+
+
+@pytest.mark.parametrize("spec", ["Dense()", "SparQ(r=4, k=12)", "LMInfinite(k=12, initial=4)", "H2O(k=12)"])
+def test_a_repeated_step_enters_few_functions(spec):
+    """Each takes microseconds once a model has read its weights; so does `isinstance` of an abstract class."""
+    method = parse(spec)
+    store, tokens = read(method, 20), steps(3)
+    for token in tokens[:2]:
+        method.decode(store, *token, scale=SCALE)
+    names = functions_entered(method.decode, store, *tokens[2], scale=SCALE)
+    assert names[:2] == ["decode", "__call__"] and names[-1] == "advance" and len(names) <= 4, names
+
+
+def test_every_step_uses_the_threads_that_torch_is_set_to(monkeypatch):
+    method = Dense()
+    store, tokens, seen = read(method), steps(6), []
+    method.decode(store, *tokens[0], scale=SCALE)
+    take_step = store.view.take_step
+    monkeypatch.setattr(store.view, "take_step", lambda *a: seen.append(a[5]) or take_step(*a))
+    for threads, token in zip([1, 2, 2, 3, 1], tokens[1:], strict=True):
+        torch.set_num_threads(threads)
+        method.decode(store, *token, scale=SCALE)
+    assert seen == [1, 2, 2, 3, 1] and repeats(store)
+
+
+@pytest.mark.parametrize("spec", ["Dense()", "LMInfinite(k=12, initial=4)"])
+def test_a_store_that_another_thread_uses_refuses_a_repeated_step(spec):
+    """And a step that fails leaves the store free, and as it was."""
+    method, tokens = parse(spec), steps(5)
+    store = read(method, 20)
+    for token in tokens[:2]:
+        method.decode(store, *token, scale=SCALE)
+    errors = []
+
+    def step():
+        try:
+            method.decode(store, *tokens[2], scale=SCALE)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with store.exclusive():
+        other = threading.Thread(target=contextvars.copy_context().run, args=(torch.no_grad()(step),))
+        other.start()
+        other.join()
+    assert errors == ["this cache is in use by another thread; give every request a cache of its own"]
+    assert store.lengths == [22, 22]
+    q, k, v = tokens[3]
+    with pytest.raises(ValueError, match="not aligned"):
+        method.decode(store, shifted(q), k, v, scale=SCALE)
+    assert store.lengths == [22, 22] and not store.exclusive().lock.locked()
+    method.decode(store, *tokens[4], scale=SCALE)
+    assert store.lengths == [23, 23]

@@ -87,6 +87,7 @@ class Cache(LibraryCache):
                 layer.rotation = rotation
         self.positions: Positions | None = positions_of(model)  # None: going past them is somebody else's care
         self._updated: AttentionLayer | None = None  # the layer of the last update
+        self._checked = 0  # the number of tokens whose positions were checked last
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -103,7 +104,7 @@ class Cache(LibraryCache):
                 "or changes its keys after caching them; make a new cache"
             )
         layer: Any = self.layers[layer_idx]
-        if isinstance(layer, AttentionLayer):
+        if getattr(layer, "attends", False):  # isinstance() of an abstract class takes several microseconds
             self._updated = layer
             n = layer.seen + key_states.shape[2]
             if layer.window is not None and n > layer.window:
@@ -111,10 +112,11 @@ class Cache(LibraryCache):
                     f"{n} tokens exceed this cache: layer {layer_idx} sees only the last {layer.window}, and is "
                     "decoded as a layer of full attention"
                 )
-            if self.positions is not None:
+            if self.positions is not None and n != self._checked:
                 in_chunks = getattr(layer, "prompt_end", None) is not None  # of a prompt that is kept whole
                 used = n if in_chunks else self.method.positions_used(layer.seen) + key_states.shape[2] - 1
                 self.positions.check(n, used)
+                self._checked = n
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _begin_generation(self, prefill_until: int | None, prompt_end: int | None, keep_recording: bool) -> None:

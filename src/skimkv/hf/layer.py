@@ -9,7 +9,6 @@ without the mark come from another cache: they get the model's own attention and
 from __future__ import annotations
 
 import abc
-import contextlib
 import copy
 import inspect
 import sys
@@ -61,9 +60,10 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer of a cache that receives the model's blocks of new tokens from our attention function.
 
     A subclass defines what happens with a block (`attend_block`) and how many tokens each row holds
-    (`cached_tokens`). `seen` counts positions, padding included.
+    (`cached_tokens`). `seen` counts positions, padding included. attends: that a layer of a cache is one of these.
     """
 
+    attends = True
     is_sliding = False
     is_compileable = False
     supports_early_init = False
@@ -92,6 +92,13 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         The first pad[b] tokens of row b are padding. `seen` grows by n.
         """
+
+    def attend_token(self, q: Tensor, k: Tensor, v: Tensor, softmax: SoftmaxOptions) -> Tensor | None:
+        """Decode one new token of every row, as `attend_block` would: q (B,H,G,D) · k, v (B,H,D) -> (B,H,G,D).
+
+        None, and nothing was done, where a token is a block like any other.
+        """
+        return None
 
     @property
     @abc.abstractmethod
@@ -133,16 +140,25 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         if self.pending is not v:
             raise RuntimeError("the model changes its values between cache and attention, which is not supported")
-        B, H, n, D = k.shape
-        autocast: Any = contextlib.nullcontext()
-        pad, device = self._padding(mask, n), q.device.type
+        pad, device = self._padding(mask, k.shape[2]), "cpu" if q.is_cpu else q.device.type
         if torch.is_autocast_enabled(device):  # the library's attention, too, computes in this type
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-            autocast = torch.autocast(device, enabled=False)
-        with autocast:
-            y = self.attend_block(q.unflatten(1, (H, -1)), k, v, pad=pad, **softmax)
+            with torch.autocast(device, enabled=False):
+                y = self._attend(q, k, v, pad, softmax)
+        else:
+            y = self._attend(q, k, v, pad, softmax)
         self.pending, self.is_initialized = None, True
-        return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D).contiguous()  # as the library's functions return it
+        return y.contiguous()  # as the library's functions return it
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, pad: list[int] | None, softmax: SoftmaxOptions) -> Tensor:
+        """The same without the checks."""
+        B, H, n, D = k.shape
+        if n == 1 and pad is None:
+            y = self.attend_token(q.reshape(B, H, -1, D), k.reshape(B, H, D), v.reshape(B, H, D), softmax)
+            if y is not None:
+                return y.reshape(B, 1, -1, D)
+        y = self.attend_block(q.unflatten(1, (H, -1)), k, v, pad=pad, **softmax)
+        return y.permute(0, 3, 1, 2, 4).reshape(B, n, -1, D)
 
     def _padding(self, mask: Tensor | None, n: int) -> list[int] | None:
         """How many leading tokens of this block of n are padding, per row; None if there is no padding."""
@@ -155,12 +171,12 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise RuntimeError("a forward pass was interrupted and left this cache half updated: make a new cache")
         # a move to another device drops the tensor's attributes and keeps its numbers
         pads: list[int] = mask.pads if hasattr(mask, "pads") else mask.tolist()
-        cached = self.cached_tokens
+        cached, is_padded = self.cached_tokens, any(pads)
         if cached is not None:
-            masked = [self.seen - min(p, self.seen) for p in pads]
+            masked = [self.seen - min(p, self.seen) for p in pads] if is_padded else [self.seen] * len(pads)
             if masked != cached:
                 raise ValueError(f"the attention mask says the cache holds {masked} tokens per row, it holds {cached}")
-        if not any(pads):
+        if not is_padded:
             return None
         pads = [min(max(p - self.seen, 0), n) for p in pads]
         return pads if any(pads) else None
@@ -295,10 +311,11 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     @property
     def cached_tokens(self) -> list[int] | None:
         """How many tokens each row of the batch holds, padding not included; None before the first block."""
-        if self.store is None or self.prompt is None:
-            return None if self.store is None else self.store.lengths
+        store = self._store
+        if store is None or self.prompt is None:
+            return None if store is None else store.lengths
         n = self.prompt.n_tokens
-        return [length + n - pad for length, pad in zip(self.store.lengths, self.prompt.pads, strict=True)]
+        return [length + n - pad for length, pad in zip(store.lengths, self.prompt.pads, strict=True)]
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
@@ -321,6 +338,17 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             outputs.append(self.method.decode(store, *token, **softmax)[..., None, :])
         self.seen += n
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
+
+    def attend_token(self, q: Tensor, k: Tensor, v: Tensor, softmax: SoftmaxOptions) -> Tensor | None:
+        """Decode one new token, as `attend_block` would, in fewer calls: None where it may belong to a prompt or draft.
+
+        Shapes: AttentionLayer.
+        """
+        if not self.seen or self.record_past or self.prompt is not None or self._prefill_tokens(1, None):
+            return None
+        y: Tensor = self.method.decode(self._store, q, k, v, **softmax)
+        self.seen += 1
+        return y
 
     def _prefill(
         self,
@@ -502,7 +530,7 @@ def attention(
             if sinks.shape != query.shape[1:2]:
                 raise ValueError(f"s_aux is {tuple(sinks.shape)}; must be one sink for each of {query.shape[1]} heads")
             softmax["sinks"] = sinks.float().view(key.shape[1], -1)
-        elif getattr(module, "sinks", None) is not None:
+        elif module._parameters.get("sinks") is not None:  # getattr() of what a module lacks takes long
             raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
         return layer.attend(query, key, value, attention_mask, softmax), None
     if attention_mask is not None and attention_mask.ndim == 1:

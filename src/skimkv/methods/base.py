@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class Traffic:
         return cls(sum(n for n, _ in parts) * heads, total, paper * heads)
 
 
-class Choice(NamedTuple):
+@dataclass(slots=True)
+class Choice:
     """What a method remembers of how it decodes a store.
 
     forced: the backend that was asked for by name. kernels: None where the method's `step` computes. again: the last
@@ -169,19 +170,13 @@ class Method(abc.ABC, Generic[S]):
         choice: Choice | None = store.choice
         if (
             choice is not None
-            and choice.method is self
             and choice.again is not None
+            and choice.method is self
             and choice.forced == ops.forced_backend.get()
             and sinks is None
             and not torch.is_grad_enabled()
         ):
-            in_use = store.exclusive()
-            if not in_use.lock.acquire(blocking=False):
-                in_use.refuse()
-            try:
-                y = choice.again(store, q, k, v, scale, softcap)
-            finally:
-                in_use.lock.release()
+            y = choice.again(store, q, k, v, scale, softcap)
             if y is not None:
                 return y
         if sinks is None:
@@ -221,7 +216,7 @@ class Method(abc.ABC, Generic[S]):
                 return self.step(store, q, token, **softmax)
             y = self.fused(kernels, store, q, token, **softmax)
             if self._may_be_repeated():
-                store.choice = store.choice._replace(again=kernels.again(store))
+                store.choice.again = kernels.again(store)
             return y
         finally:
             in_use.lock.release()

@@ -48,7 +48,8 @@ class Again(Protocol):
         """Take the token k and v (B,H,D), and attend with q (B,H,G,D) -> (B,H,G,D) in q's dtype.
 
         None, and nothing was done, if the store, its last step or the form of the tensors is no longer the same: then
-        an operation of `Kernels` checks them and says what is wrong.
+        an operation of `Kernels` checks them and says what is wrong. Raises RuntimeError if another thread uses the
+        store (`Store.exclusive`).
         """
 
 

@@ -107,7 +107,8 @@ class Store(Part, abc.ABC):
     read, besides those of the current token, and scalars that are written. Kernels fuse these reads; what they move is
     given by `Method.traffic`.
 
-    A store owns its numbers: `lengths` changes only through `append`, `advance`, `crop`, `select` and `rewind`.
+    A store owns its numbers. lengths: the tokens that each row of the batch has seen; do not change this list, it
+    changes only through `append`, `advance`, `crop`, `select` and `rewind`.
     `view` is what a backend remembers of this store (addresses, tables on a device); `choice` is what a method
     remembers of how it decodes here; `workspace` is the kernels' scratch memory. None of them is copied.
     """
@@ -117,7 +118,7 @@ class Store(Part, abc.ABC):
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.row_format = RowFormat(shape.D, kv)
-        self._lengths = [0] * shape.B
+        self.lengths = [0] * shape.B
         self.elements = 0
         self.bytes = 0
         self.view: Any = None
@@ -143,11 +144,6 @@ class Store(Part, abc.ABC):
     def requires_grad(self) -> bool:
         """Whether a cached number depends on a tensor that requires a gradient."""
         return any(t.requires_grad for t in _tensors(self))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens that each row of the batch has seen; do not change this list."""
-        return self._lengths
 
     def count(self, elements: int, itemsize: int) -> None:
         """Add scalars that were read or written to the counted traffic."""
@@ -183,12 +179,12 @@ class Store(Part, abc.ABC):
         """
         pads = self.validate(k, v, pad)
         B, n = self.shape.B, k.shape[2]
-        if len(set(self._lengths)) == 1 and not any(pads):
-            self._append(slice(0, B), self._lengths[0], k, v)
+        if len(set(self.lengths)) == 1 and not any(pads):
+            self._append(slice(0, B), self.lengths[0], k, v)
         else:
             for b, p in enumerate(pads):
-                self._append(slice(b, b + 1), self._lengths[b], k[b : b + 1, :, p:], v[b : b + 1, :, p:])
-        self._lengths = [length + n - p for length, p in zip(self._lengths, pads, strict=True)]
+                self._append(slice(b, b + 1), self.lengths[b], k[b : b + 1, :, p:], v[b : b + 1, :, p:])
+        self.lengths = [length + n - p for length, p in zip(self.lengths, pads, strict=True)]
 
     def append_token(self, k: Tensor, v: Tensor) -> None:
         """Take one token per row: k, v (B,H,D)."""
@@ -203,7 +199,7 @@ class Store(Part, abc.ABC):
 
     def advance(self) -> None:
         """Note that a kernel has written one token into every row."""
-        self._lengths = [n + 1 for n in self._lengths]
+        self.lengths = [n + 1 for n in self.lengths]
 
     @property
     def traffic_depends_on_data(self) -> bool:
@@ -219,11 +215,11 @@ class Store(Part, abc.ABC):
 
     def mark(self) -> Any:
         """The store's numbers as they are now, for `rewind`."""
-        return list(self._lengths)
+        return list(self.lengths)
 
     def rewind(self, mark: Any) -> None:
         """Take the store's numbers back to a mark; what was written since stays in memory and is ignored."""
-        self._lengths = list(mark)
+        self.lengths = list(mark)
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted.
@@ -246,8 +242,8 @@ class Store(Part, abc.ABC):
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
         order = index.to(self.device)
         self._become(map_tensors(self, lambda t: t.index_select(0, order)))
-        self._lengths = [self._lengths[i] for i in order.tolist()]
-        self.shape = self.shape._replace(B=len(self._lengths))
+        self.lengths = [self.lengths[i] for i in order.tolist()]
+        self.shape = self.shape._replace(B=len(self.lengths))
 
     def _become(self, twin: Store) -> None:
         """Take over the tensors and numbers of a copy. The workspace stays, and so does a view that can."""
@@ -269,5 +265,5 @@ class Store(Part, abc.ABC):
 
     def valid(self) -> Tensor:
         """Which positions, up to the longest row, are cached tokens: (B,1,N) bool."""
-        lengths = torch.tensor(self._lengths, device=self.device)
-        return torch.arange(max(self._lengths), device=self.device) < lengths[:, None, None]
+        lengths = torch.tensor(self.lengths, device=self.device)
+        return torch.arange(max(self.lengths), device=self.device) < lengths[:, None, None]

@@ -87,7 +87,7 @@ class Full(Store):
 
     def reserve(self, n: int = 1) -> None:
         """Make room for n more tokens in every row: one more chunk, of at least an eighth of the rest, if needed."""
-        self._reserve_total(max(self._lengths) + n)
+        self._reserve_total(max(self.lengths) + n)
 
     def _reserve_total(self, total: int, rows: tuple[Tensor, Tensor] | None = None) -> None:
         """Make room for so many tokens; rows: K and V of the new chunk, which is then as long as they are."""
@@ -200,8 +200,8 @@ class Full(Store):
         same = (self.shape, self.dtype, self.device, self.row_format.bits) == (
             source.shape, source.dtype, source.device, source.row_format.bits,
         )  # fmt: skip
-        if not same or any(self._lengths) or not 0 < n <= min(source.lengths):
-            raise ValueError(f"a store of {self.shape}, {self._lengths} tokens, cannot adopt {n} of {source.shape}")
+        if not same or any(self.lengths) or not 0 < n <= min(source.lengths):
+            raise ValueError(f"a store of {self.shape}, {self.lengths} tokens, cannot adopt {n} of {source.shape}")
         for chunk in source.chunks:
             self._reserve_total(chunk.start + chunk.cap, (chunk.k, chunk.v))
         rows = slice(0, self.shape.B)
@@ -213,7 +213,7 @@ class Full(Store):
                 self.pages.append(rows, start, self.row_format.decode(k, self.dtype))
             if self.v_mean is not None:
                 self.v_mean += self.row_format.decode(v, self.dtype).float().sum(2) / n
-        self._lengths = [n] * self.shape.B
+        self.lengths = [n] * self.shape.B
 
     def _stored(self, name: KeyOrValue, rows: slice, start: int, stop: int) -> Tensor:
         """Stored rows of K or V at positions start .. stop-1: (b,H,stop-start,width)."""
@@ -225,9 +225,9 @@ class Full(Store):
 
     def uncounted(self, name: KeyOrValue) -> Tensor:
         """K or V of all positions, without counting the read: (B,H,N,D), zero where a row has no token."""
-        stored = self._stored(name, slice(0, self.shape.B), 0, max(self._lengths))
+        stored = self._stored(name, slice(0, self.shape.B), 0, max(self.lengths))
         rows = self.row_format.decode(stored, compute_dtype(self.dtype))
-        return rows if len(set(self._lengths)) == 1 else rows.masked_fill(~self.valid()[..., None], 0)
+        return rows if len(set(self.lengths)) == 1 else rows.masked_fill(~self.valid()[..., None], 0)
 
     def read_keys(self, index: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Read rows of K: all positions (B,H,N,D), or index (B,H,m) -> (B,H,m,D).
@@ -244,9 +244,9 @@ class Full(Store):
         B, H, _, D = self.shape
         rows = self.uncounted(name)
         if index is None:
-            self.count_rows((sum(self._lengths) - B) * H)
+            self.count_rows((sum(self.lengths) - B) * H)
             return rows
-        last = torch.tensor(self._lengths, device=self.device)[:, None, None] - 1
+        last = torch.tensor(self.lengths, device=self.device)[:, None, None] - 1
         fetched = index != last if valid is None else valid & (index != last)
         self.count_rows(int(fetched.sum()))
         return rows.gather(2, index[..., None].expand(-1, -1, -1, D))
@@ -254,28 +254,28 @@ class Full(Store):
     def read_channels(self, index: Tensor) -> Tensor:
         """Read these channels of the index, or of K where there is no index: index (B,H,r) -> (B,H,r,N)."""
         H = self.shape.H
-        r, cached = index.shape[-1], [n - 1 for n in self._lengths]
+        r, cached = index.shape[-1], [n - 1 for n in self.lengths]
         pick = index[..., None]
         if self.channels == "none":
             self._count_bits(sum(cached) * H * r, self.row_format.bits or 8 * self.dtype.itemsize)
             self.count(sum(cached) * H * self.row_format.ends_bytes // 2, 2)
             keys = self.uncounted("k").transpose(-1, -2)
-            return keys.gather(2, pick.expand(-1, -1, -1, max(self._lengths)))
+            return keys.gather(2, pick.expand(-1, -1, -1, max(self.lengths)))
         indices = [chunk.index for chunk in self.chunks if chunk.index is not None]
         parts = [x.gather(2, pick.expand(-1, -1, -1, x.shape[-1])) for x in indices]
         if self.bits is None or self.tail is None:
             self.count(sum(cached) * H * r, self.dtype.itemsize)
-            x = torch.cat(parts, -1).to(compute_dtype(self.dtype))[..., : max(self._lengths)]
+            x = torch.cat(parts, -1).to(compute_dtype(self.dtype))[..., : max(self.lengths)]
             return x.masked_fill(~self.valid()[:, :, None], 0)
         scale = torch.cat([chunk.scale for chunk in self.chunks if chunk.scale is not None], 2)  # (B,H,N/GROUP,2,R)
         scale = scale.gather(-1, index[:, :, None, None].expand(-1, -1, *scale.shape[2:4], -1))
-        for b, length in enumerate(self._lengths if self.group_means else ()):
+        for b, length in enumerate(self.lengths if self.group_means else ()):
             if closed := length // GROUP:
                 scale[b, :, closed:] = scale[b, :, closed - 1 : closed]  # the open group has the scale before it
         x = dequantise_channels(torch.cat(parts, -1), scale, self.bits).to(compute_dtype(self.dtype))
-        x = x[..., : max(self._lengths)].masked_fill(~self.valid()[:, :, None], 0)
+        x = x[..., : max(self.lengths)].masked_fill(~self.valid()[:, :, None], 0)
         tail = self.tail.gather(2, pick.expand(-1, -1, -1, GROUP)).to(x.dtype)
-        for b, length in enumerate(self._lengths):
+        for b, length in enumerate(self.lengths):
             closed = length // GROUP * GROUP
             coded = length if self.group_means and closed else closed
             x[b, :, :, coded:length] = tail[b, :, :, : length - coded]
@@ -304,17 +304,17 @@ class Full(Store):
         """
         parts = [chunk.means for chunk in self.chunks if chunk.means is not None]
         means = torch.cat(parts, 2).to(compute_dtype(self.dtype))
-        for b, length in enumerate(self._lengths):
+        for b, length in enumerate(self.lengths):
             closed = length // GROUP
             means[b, :, closed:] = means[b, :, closed - 1 : closed] if closed else 0
             self.count(closed * means.shape[1] * self.R, self.dtype.itemsize)
-        return means.repeat_interleave(GROUP, 2)[:, :, : max(self._lengths)]
+        return means.repeat_interleave(GROUP, 2)[:, :, : max(self.lengths)]
 
     def read_last_steps(self) -> Tensor:
         """Read the step of the last closed group's codes, by channel: (B,H,R); 1 where no group is closed."""
         B, H = self.shape.B, self.shape.H
         steps = torch.ones(B, H, self.R, dtype=compute_dtype(self.dtype), device=self.device)
-        for b, length in enumerate(self._lengths):
+        for b, length in enumerate(self.lengths):
             if closed := length // GROUP * GROUP:
                 chunk, there, _ = next(self._spans(closed - GROUP, closed))
                 assert chunk.scale is not None
@@ -328,7 +328,7 @@ class Full(Store):
         closed is False where a row has fewer such pages; the bounds are zero there.
         """
         assert self.pages is not None
-        counts = [(n - 1) // self.pages.page for n in self._lengths]
+        counts = [(n - 1) // self.pages.page for n in self.lengths]
         closed = torch.arange(max(counts), device=self.device) < torch.tensor(counts, device=self.device)[:, None, None]
         self.count(2 * sum(counts) * self.shape.H * self.shape.D, self.dtype.itemsize)
         bounds = self.pages.first(max(counts)).to(compute_dtype(self.dtype))
@@ -346,7 +346,7 @@ class Full(Store):
 
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted."""
-        n = self._lengths[rows.start]
+        n = self.lengths[rows.start]
         k, v = (self.row_format.decode(self._stored(name, rows, 0, n), self.dtype) for name in BOTH)
         return k, v
 
@@ -366,8 +366,8 @@ class Full(Store):
             """Return the tensor with its one row repeated n times."""
             return t[first].expand(n, *t.shape[1:])
 
-        twin._lengths, twin.shape = [self._lengths[b] for b in rows], self.shape._replace(B=n)
-        closed, stop = min(twin._lengths) // GROUP * GROUP, round_up(max(twin._lengths))
+        twin.lengths, twin.shape = [self.lengths[b] for b in rows], self.shape._replace(B=n)
+        closed, stop = min(twin.lengths) // GROUP * GROUP, round_up(max(twin.lengths))
         twin.chunks, twin.shared_tokens = (), closed
         self.shared_tokens = max(self.shared_tokens, closed)
         for c, there, _ in self._spans(0, closed):
@@ -397,13 +397,13 @@ class Full(Store):
 
     def crop(self, n: int) -> None:
         """Forget the last n tokens of every row. Raises ValueError if a row has fewer."""
-        if not 0 <= n <= min(self._lengths):
-            raise ValueError(f"cannot forget {n} tokens of rows that have {self._lengths}")
-        if min(self._lengths) - n < self.shared_tokens:
+        if not 0 <= n <= min(self.lengths):
+            raise ValueError(f"cannot forget {n} tokens of rows that have {self.lengths}")
+        if min(self.lengths) - n < self.shared_tokens:
             self._become(self.fork())
             self.shared_tokens = 0
-        old, self._lengths = self._lengths, [length - n for length in self._lengths]
-        for b, (was, now) in enumerate(zip(old, self._lengths, strict=True)):
+        old, self.lengths = self.lengths, [length - n for length in self.lengths]
+        for b, (was, now) in enumerate(zip(old, self.lengths, strict=True)):
             row = slice(b, b + 1)
             if self.v_mean is not None and n:
                 dropped = self.row_format.decode(self._stored("v", row, now, was), self.dtype).float().sum(2)
@@ -417,16 +417,16 @@ class Full(Store):
                 k = self.row_format.decode(self._stored("k", row, start, now), self.dtype)
                 self.tail[row, ..., : now - start] = k.transpose(-1, -2)
                 self._code_open_group(row, start, 0, now - start)
-        if self.chunks and self.chunks[-1].start >= max(self._lengths):
-            self.chunks = tuple(chunk for chunk in self.chunks if chunk.start < max(self._lengths))
+        if self.chunks and self.chunks[-1].start >= max(self.lengths):
+            self.chunks = tuple(chunk for chunk in self.chunks if chunk.start < max(self.lengths))
 
     @property
     def nbytes(self) -> int:
         """Live bytes: rows of K and V, the index, its scales and its open group, bounds of pages, v_mean and the
         projection."""
         H, size = self.shape.H, self.dtype.itemsize
-        total = 0 if self.pages is None else self.pages.nbytes(self._lengths)
-        for n in self._lengths:
+        total = 0 if self.pages is None else self.pages.nbytes(self.lengths)
+        for n in self.lengths:
             total += self.row_format.nbytes(2 * n * H, self.dtype)
             if self.bits:
                 closed = n // GROUP * GROUP

@@ -48,26 +48,16 @@ class Slots(Store):
         self.budget_of = budget_of
         self.capacity, self.fixed, self.order, self.grows = capacity, fixed, order, grows
         self.rotation: KeyRotation | None = None
-        self._filled, self._budget = [0] * shape.B, [capacity] * shape.B
+        self.filled, self.budget = [0] * shape.B, [capacity] * shape.B
         width, stored = self.row_format.width, self.row_format.storage_dtype(dtype)
         self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=stored, device=self.device)
         self.fixed_k = self.k if moves_fixed and fixed else None
         self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
         self.pos = torch.empty(shape.B, shape.H, 0, dtype=torch.int32, device=self.device) if scored else None
 
-    @property
-    def filled(self) -> list[int]:
-        """Slots in use in each row of the batch; do not change this list."""
-        return self._filled
-
-    @property
-    def budget(self) -> list[int]:
-        """Slots that each row of the batch may use; do not change this list. Other budgets are another list."""
-        return self._budget
-
     def set_budget(self, budget: Sequence[int]) -> None:
         """Set the budget of every row, and make room for the largest. Raises ValueError if memory does not suffice."""
-        self._budget = list(budget)
+        self.budget = list(budget)
         self.capacity = max(self.capacity, *budget)
         self.reserve()
 
@@ -77,10 +67,10 @@ class Slots(Store):
         A store that grows makes room for n more tokens in every row. Raises ValueError if memory does not suffice.
         """
         B, H, _, _ = self.shape
-        needed = max(self._filled) + n
+        needed = max(self.filled) + n
         if self.grows and needed > self.capacity:
             self.capacity = needed + max(ROOM, needed // 4)
-            self._budget = [self.capacity] * B
+            self.budget = [self.capacity] * B
         old, capacity = self.k.shape[2], self.capacity
         if capacity <= old:
             return
@@ -101,12 +91,16 @@ class Slots(Store):
     def next_slots(self) -> list[int]:
         """The slot that the next token of every row takes in a store without scores."""
         if self.grows:
-            return list(self._filled)
-        return [self.slot_of(n, budget) for n, budget in zip(self._lengths, self._budget, strict=True)]
+            return self.filled
+        rows = zip(self.lengths, self.budget, strict=True)
+        if self.order is not None:
+            return [self.order(budget, p) for p, budget in rows]
+        fixed = self.fixed
+        return [p if p < budget else fixed + (p - fixed) % (budget - fixed) for p, budget in rows]
 
     def free_slots(self) -> list[int]:
         """The next free slot of every row; -1 where the budget is used up, and a slot is chosen by the scores."""
-        return [c if c < budget else -1 for c, budget in zip(self._filled, self._budget, strict=True)]
+        return [c if c < budget else -1 for c, budget in zip(self.filled, self.budget, strict=True)]
 
     def slot_of(self, p: int, budget: int) -> int:
         """The slot that token p takes in a row of that budget, in a store whose slots are a ring or have an order."""
@@ -120,7 +114,7 @@ class Slots(Store):
         k, v (B,H,capacity,width of a stored row) · score, pos (B,H,capacity) for a store with scores: they are set to
         those of slots that are not in use. Raises ValueError if the store has tokens, grows, or moves its fixed tokens.
         """
-        if any(self._lengths) or self.grows or self.fixed_k is not None:
+        if any(self.lengths) or self.grows or self.fixed_k is not None:
             raise ValueError("only an empty store of a fixed number of slots that stay where they are can use memory")
         self.k, self.v, self.score, self.pos = k, v, score, pos
         if score is not None and pos is not None:
@@ -134,14 +128,14 @@ class Slots(Store):
             return
         if self.budget_of is not None and start == 0:
             budgets = [self.budget_of(k.shape[2])] * (rows.stop - rows.start)
-            self._budget = self._budget[: rows.start] + budgets + self._budget[rows.stop :]
-            self.capacity = max(self.capacity, *self._budget)
-        if len(set(self._budget[rows])) > 1:
+            self.budget = self.budget[: rows.start] + budgets + self.budget[rows.stop :]
+            self.capacity = max(self.capacity, *self.budget)
+        if len(set(self.budget[rows])) > 1:
             for i, b in enumerate(range(rows.start, rows.stop)):
                 self._append(slice(b, b + 1), start, k[i : i + 1], v[i : i + 1])
             return
         self.reserve()
-        budget = self._budget[rows.start]
+        budget = self.budget[rows.start]
         end, ring = start + k.shape[2], budget - self.fixed
         stay = [*range(start, min(self.fixed, end)), *range(max(start, self.fixed, end - ring), end)]
         last = {self.slot_of(p, budget): p - start for p in (stay if self.order is None else range(start, end))}
@@ -150,16 +144,16 @@ class Slots(Store):
         self.count_rows(2 * k.shape[0] * k.shape[1] * len(source))
         self._keep_fixed(rows, range(start, min(end, self.fixed)))
         for b in range(rows.start, rows.stop):
-            self._filled[b] = min(end, budget)
+            self.filled[b] = min(end, budget)
 
     def _extend(self, rows: slice, k: Tensor, v: Tensor) -> None:
         """Put each token into a new slot."""
         n = k.shape[2]
         self.reserve(n)
         for i, b in enumerate(range(rows.start, rows.stop)):
-            at = slice(self._filled[b], self._filled[b] + n)
+            at = slice(self.filled[b], self.filled[b] + n)
             self.k[b, :, at], self.v[b, :, at] = (self.row_format.encode(x[i]) for x in (k, v))
-            self._filled[b] += n
+            self.filled[b] += n
         self.count_rows(2 * k.shape[0] * k.shape[1] * n)
 
     def _keep_fixed(self, rows: slice, slots: range) -> None:
@@ -175,7 +169,7 @@ class Slots(Store):
         are turned on. Reads and writes `fixed` rows of K in each KV head of a row that has dropped tokens.
         Raises ValueError if no rotation was put here.
         """
-        dropped = [max(0, n - budget) for n, budget in zip(self._lengths, self._budget, strict=True)]
+        dropped = [max(0, n - budget) for n, budget in zip(self.lengths, self.budget, strict=True)]
         if self.fixed_k is None or not any(dropped):
             return
         if self.rotation is None:
@@ -189,21 +183,21 @@ class Slots(Store):
 
     def advance(self) -> None:
         """Note that a kernel has written one token into every row."""
-        if self.fixed_k is not None and min(self._lengths) < self.fixed:
-            for b, n in enumerate(self._lengths):
+        if self.fixed_k is not None and min(self.lengths) < self.fixed:
+            for b, n in enumerate(self.lengths):
                 self._keep_fixed(slice(b, b + 1), range(n, min(n + 1, self.fixed)))
-        if self._filled != self._budget:
-            self._filled = [min(c + 1, budget) for c, budget in zip(self._filled, self._budget, strict=True)]
-        super().advance()
+        if self.filled != self.budget:
+            self.filled = [min(c + 1, budget) for c, budget in zip(self.filled, self.budget, strict=True)]
+        self.lengths = [n + 1 for n in self.lengths]
 
     def mark(self) -> Any:
         """The store's numbers as they are now, for `rewind`."""
-        return list(self._lengths), list(self._filled)
+        return list(self.lengths), list(self.filled)
 
     def rewind(self, mark: Any) -> None:
         """Take the store's numbers back to a mark."""
         lengths, filled = mark
-        self._lengths, self._filled = list(lengths), list(filled)
+        self.lengths, self.filled = list(lengths), list(filled)
 
     @property
     def traffic_depends_on_data(self) -> bool:
@@ -214,13 +208,13 @@ class Slots(Store):
         """How many tokens a store that grows has dropped, of one row of the batch or of all; else nothing."""
         if not self.grows:
             return {}
-        dropped = [n - c for n, c in zip(self._lengths, self._filled, strict=True)]
+        dropped = [n - c for n, c in zip(self.lengths, self.filled, strict=True)]
         return {"dropped": sum(dropped) if row is None else dropped[row]}
 
     def stored(self, b: int, slots: Sequence[int] | None = None) -> list[Tensor]:
         """What these slots of row b hold, all in use by default, not counted: stored rows of K and V (H,m,width), and
         score and pos (H,m) where there are scores."""
-        at: Any = slice(0, self._filled[b]) if slots is None else list(slots)
+        at: Any = slice(0, self.filled[b]) if slots is None else list(slots)
         return [t[b, :, at] for t in (self.k, self.v, self.score, self.pos) if t is not None]
 
     def replace(self, b: int, index: Tensor, candidates: Sequence[Tensor], seen: int) -> None:
@@ -234,18 +228,18 @@ class Slots(Store):
         ):
             at = index.reshape(*index.shape, *[1] * (pool.ndim - 2)).expand(-1, -1, *pool.shape[2:])
             tensor[b, :, :c] = pool.gather(1, at)
-        self._filled[b], self._lengths[b] = c, seen
+        self.filled[b], self.lengths[b] = c, seen
 
     def add_scores(self, weights: Tensor) -> None:
         """Add weights (B,H,m) to the scores of the slots in use; each score is read and written."""
         assert self.score is not None
         self.score[:, :, : weights.shape[-1]] += weights
-        self.count(2 * sum(self._filled) * self.shape.H, 4)
+        self.count(2 * sum(self.filled) * self.shape.H, 4)
 
     def read_positions(self, b: int) -> Tensor:
         """Read the original positions of the tokens in all slots of row b: (H,C) int32, -1 in a slot not in use."""
         assert self.pos is not None
-        self.count(self._budget[b] * self.shape.H, 4)
+        self.count(self.budget[b] * self.shape.H, 4)
         return self.pos[b]
 
     def put(self, slot: Tensor, keep: Tensor | None, k: Tensor, v: Tensor, weight: Tensor | None = None) -> None:
@@ -256,7 +250,7 @@ class Slots(Store):
         targets = [(self.k, self.row_format.encode(k)), (self.v, self.row_format.encode(v))]
         if self.score is not None:
             assert weight is not None and self.pos is not None
-            position = torch.tensor(self._lengths, dtype=torch.int32, device=slot.device)[:, None].expand_as(slot)
+            position = torch.tensor(self.lengths, dtype=torch.int32, device=slot.device)[:, None].expand_as(slot)
             targets += [(self.score, weight.to(self.score.dtype)), (self.pos, position)]
         for tensor, new in targets:
             column = (*slot.shape, *[1] * (new.ndim - 1))
@@ -273,14 +267,14 @@ class Slots(Store):
 
     def valid(self) -> Tensor:
         """Which slots, up to the fullest row, are in use: (B,1,C') bool."""
-        filled = torch.tensor(self._filled, device=self.device)
-        return torch.arange(max(self._filled), device=self.device) < filled[:, None, None]
+        filled = torch.tensor(self.filled, device=self.device)
+        return torch.arange(max(self.filled), device=self.device) < filled[:, None, None]
 
     def read_rows(self) -> tuple[Tensor, Tensor]:
         """Read K and V of all slots in use: (B,H,C',D) twice, zero in slots that are not in use."""
-        c, to = max(self._filled), compute_dtype(self.dtype)
+        c, to = max(self.filled), compute_dtype(self.dtype)
         unused = ~self.valid()[..., None]
-        self.count_rows(2 * sum(self._filled) * self.shape.H)
+        self.count_rows(2 * sum(self.filled) * self.shape.H)
         k, v = (self.row_format.decode(t[:, :, :c], to).masked_fill(unused, 0) for t in (self.k, self.v))
         return k, v
 
@@ -291,7 +285,7 @@ class Slots(Store):
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The kept keys and values of these rows, which all have one number of them: (b,H,m,D) twice; not counted."""
         self.move_fixed()
-        c = self._filled[rows.start]
+        c = self.filled[rows.start]
         k, v = (self.row_format.decode(t[rows, :, :c], self.dtype) for t in (self.k, self.v))
         return k, v
 
@@ -299,11 +293,11 @@ class Slots(Store):
     def nbytes(self) -> int:
         """Live bytes: rows of K and V in use, with their scores and positions, and keys that are kept as they came."""
         row = self.row_format.nbytes(2, self.dtype) + (0 if self.score is None else 8)
-        fixed = 0 if self.fixed_k is None else sum(min(n, self.fixed) for n in self._filled)
-        return self.shape.H * (sum(self._filled) * row + self.row_format.nbytes(fixed, self.dtype))
+        fixed = 0 if self.fixed_k is None else sum(min(n, self.fixed) for n in self.filled)
+        return self.shape.H * (sum(self.filled) * row + self.row_format.nbytes(fixed, self.dtype))
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
         super().select(index)
         order = index.tolist()
-        self._filled, self._budget = [self._filled[i] for i in order], [self._budget[i] for i in order]
+        self.filled, self.budget = [self.filled[i] for i in order], [self.budget[i] for i in order]

@@ -198,61 +198,90 @@ def _check_token(store: Store, k: Tensor, v: Tensor) -> None:
 class RepeatedStep:
     """The last step of a store, to be taken again: see `ops.Again`.
 
-    It does what `_step_full`, `ring_slots` and `scored_slots` do, in one function, because after a model has read its
-    weights each function that Python calls costs several microseconds.
+    After a model has read its weights, nothing of this is in the processor's caches, and all that is touched costs: a
+    call of a Python function, or of a class's `isinstance`, several microseconds each. So it does what `_step_full`,
+    `ring_slots` and `scored_slots` do, in one function, and what it needs lies together in its slots.
 
-    budget: of a store of slots, whose budgets are another list once they were set anew; None: the store keeps every
-    token. recent: what a method made of these budgets, for a store with scores.
+    places, shape: of the store, as `CacheView` has them. budget: of a store of slots, whose budgets are another list
+    once they were set anew; None: the store keeps every token. recent: what a method made of these budgets, for a store
+    with scores. spare: the outputs' list.
     """
+
+    __slots__ = (
+        "address", "arguments", "budget", "capacity", "counts_rows", "forms", "in_use", "lengths", "lock", "outputs",
+        "places", "pool", "recent", "shape", "spare", "view",
+    )  # fmt: skip
 
     def __init__(self, store: Full | Slots, view: CacheView, arguments: Arguments) -> None:
         self.view, self.arguments, self.forms = view, arguments, arguments.forms
+        self.shape, self.places, self.capacity = view.shape, view.places, view.capacity
+        self.address, self.pool, self.lengths = view.address, view.pool, view.lengths
+        self.outputs, self.spare = view.outputs, view.outputs.spare
+        self.in_use = store.exclusive()
+        self.lock = self.in_use.lock
         self.counts_rows = arguments.settings[0] == library.SKIM
         self.budget = store.budget if isinstance(store, Slots) else None
         self.recent = list(view.recent) if isinstance(store, Slots) and store.score is not None else None
 
     def __call__(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+        self, store: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> Tensor | None:
         """Take the token k and v (B,H,D), and attend with q (B,H,G,D); None if anything has changed since."""
-        view = self.view
         forms = (
             q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
             v.dtype, v.is_cpu, scale, softcap,
         )  # fmt: skip
-        if (
-            forms != self.forms
-            or view is not store.view
-            or view.arguments is not self.arguments
-            or not view.is_current(store)
-        ):
+        if forms != self.forms:
             return None
-        if self.budget is None:
-            lengths = next_places = store.lengths
-        else:
-            assert isinstance(store, Slots)
-            if store.budget is not self.budget:
+        if not self.lock.acquire(False):
+            self.in_use.refuse()
+        try:
+            view = self.view
+            if view.arguments is not self.arguments or store.shape is not self.shape:
                 return None
-            lengths = store.filled
-            if self.recent is None:
-                next_places = store.next_slots()
+            if self.budget is None:
+                chunks, tail, v_mean, projection, rows_read = self.places
+                if (
+                    store.chunks is not chunks
+                    or store.tail is not tail
+                    or store.v_mean is not v_mean
+                    or store.projection is not projection
+                    or store.rows_read is not rows_read
+                ):
+                    return None
+                lengths = next_places = store.lengths
             else:
-                next_places = store.free_slots()
-                view.now[:], view.recent[:] = store.lengths, self.recent
-            view.slots[:] = next_places
-        if max(next_places) >= view.capacity:
-            return None
-        view.lengths[:] = lengths
-        if self.counts_rows:
-            view.forget_rows_read()
-        y: Tensor = view.outputs.take(q.dtype)
-        error = view.take_step(
-            view.address, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr(), torch.get_num_threads(), view.pool
-        )
-        if error is not None:
-            raise ValueError(error.decode())
-        store.advance()
-        return y
+                keys, values, score, pos = self.places
+                if (
+                    store.k is not keys
+                    or store.v is not values
+                    or store.score is not score
+                    or store.pos is not pos
+                    or store.budget is not self.budget
+                ):
+                    return None
+                lengths = store.filled
+                if self.recent is None:
+                    next_places = store.next_slots()
+                else:
+                    next_places = store.free_slots()
+                    view.now[:], view.recent[:] = store.lengths, self.recent
+                view.slots[:] = next_places
+            if max(next_places) >= self.capacity:
+                return None
+            self.lengths[:] = lengths
+            if self.counts_rows:
+                view.forget_rows_read()
+            y: Tensor = self.spare.pop() if self.spare else self.outputs.take(q.dtype)
+            error = view.take_step(
+                self.address, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr(), torch.get_num_threads(), self.pool
+            )
+            if error is not None:
+                raise ValueError(error.decode())
+            store.advance()
+            return y
+        finally:
+            self.lock.release()
 
 
 def _settings(method: int, r: int = 0, k: int = 0, local: int = 0, temperature: int = 0, use_mean: int = 0) -> Settings:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...stores.base import Store
 from ...stores.clusters import Clusters
 from ...stores.full import Full
 from ...stores.quantise import GROUP
@@ -50,7 +49,7 @@ class Outputs:
     """Tensors (B,H,G,D) for the results of a store's steps. Each is given away once: a result stays what it is.
 
     The first allocation after a model has read its weights takes as long as ten that follow it, so several are made
-    together.
+    together. spare: those that were not given away, all of one type; always the same list.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -64,7 +63,7 @@ class Outputs:
             self.dtype = dtype
             many = max(1, min(16, SPARE_BYTES // (math.prod(self.shape) * dtype.itemsize)))
             with torch.inference_mode(False):  # such tensors may be used everywhere
-                self.spare = [torch.empty(self.shape, dtype=dtype, device="cpu") for _ in range(many)]
+                self.spare[:] = [torch.empty(self.shape, dtype=dtype, device="cpu") for _ in range(many)]
         return self.spare.pop()
 
 
@@ -92,7 +91,7 @@ class CacheView:
     """
 
     def __init__(self, store: Full | Slots) -> None:
-        self.shape, self.places = store.shape, _places(store)
+        self.shape, self.places = store.shape, places_of(store)
         self.lengths = (ctypes.c_int64 * store.shape.B)()
         B, H, G, D = store.shape
         if D > library.MAX_HEAD_SIZE:
@@ -117,14 +116,9 @@ class CacheView:
         self.pool = library.thread_pool()
         self.take_step: Any = library.library().skimkv_step
 
-    def is_current(self, store: Store) -> bool:
+    def is_current(self, store: Full | Slots) -> bool:
         """Whether the store still has the shape and the tensors that this view points into."""
-        a, b, c, d, e = self.places
-        if isinstance(store, Full):
-            same = store.chunks is a and store.tail is b and store.v_mean is c and store.projection is d
-            return same and store.rows_read is e and store.shape is self.shape
-        assert isinstance(store, Slots)
-        return store.k is a and store.v is b and store.score is c and store.pos is d and store.shape is self.shape
+        return store.shape is self.shape and all(map(is_, self.places, places_of(store)))
 
     def forget_rows_read(self) -> None:
         """Set the rows that a step read to none, for a step that counts them."""
@@ -239,11 +233,11 @@ class ClustersView:
         return self.shape == store.shape and len(now) == len(self.tensors) and all(map(is_, self.tensors, now))
 
 
-def _places(store: Full | Slots) -> tuple[object, ...]:
+def places_of(store: Full | Slots) -> tuple[object, ...]:
     """The objects of a store that a view points into; chunks do not change, so their tuple stands for their tensors."""
     if isinstance(store, Full):
         return store.chunks, store.tail, store.v_mean, store.projection, store.rows_read
-    return store.k, store.v, store.score, store.pos, None
+    return store.k, store.v, store.score, store.pos
 
 
 def _cluster_tensors(store: Clusters) -> list[Tensor]:
