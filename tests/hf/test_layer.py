@@ -12,7 +12,9 @@ from support.calls import functions_entered
 from support.kernels import NATIVE
 
 B, H, G, D = 2, 2, 3, 16
-SPECS = ["Dense()", "SparQ(r=4, k=8, channels='int8')", "LMInfinite(k=12, initial=4)", "H2O(k=12)", "Quest(k=8)"]
+SPECS = [
+    "Dense()", "SparQ(r=4, k=8, channels='int8')", "LMInfinite(k=12, initial=4)", "H2O(k=12)", "Quest(page=4, k=8)",
+]  # fmt: skip
 
 
 class Blocks(Layer):
