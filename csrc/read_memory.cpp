@@ -32,7 +32,7 @@ extern "C" SKIMKV_API uint64_t skimkv_read(const void *p, int64_t bytes, int str
     const char *aligned = (const char *)(((uintptr_t)p + 63) / 64 * 64);
     const int64_t run = (bytes - 64) / threads / streams / 256 * 256;
     std::atomic<uint64_t> sum{0};
-    skimkv::on_every_thread(threads, parallel,
-                            [&](int thread) { sum += read_runs(aligned + thread * run * streams, run, streams); });
+    skimkv::for_each_task(threads, threads, parallel,
+                          [&](int64_t task, int) { sum += read_runs(aligned + task * run * streams, run, streams); });
     return sum;
 }

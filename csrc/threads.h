@@ -1,8 +1,12 @@
 // How work is spread over the threads of a caller. Every operation of the library uses these functions.
 #pragma once
 #include <stdint.h>
+#include <time.h>
 
 #include <atomic>
+#if defined(__linux__)
+#include <sys/resource.h>
+#endif
 
 #include "skimkv.h"
 
@@ -11,23 +15,91 @@ namespace skimkv {
 // The number of threads that an operation may use: one, if the caller cannot start any.
 inline int usable_threads(int threads, skimkv_parallel parallel) { return threads < 1 || !parallel ? 1 : threads; }
 
-// Calls f(thread) once on every thread, with thread = 0, 1, 2 and so on. `parallel` may start fewer threads than
-// `threads`, and then the last numbers are left out; if it starts more, the additional ones do nothing.
+inline int64_t nanoseconds() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// Whether the calling thread has lost its core to another thread since it asked last.
+inline bool has_lost_core() {
+#if defined(__linux__) && defined(RUSAGE_THREAD)
+    static thread_local long known = 0;
+    rusage use;
+    if (getrusage(RUSAGE_THREAD, &use) || use.ru_nivcsw == known) return false;
+    known = use.ru_nivcsw;
+    return true;
+#else
+    return false;
+#endif
+}
+
+// How many threads the operations of a calling thread use while other processes take cores.
+//
+// An operation ends when its last thread does, and threads of OpenMP wait awake. Where another process keeps a core
+// busy, two threads of an operation share one: then the thread that has no work keeps the core for the rest of its time
+// slice, some milliseconds, while the one that has work waits for it. One thread alone would be done much earlier. So
+// after an operation whose threads waited for a core, the next ones use a thread less for a while. The thread that is
+// left out goes to sleep, and its core is free for the others. The while is longer if the trouble is still there after
+// it.
+class ThreadLimit {
+   public:
+    static constexpr int64_t LEAST = 300000;  // a shorter wait is no trouble
+
+    // Of so many threads, those that an operation that begins now shall use.
+    int use_of(int threads, int64_t now) {
+        if (fewer && now >= until) fewer--, until = now + pause;
+        return fewer < threads ? threads - fewer : 1;
+    }
+    // Learns from an operation of several threads that lasted from began to ended; one of them waited so long.
+    void learn(int threads, int64_t waited, int64_t began, int64_t ended) {
+        if (waited < LEAST || waited < (ended - began) / 4) return;
+        pause = ended - until < 2 * pause ? (pause < LONGEST_PAUSE ? 2 * pause : pause) : FIRST_PAUSE;
+        until = ended + pause;
+        if (fewer < threads - 1) fewer++;
+    }
+
+   private:
+    static constexpr int64_t FIRST_PAUSE = 4000000, LONGEST_PAUSE = 128000000;
+    int fewer = 0;
+    int64_t until = 0, pause = FIRST_PAUSE;
+};
+
+inline thread_local ThreadLimit limit_of_caller;
+
+// Calls f(thread) once on every thread, with thread = 0, 1, 2 and so on. There may be fewer threads than `threads`, and
+// then the last numbers are left out: while other processes take cores, or if `parallel` starts fewer. If it starts
+// more, the additional ones do nothing.
 template <class F> void on_every_thread(int threads, skimkv_parallel parallel, const F &f) {
     threads = usable_threads(threads, parallel);
     if (threads == 1) return f(0);
+    const int64_t began = nanoseconds();
+    const int used = limit_of_caller.use_of(threads, began);
+    if (used == 1) return f(0);
     struct Call {
         const F &f;
-        int threads;
+        const int threads;
+        const int64_t began;
         std::atomic<int> next_thread;
-    } call{f, threads, {0}};
+        std::atomic<int64_t> first_end, waited;  // when the first thread was done; the longest wait of a thread
+    } call{f, used, began, {0}, {0}, {0}};
     parallel(
         [](void *data) {
             Call *call = (Call *)data;
             const int thread = call->next_thread.fetch_add(1, std::memory_order_relaxed);
-            if (thread < call->threads) call->f(thread);
+            if (thread >= call->threads) return;
+            const int64_t start = nanoseconds();
+            call->f(thread);
+            const int64_t end = nanoseconds();
+            int64_t first = 0, waited = start - call->began, longest = 0;
+            if (call->first_end.compare_exchange_strong(first, end)) first = end;
+            // The last thread may only have had more work: then it has not lost its core.
+            if (end - first > waited && end - first >= ThreadLimit::LEAST && has_lost_core()) waited = end - first;
+            while (waited > longest && !call->waited.compare_exchange_weak(longest, waited)) {
+            }
         },
-        &call, (unsigned)threads, 0);
+        &call, (unsigned)used, 0);
+    limit_of_caller.learn(threads, call.waited, began, nanoseconds());
 }
 
 // Calls f(task, thread) for every task from 0 to tasks-1, on at most as many threads as there are tasks. A thread takes

@@ -165,7 +165,8 @@ SKIMKV_API int skimkv_version(void);
 
 SKIMKV_API const char *skimkv_check(const skimkv_op *op);
 
-/* Runs one step on `threads` threads of `parallel`, or on the calling thread if that is NULL. */
+/* Runs one step on at most `threads` threads of `parallel`, or on the calling thread if that is NULL. Fewer are used
+ * while other processes take cores; the result does not depend on that. */
 SKIMKV_API int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel);
 
 /* Sets q, y, k_new and v_new of the operation (NULL: no new row), validates it and the alignment of these pointers, and
