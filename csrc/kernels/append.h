@@ -49,7 +49,7 @@ static void code_open_tokens(const T *const *rows, int64_t n, int64_t at, int R,
 }
 
 // Quantises one full group: x holds 256 tokens of each of R channels, which are `ld` apart. Codes of channel c go to
-// codes + c*codes_ld; its scale goes to scale[c*s_r], and its zero s_z further.
+// codes + c*codes_ld; its scale goes to scale[c*s_r], and its zero s_z further. Both are NaN if a number is.
 template <class T>
 static void quantise_group(const T *x, int64_t ld, int R, int bits, uint8_t *codes, int64_t codes_ld, float *scale,
                            int64_t s_r, int64_t s_z) {
@@ -58,9 +58,9 @@ static void quantise_group(const T *x, int64_t ld, int R, int bits, uint8_t *cod
         float value[GROUP];
         to_float(x + c * ld, value, GROUP);
         float low = value[0], high = value[0];
-        for (int i = 1; i < GROUP; i++) {
-            low = value[i] < low ? value[i] : low;
-            high = value[i] > high ? value[i] : high;
+        for (int i = 1; i < GROUP; i++) {  // a NaN stays in both
+            low = value[i] < low || value[i] != value[i] ? value[i] : low;
+            high = value[i] > high || value[i] != value[i] ? value[i] : high;
         }
         const float step = (high - low) / steps, divisor = step == 0 ? 1 : step;
         uint8_t code[GROUP];

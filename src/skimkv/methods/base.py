@@ -149,7 +149,7 @@ class Method(abc.ABC, Generic[S]):
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Put into the store what this method keeps of a prompt block: all of it by default. Shapes as in `prefill`."""
-        store.append(k, v, pad)
+        ops.append_block(store, k, v, pad)
 
     def decode(
         self,

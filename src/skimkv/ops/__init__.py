@@ -7,11 +7,11 @@ are declared in `protocol.py`.
 from .backends import BACKENDS, backend, forced_backend, graphable, kernels_for, select_backend
 from .key_scores import key_scores
 from .linear import Product, block_linear, block_matrix, float_linear, float_matrix, linear8, packed_matrix
-from .prefill import causal_attention
+from .prefill import append_block, causal_attention
 from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 
 __all__ = [
-    "BACKENDS", "Again", "Kernels", "Product", "SkimKernels", "SoftmaxOptions", "Token", "backend", "block_linear",
+    "BACKENDS", "Again", "Kernels", "Product", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend", "block_linear",
     "block_matrix", "causal_attention", "float_linear", "float_matrix", "forced_backend", "graphable", "kernels_for",
     "key_scores", "linear8", "packed_matrix", "select_backend",
 ]  # fmt: skip

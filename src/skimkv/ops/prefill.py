@@ -1,4 +1,4 @@
-"""Dense causal attention of a block of new tokens over a store's history: the prompt, for every method."""
+"""A block of new tokens, as a prompt is: its dense causal attention over a store's history, and its way into a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..stores.base import Store, compute_dtype
+from ..stores.full import Full
+from .backends import select_backend
 from .blocks import apply_softcap, softmax_with_sinks
+from .cpu import prefill as cpu
 
 BLOCK = 512  # queries at a time where a mask is needed, so that memory stays O(BLOCK * N)
 
@@ -89,3 +92,18 @@ def causal_attention(
                 store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap, sinks
             )
     return y
+
+
+def append_block(store: Store, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> None:
+    """Append a block of n tokens to a store, by the CPU's library where that is the backend and can: k, v (B,H,n,D).
+
+    The first pad[b] tokens of row b are padding. The library counts no traffic, and passes no gradient on, so that
+    `Store.append` does it where one is needed. Raises ValueError if shapes, types or padding do not fit.
+    """
+    needs_gradient = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or store.requires_grad)
+    is_on_cpu = all(device.type == "cpu" for device in (store.device, k.device, v.device))
+    if is_on_cpu and not needs_gradient and cpu.takes_blocks(store) and select_backend()[0] == "cpu":
+        assert isinstance(store, Full)
+        cpu.append_block(store, k, v, pad)
+    else:
+        store.append(k, v, pad)

@@ -108,7 +108,7 @@ class Store(Part, abc.ABC):
     given by `Method.traffic`.
 
     A store owns its numbers. lengths: the tokens that each row of the batch has seen; do not change this list, it
-    changes only through `append`, `advance`, `crop`, `select` and `rewind`.
+    changes only through `append`, `advance` (and `Full.advance_by`), `crop`, `select` and `rewind`.
     `view` is what a backend remembers of this store (addresses, tables on a device); `choice` is what a method
     remembers of how it decodes here; `workspace` is the kernels' scratch memory. None of them is copied.
     """

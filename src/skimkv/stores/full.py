@@ -89,6 +89,10 @@ class Full(Store):
         """Make room for n more tokens in every row: one more chunk, of at least an eighth of the rest, if needed."""
         self._reserve_total(max(self.lengths) + n)
 
+    def advance_by(self, tokens: Sequence[int]) -> None:
+        """Note that a kernel has written so many tokens into each row."""
+        self.lengths = [length + n for length, n in zip(self.lengths, tokens, strict=True)]
+
     def _reserve_total(self, total: int, rows: tuple[Tensor, Tensor] | None = None) -> None:
         """Make room for so many tokens; rows: K and V of the new chunk, which is then as long as they are."""
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0

@@ -1,0 +1,92 @@
+"""The CPU's library puts a block of tokens into a store as PyTorch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skimkv import ops
+from skimkv.methods import Dense
+from skimkv.stores.base import Shape
+from skimkv.stores.full import Full
+from support.kernels import NATIVE
+
+SHAPE = Shape(2, 2, 2, 64)
+KINDS = (  # the index, whether a mean is kept, the form of rows
+    ("none", True, None), ("none", True, "int8"), ("none", True, "int4"), ("copy", True, None), ("copy", False, "int8"),
+    ("int8", True, None), ("int4", False, None),
+)  # fmt: skip
+native = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+
+
+def tokens(n, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(n)
+    k, v = torch.randn(2, 2, n, 2, 64, generator=draw).transpose(2, 3).to(dtype)  # as a model gives them: (B,n,H,D)
+    return k, v
+
+
+def compare(one, other):
+    """All that two stores hold is the same, apart from the rounding of means, and of quantised rows that are read."""
+    close = {"rtol": 1e-2 if one.dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+    assert one.lengths == other.lengths and one.nbytes == other.nbytes and one.allocated == other.allocated
+    for a, b in zip(one.chunks, other.chunks, strict=True):
+        for row, n in enumerate(one.lengths):
+            stop, closed = min(max(n - a.start, 0), a.cap), min(max(n // 256 * 256 - a.start, 0), a.cap)
+            for name in ("k", "v"):
+                assert torch.equal(getattr(a, name)[row, :, :stop], getattr(b, name)[row, :, :stop])
+            if a.index is not None:
+                stop = closed * one.bits // 8 if one.bits else stop
+                index = (x.index[row, :, :, :stop] for x in (a, b))
+                torch.testing.assert_close(*index, **(close if one.row_format.bits else {"rtol": 0, "atol": 0}))
+            if a.scale is not None:
+                assert torch.equal(a.scale[row, :, : closed // 256], b.scale[row, :, : closed // 256])
+            if a.means is not None:
+                means = (x.means[row, :, : closed // 256].float() for x in (a, b))
+                torch.testing.assert_close(*means, **close)
+            if one.tail is not None:
+                opened = (x.tail[row, ..., : n % 256] for x in (one, other))
+                assert torch.equal(*opened)
+    if one.v_mean is not None:
+        torch.testing.assert_close(one.v_mean, other.v_mean, rtol=1e-4, atol=1e-6)
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("channels", "mean", "kv"), KINDS)
+def test_blocks_become_the_same_store(channels, mean, kv, dtype):
+    """Blocks that end within a group, at its end, and in another chunk; the second one has padding in one row."""
+    stores = [Full(SHAPE, dtype, "cpu", channels, mean, kv=kv, group_means=channels == "int4") for _ in range(2)]
+    for n, pad in ((300, None), (250, [0, 37]), (1, None), (249, [0, 249])):
+        k, v = tokens(n, dtype)
+        ops.append_block(stores[0], k, v, pad)
+        stores[1].append(k, v, pad)
+    assert (stores[0].elements, stores[1].elements > 0) == (0, True), "the library took it, and counts no traffic"
+    compare(*stores)
+
+
+@native
+def test_who_appends():
+    """PyTorch where it was asked for, for a gradient, and for a type that the library does not have."""
+    k, v = tokens(3)
+
+    def counted(store, *block):
+        ops.append_block(store, *block)
+        return store.elements > 0
+
+    assert not counted(Full(SHAPE, torch.float32), k, v)
+    assert counted(Full(SHAPE, torch.float64), k.double(), v.double())
+    assert counted(Full(SHAPE, torch.float32, page=16), k, v), "bounds of pages"
+    assert counted(Full(SHAPE, torch.float32), k.clone().requires_grad_(), v)
+    with ops.backend("ref"):
+        assert counted(Full(SHAPE, torch.float32), k, v)
+
+
+@native
+def test_wrong_blocks_are_refused():
+    k, v = tokens(3)
+    store = Dense().store(SHAPE, torch.float32)
+    with pytest.raises(ValueError, match="both must be torch.float32"):
+        ops.append_block(store, k.half(), v.half())
+    with pytest.raises(ValueError, match=r"pad \[0, 4\] must be 2 numbers from 0 to 3"):
+        ops.append_block(store, k, v, [0, 4])
+    assert store.lengths == [0, 0] and not store.chunks
