@@ -85,7 +85,7 @@ def test_who_appends():
 def test_wrong_blocks_are_refused():
     k, v = tokens(3)
     store = Dense().store(SHAPE, torch.float32)
-    with pytest.raises(ValueError, match="both must be torch.float32"):
+    with pytest.raises(ValueError, match=r"both must be torch\.float32"):
         ops.append_block(store, k.half(), v.half())
     with pytest.raises(ValueError, match=r"pad \[0, 4\] must be 2 numbers from 0 to 3"):
         ops.append_block(store, k, v, [0, 4])

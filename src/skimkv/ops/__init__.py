@@ -11,7 +11,7 @@ from .prefill import append_block, causal_attention
 from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 
 __all__ = [
-    "BACKENDS", "Again", "Kernels", "Product", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend", "block_linear",
-    "block_matrix", "causal_attention", "float_linear", "float_matrix", "forced_backend", "graphable", "kernels_for",
-    "key_scores", "linear8", "packed_matrix", "select_backend",
+    "BACKENDS", "Again", "Kernels", "Product", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend",
+    "block_linear", "block_matrix", "causal_attention", "float_linear", "float_matrix", "forced_backend", "graphable",
+    "kernels_for", "key_scores", "linear8", "packed_matrix", "select_backend",
 ]  # fmt: skip

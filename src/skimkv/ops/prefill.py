@@ -1,4 +1,4 @@
-"""A block of new tokens, as a prompt is: its dense causal attention over a store's history, and its way into a store."""
+"""A block of new tokens, as a prompt is: its dense causal attention over a store, and how it enters the store."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def _attend_even_rows(
         past = store.history(rows)
         m = past[0].shape[2]
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+    elif q.device.type == "cpu":
+        k, v = k.contiguous(), v.contiguous()  # a model's rows of one head lie apart, and each is read many times
     # one KV head a batch entry, its G query heads beside each other: K and V are expanded, never copied
     q1, k1, v1 = (t.expand(-1, -1, G, -1, -1).flatten(0, 1) for t in (q, k.unsqueeze(2), v.unsqueeze(2)))
     if m == 0 and softcap is None and sinks is None:
