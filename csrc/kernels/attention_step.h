@@ -77,9 +77,10 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     Plan p{};
     p.units = (int64_t)c->B * c->H, p.P = padded_head(c->D);
     p.longest = longest_row(c) + (op->k_new ? 1 : 0);
-    // A part of fewer positions is not worth a task.
-    const int64_t least = op->method == SKIMKV_DENSE ? 512 : 1024;
-    p.parts = nth == 1 || op->score || p.units >= 4 * nth ? 1 : (4 * nth + p.units - 1) / p.units;
+    // A part of fewer positions is not worth a task. Every part of a sparse step chooses the channels again.
+    const bool dense = op->method == SKIMKV_DENSE;
+    const int64_t least = dense ? 512 : 1024, tasks = (dense ? 8 : 4) * nth;
+    p.parts = nth == 1 || op->score ? 1 : (tasks + p.units - 1) / p.units;
     p.parts = max(1, min(p.parts, p.longest / least));
     if (op->method == SKIMKV_SKIM && fills_group(op)) p.parts = 1;  // every part needs the codes of the new group
     Arena a{(char *)work};

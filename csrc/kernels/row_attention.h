@@ -25,7 +25,7 @@ template <class T> struct NextRows {
         constexpr int LINE = 64 / (int)sizeof(T);
         if (rows)
             for (int line = (from + LINE - 1) / LINE; line * LINE < to; line++)
-                if (line % groups == group) prefetch_far(rows[j] + line * LINE);
+                if (line % groups == group) prefetch(rows[j] + line * LINE);
     }
 };
 // How many groups of 4 and of 2 queries there are. A single query is none: there the hardware's prefetcher is fast

@@ -26,11 +26,6 @@ static inline void prefetch_to_write(const void *p) {
     __builtin_prefetch(p, 1, 3);
     __asm__ volatile("");
 }
-// Prefetches into the L2 cache, which can wait for far more lines at the same time than the L1 cache.
-static inline void prefetch_far(const void *p) {
-    __builtin_prefetch(p, 0, 2);
-    __asm__ volatile("");
-}
 
 // 2^x for x < 127, with a relative error of 2e-7. NaN stays NaN, and below -126 the result is almost zero. Logits are
 // kept in units of log 2 (the scale is multiplied by log2 e), so that every softmax uses this function.
