@@ -10,8 +10,10 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Interleaves 64 bytes of four channels: word e of 128-bit lane l of t[j] holds byte 16*l + 4*j + e of each.
-static inline void interleave(const uint8_t *const *p, const uint8_t *const *ahead, int64_t x, __m512i *t) {
+// Interleaves 64 bytes of four channels: word e of 128-bit lane l of t[j] holds byte 16*l + 4*j + e of each. In so
+// large a file the compiler would not inline it, and then the vectors go through memory.
+__attribute__((always_inline)) static inline void interleave(const uint8_t *const *p, const uint8_t *const *ahead,
+                                                             int64_t x, __m512i *t) {
     __m512i c[4];
     for (int i = 0; i < 4; i++) c[i] = _mm512_loadu_si512(p[i] + x), prefetch(ahead[i] + x);
     const __m512i a = _mm512_unpacklo_epi8(c[0], c[1]), b = _mm512_unpackhi_epi8(c[0], c[1]);
@@ -33,18 +35,21 @@ static inline void add_int8_tokens(const uint8_t *const *p, const uint8_t *const
     __m512i t[QUADS][4];
     for (int i = 0; i < QUADS; i++) interleave(p + 4 * i, ahead + 4 * i, x, t[i]);
     for (int g = 0; g < GB; g++) {
-        __m512i sum[4];
-        for (int j = 0; j < 4; j++) {
-            __m512i high = _mm512_setzero_si512(), low = high;
-            if (!FIRST) low = _mm512_loadu_si512(s + g * ld + 16 * j);
-            for (int i = 0; i < QUADS; i++) {
-                const int64_t at = g * w.query_ld + i * w.quad_ld;
-                high = _mm512_dpbusd_epi32(high, t[i][j], _mm512_set1_epi32(w.high[at]));
-                low = _mm512_dpbusd_epi32(low, t[i][j], _mm512_set1_epi32(w.low[at]));
-            }
-            sum[j] = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-            if (!LAST) _mm512_storeu_si512(s + g * ld + 16 * j, sum[j]);
+        __m512i sum[4], high[QUADS], low[QUADS];
+        for (int i = 0; i < QUADS; i++) {
+            high[i] = _mm512_set1_epi32(w.high[g * w.query_ld + i * w.quad_ld]);
+            low[i] = _mm512_set1_epi32(w.low[g * w.query_ld + i * w.quad_ld]);
         }
+        for (int j = 0; j < 4; j++) {
+            __m512i x = _mm512_setzero_si512(), y = x;
+            if (!FIRST) y = _mm512_loadu_si512(s + g * ld + 16 * j);
+            for (int i = 0; i < QUADS; i++) {
+                x = _mm512_dpbusd_epi32(x, t[i][j], high[i]);
+                y = _mm512_dpbusd_epi32(y, t[i][j], low[i]);
+            }
+            sum[j] = _mm512_add_epi32(_mm512_slli_epi32(x, 8), y);
+        }
+        for (int j = 0; j < 4 && !LAST; j++) _mm512_storeu_si512(s + g * ld + 16 * j, sum[j]);
         if (!LAST) continue;
         vf y[4];  // lane l of sum j belongs to the tokens 16*l + 4*j and following
         for (int j = 0; j < 4; j++) y[j] = logit(sum[j], w, g);

@@ -21,17 +21,27 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Chooses the r channels of the largest size. Sizes are from 0 on.
+// Chooses the r channels of the largest size. Sizes are from 0 on; `size` has room for D rounded up to 64.
 static void choose_largest_channels(float *size, int D, int r, Unit &u) {
-    for (int i = D; i < padded_head(D); i++) size[i] = LOWEST;
+    const int64_t padded = round_up(D, 64);
+    for (int64_t i = D; i < padded; i++) size[i] = LOWEST;
     const float bound = kth_largest_bound(size, D, r, 0);
+    u.r = r;
+    if (count_at_least(size, padded, bound) == r) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < padded; i += 64) {
+            uint64_t bits = 0;
+            for (int x = 0; x < 64; x += W) bits |= (uint64_t)at_least(load(size + i + x), splat(bound)) << x;
+            count += places_of_bits(bits, i, u.channel + count);
+        }
+        return;
+    }
     int above = 0, count = 0;
     for (int i = 0; i < D; i++) above += size[i] > bound;
     int ties = r - above;
     for (int i = 0; i < D && count < r; i++)
         if (size[i] > bound || (size[i] == bound && ties-- > 0)) u.channel[count++] = i;
     for (int i = 0; count < r; i++) u.channel[count++] = i;  // for a NaN query any channels: the result is NaN
-    u.r = r;
 }
 
 // The sums of |q| over the group, of every channel.
@@ -40,6 +50,16 @@ static void sum_query_sizes(const skimkv_op *op, const Unit &u, float *size) {
     for (int i = 0; i < D; i++) size[i] = 0;
     for (int g = 0; g < op->cache->G; g++)
         for (int i = 0; i < D; i++) size[i] += u.q[g * P + i] < 0 ? -u.q[g * P + i] : u.q[g * P + i];
+}
+
+// The sum of |x[i]|.
+static float sum_of_sizes(const float *x, int n) {
+    vf sum = splat(0.f);
+    int i = 0;
+    for (; i + W <= n; i += W) sum = sum + vmax(load(x + i), splat(0.f) - load(x + i));
+    float rest = sum_lanes(sum);
+    for (; i < n; i++) rest += x[i] < 0 ? -x[i] : x[i];
+    return rest;
 }
 
 // Chooses i1 of SparQ's step 1, the r channels with the largest sum of |q| over the G queries, and weights them by q
@@ -51,17 +71,16 @@ static void choose_channels(const skimkv_op *op, Unit &u) {
     choose_largest_channels(size, D, r, u);
     for (int g = 0; g < G; g++) {
         const float *q = u.q + g * P;
-        float chosen_norm = 0, norm = 0;
-        for (int i = 0; i < D; i++) norm += q[i] < 0 ? -q[i] : q[i];
-        for (int i = 0; i < r; i++) chosen_norm += q[u.channel[i]] < 0 ? -q[u.channel[i]] : q[u.channel[i]];
+        float *weight = u.channel_weight + g * r;
+        for (int i = 0; i < r; i++) weight[i] = q[u.channel[i]];
+        const float norm = sum_of_sizes(q, D), chosen_norm = sum_of_sizes(weight, r);
         float factor = 1;
         if (op->temperature == SKIMKV_SQRT_R) factor = __builtin_sqrtf((float)D / (float)r);
         else if (op->temperature == SKIMKV_COVERAGE && chosen_norm > 0) factor = __builtin_sqrtf(norm / chosen_norm);
+        for (int i = 0; i < r; i++) weight[i] *= factor;
+        if (op->cache->channels != SKIMKV_NONE) continue;  // only whole rows need the masked query
         for (int i = 0; i < P; i++) u.masked_query[g * P + i] = 0;
-        for (int i = 0; i < r; i++) {
-            u.channel_weight[g * r + i] = q[u.channel[i]] * factor;
-            u.masked_query[g * P + u.channel[i]] = u.channel_weight[g * r + i];
-        }
+        for (int i = 0; i < r; i++) u.masked_query[g * P + u.channel[i]] = weight[i];
     }
 }
 
@@ -129,7 +148,7 @@ static ExpSums take_exp_sums(Arena &a, int G) { return {a.take<float>(G), a.take
 template <bool SINGLE, bool DRAWS>
 static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t,
                                 int64_t t0, int64_t t1, int g, const float *hashes) {
-    float *s = z.s + g * u.padded_n + t * GROUP, *l = sums.sum + 16 * g;
+    float *s = z.s + (t * op->cache->G + g) * GROUP, *l = sums.sum + 16 * g;
     const float cap = softcap_log2(op);
     const int64_t valid = u.n - t * GROUP;
     vf top[16 / W];
@@ -216,9 +235,9 @@ static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const
     for (int64_t t = t0, i = 0; t < t1; t++, i ^= 1) {
         const int following = t + 1 < t1 ? gather(t + 1, rows[i ^ 1]) : 0;
         const T *const *next = following == GROUP ? rows[i ^ 1] : nullptr;
-        float *s = z.s + t * GROUP;
-        if (q == u.q) dot_query_with_keys<T, D_>(op, u, rows[i], n, s, u.padded_n, next);
-        else dot_rows<T, D_>(q, P, c->G, c->D, rows[i], n, s, u.padded_n, next);
+        float *s = z.s + t * c->G * GROUP;
+        if (q == u.q) dot_query_with_keys<T, D_>(op, u, rows[i], n, s, GROUP, next);
+        else dot_rows<T, D_>(q, P, c->G, c->D, rows[i], n, s, GROUP, next);
         n = following;
         finish_tile(op, u, z, sums, t, t0, t1);
     }
@@ -232,7 +251,7 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
                        [[maybe_unused]] const ByteWeights &weights, int64_t t, [[maybe_unused]] int64_t t0) {
     const int G = op->cache->G;
     const int64_t at = t * GROUP - chunk->start;
-    float *s = z.s + t * GROUP;
+    float *s = z.s + t * G * GROUP;
     if constexpr (sums_in_integers<E>) {
         add_quantised_tile<is_int4<E>>(op, u, (const uint8_t *const *)p, (const uint8_t *const *)ahead, at, weights,
                                        t - t0, c0, s);
@@ -251,8 +270,8 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
                 for (int i = 0; i < nc; i++)
                     w[g * CHANNELS_AT_ONCE + i] = weight[i] * step[i], init[g] += weight[i] * zero[i];
             }
-            add_channels_of_queries<E>(p, ahead, at, GROUP, nc, w, CHANNELS_AT_ONCE, gn, c0 == 0, init,
-                                       s + g0 * u.padded_n, u.padded_n);
+            add_channels_of_queries<E>(p, ahead, at, GROUP, nc, w, CHANNELS_AT_ONCE, gn, c0 == 0, init, s + g0 * GROUP,
+                                       GROUP);
         }
     } else {
         const float no_init[4] = {};
@@ -268,7 +287,7 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
         for (int g = 0; g < G; g += 4)
             add_channels_of_queries<E>(whole ? p : copies, whole ? ahead : copies, whole ? at : 0, n, nc,
                                        u.channel_weight + g * u.r + c0, u.r, (int)min(G - g, 4), c0 == 0, no_init,
-                                       s + g * u.padded_n, u.padded_n);
+                                       s + g * GROUP, GROUP);
     }
 }
 

@@ -34,11 +34,11 @@ static inline void add_quantised_queries(const Unit &u, int g, const uint8_t *co
                         n.init + query,
                         n.tiles};
     const bool first = c0 == 0, last = c0 + CHANNELS_AT_ONCE >= u.r;
-    s += g * u.padded_n;
-    if (first && last) add_quantised_group<FOUR, true, true, GB>(p, ahead, at, w, s, u.padded_n);
-    else if (first) add_quantised_group<FOUR, true, false, GB>(p, ahead, at, w, s, u.padded_n);
-    else if (last) add_quantised_group<FOUR, false, true, GB>(p, ahead, at, w, s, u.padded_n);
-    else add_quantised_group<FOUR, false, false, GB>(p, ahead, at, w, s, u.padded_n);
+    s += g * GROUP;
+    if (first && last) add_quantised_group<FOUR, true, true, GB>(p, ahead, at, w, s, GROUP);
+    else if (first) add_quantised_group<FOUR, true, false, GB>(p, ahead, at, w, s, GROUP);
+    else if (last) add_quantised_group<FOUR, false, true, GB>(p, ahead, at, w, s, GROUP);
+    else add_quantised_group<FOUR, false, false, GB>(p, ahead, at, w, s, GROUP);
 }
 
 // The same for every query: codes are unpacked once for several of them.

@@ -43,10 +43,16 @@ static SelectionScratch take_selection(Arena &a, const skimkv_op *op, int64_t n)
     return x;
 }
 
-// The softmax weight of position p for query g, by the scores of step 1.
+// The softmax weight of position p for query g, by the scores of step 1; of a single query its logit.
+static inline float weight_or_logit(const Unit &u, const Scores &z, const SelectionScratch &x, int G, int g,
+                                    int64_t p) {
+    const int64_t t = p / GROUP;
+    return G > 1 ? z.s[(t * G + g) * GROUP + p % GROUP] * x.factor[g * u.tiles + t] : z.s[p];
+}
+// The softmax weight in either case.
 static inline float softmax_weight(const Unit &u, const Scores &z, const SelectionScratch &x, int G, int g, int64_t p) {
-    if (G > 1) return z.s[g * u.padded_n + p] * x.factor[g * u.tiles + p / GROUP];
-    return exp2_scalar(z.s[p] - u.m[0]) / u.l[0];
+    const float weight = weight_or_logit(u, z, x, G, g, p);
+    return G > 1 ? weight : exp2_scalar(weight - u.m[0]) / u.l[0];
 }
 
 // Joins the sums of all tiles: u.m and u.l, and the factors that make softmax weights of the scores of several queries.
@@ -56,31 +62,37 @@ static void join_tiles(const skimkv_op *op, const Unit &u, const Scores &z, cons
         const float *shift = z.tile_shift + g * u.tiles, *sum = z.tile_sum + g * u.tiles;
         float m = LOWEST, l = 0;
         for (int64_t t = 0; t < u.tiles; t++) m = shift[t] > m ? shift[t] : m;
-        for (int64_t t = 0; t < u.tiles; t++) l += sum[t] * exp2_scalar(shift[t] - m);
+        for (int64_t t = 0; t < u.tiles; t++)
+            if (sum[t] != 0) l += sum[t] * exp2_scalar(shift[t] - m);
         l += sink_weight(op->sinks, u.h * G + g, m);
         u.m[g] = m, u.l[g] = l;
-        if (G > 1)
-            for (int64_t t = 0; t < u.tiles; t++) x.factor[g * u.tiles + t] = exp2_scalar(shift[t] - m) / l;
+        float *factor = x.factor + g * u.tiles;
+        for (int64_t t = 0; t < u.tiles && G > 1; t++)  // most tiles have the shift of the one before
+            factor[t] = t && shift[t] == shift[t - 1] ? factor[t - 1] : exp2_scalar(shift[t] - m) / l;
     }
 }
 
 // Sums the softmax weights of a group's queries into x.sum, or takes their LARGEST, and the maxima of the lanes.
 template <bool LARGEST>
 static void join_queries(const skimkv_op *op, const Unit &u, const Scores &z, const SelectionScratch &x) {
+    const int G = op->cache->G;
+    constexpr int VECTORS = 64 / W;
     for (int64_t t = 0; t < u.tiles; t++) {
         vf top[16 / W];
         for (int i = 0; i < 16 / W; i++) top[i] = splat(LOWEST);
-        for (int y = 0; y < GROUP; y += 16)
-            for (int i = 0; i < 16 / W; i++) {
-                vf v = splat(0.f);
-                for (int g = 0; g < op->cache->G; g++) {
-                    const vf e = load(z.s + g * u.padded_n + t * GROUP + y + i * W);
-                    const vf factor = splat(x.factor[g * u.tiles + t]);
-                    v = LARGEST ? vmax(e * factor, v) : fma(e, factor, v);
-                }
-                store(x.sum + t * GROUP + y + i * W, v);
-                top[i] = vmax(top[i], v);
+        for (int y = 0; y < GROUP; y += 64) {
+            vf v[VECTORS] = {};
+            for (int g = 0; g < G; g++) {
+                const float *s = z.s + (t * G + g) * GROUP + y;
+                const vf factor = splat(x.factor[g * u.tiles + t]);
+                for (int i = 0; i < VECTORS; i++)
+                    v[i] = LARGEST ? vmax(load(s + i * W) * factor, v[i]) : fma(load(s + i * W), factor, v[i]);
             }
+            for (int i = 0; i < VECTORS; i++) {
+                store(x.sum + t * GROUP + y + i * W, v[i]);
+                top[i % (16 / W)] = vmax(top[i % (16 / W)], v[i]);
+            }
+        }
         for (int i = 0; i < 16 / W; i++) store(x.lane_max + 16 * t + i * W, top[i]);
     }
 }
@@ -177,10 +189,17 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
 // Sums the scores' softmax mass on the selected positions and on the sink, whose value is zero: SparQ's alpha.
 static void sum_selected_mass(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
     const int G = op->cache->G;
+    const int64_t n = u.chosen_count;
+    float *weight = x.value;
+    for (int64_t j = n; j < round_up(n, W); j++) weight[j] = G > 1 ? 0 : LOWEST;
     for (int g = 0; g < G; g++) {
-        float sum = sink_weight(op->sinks, u.h * G + g, u.m[g]) / u.l[g];
-        for (int64_t j = 0; j < u.chosen_count; j++) sum += softmax_weight(u, z, x, G, g, u.chosen[j]);
-        u.alpha[g] = sum > 1 || u.chosen_count == u.n ? 1 : sum;
+        for (int64_t j = 0; j < n; j++) weight[j] = weight_or_logit(u, z, x, G, g, u.chosen[j]);
+        vf total = splat(0.f);
+        for (int64_t j = 0; j < n; j += W)
+            total = total + (G > 1 ? load(weight + j) : exp2(load(weight + j) - splat(u.m[0])));
+        const float mass = G > 1 ? sum_lanes(total) : sum_lanes(total) / u.l[0];
+        const float sum = sink_weight(op->sinks, u.h * G + g, u.m[g]) / u.l[g] + mass;
+        u.alpha[g] = sum > 1 || n == u.n ? 1 : sum;
     }
 }
 

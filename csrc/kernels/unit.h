@@ -20,7 +20,7 @@ namespace skimkv::SKIMKV_NS {
 
 // Approximate scores of one unit, which the threads that split the unit share.
 struct Scores {
-    float *s;            // [G][padded_n] logits; if G > 1, 2^(logit - shift of the tile)
+    float *s;            // [tiles][G][256] logits; if G > 1, 2^(logit - shift of the tile)
     float *tile_shift;   // [G][tiles] shift of every tile of 256 positions
     float *tile_sum;     // [G][tiles] sum of 2^(logit - shift) of a part's tiles, at its last one; 0 at the others
     float *lane_max;     // [16*tiles] maxima of s, as select_largest needs them
@@ -28,16 +28,16 @@ struct Scores {
 };
 
 struct Unit {
-    int64_t b, h;                // row of the batch and KV head
-    int64_t n, padded_n, tiles;  // tokens, rounded up to 256, and divided by 256
-    float *q;                    // [G][P] the query, scaled and zero beyond D; P is padded_head(D)
-    bf16 *bf16_query;            // [G][padded_bf16(D)] the query as it came, or nullptr if its products are not taken
-    PreparedQuery prepared;      // the query as the products with quantised rows need it
-    int32_t *channel;            // [r] chosen channels
-    int64_t r;                   // how many they are
-    float *channel_weight;       // [G][r] what a channel of K is multiplied with
-    float *masked_query;         // [G][P] the same for a whole row of K: zero where a channel was not chosen
-    int32_t *chosen;             // the positions that are attended to, ascending
+    int64_t b, h;            // row of the batch and KV head
+    int64_t n, tiles;        // tokens, and tiles of 256 tokens
+    float *q;                // [G][P] the query, scaled and zero beyond D; P is padded_head(D)
+    bf16 *bf16_query;        // [G][padded_bf16(D)] the query as it came, or nullptr if its products are not taken
+    PreparedQuery prepared;  // the query as the products with quantised rows need it
+    int32_t *channel;        // [r + 2] chosen channels; the last two are scratch memory
+    int64_t r;               // how many they are
+    float *channel_weight;   // [G][r] what a channel of K is multiplied with
+    float *masked_query;     // [G][P] the same for a whole row of K: zero where a channel was not chosen
+    int32_t *chosen;         // the positions that are attended to, ascending
     int64_t chosen_count;
     float *alpha;       // [G] approximate softmax mass of the chosen positions
     float *m, *l;       // [G] the largest shift, and the sum of 2^(logit - m) over all positions
@@ -76,7 +76,7 @@ static Unit take_unit(Arena &a, const skimkv_op *op, int64_t n) {
     Unit u{};
     u.q = a.take<float>(query_floats(c)), u.channel_weight = a.take<float>(c->G * R);
     u.masked_query = a.take<float>(c->G * P);
-    u.channel = a.take<int32_t>(R), u.chosen = a.take<int32_t>(k + 16);
+    u.channel = a.take<int32_t>(R + 2), u.chosen = a.take<int32_t>(k + 16);
     u.alpha = a.take<float>(c->G), u.m = a.take<float>(c->G), u.l = a.take<float>(c->G);
     return u;
 }
@@ -129,7 +129,7 @@ static void load_bf16_query([[maybe_unused]] const skimkv_op *op, Unit &u) {
 // Makes u the unit of row b and KV head h, and loads its query.
 static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
     const int D = op->cache->D, P = padded_head(D);
-    u.b = b, u.h = h, u.n = cached_tokens(op, b), u.padded_n = round_up(u.n, 256), u.tiles = u.padded_n / 256;
+    u.b = b, u.h = h, u.n = cached_tokens(op, b), u.tiles = round_up(u.n, GROUP) / GROUP;
     for (int g = 0; g < op->cache->G; g++) {
         float *q = u.q + g * P;
         to_float(op->dtype, op->q, b * op->q_b + h * op->q_h + g * op->q_g, q, D);
