@@ -35,12 +35,7 @@ template <int BITS> struct NextQuantisedRows {
     const QuantisedRow<BITS> *const *rows;  // or nullptr
     int D, passes, pass;
     inline void prefetch_row(int64_t j) const {
-        const int64_t bytes = quantised_row_bytes(D, BITS);
-        const char *row = (const char *)rows[j];
-        // The row before has prefetched the line where a row begins. Rows of 4 bits are so short that it costs more to
-        // find the next line.
-        const int64_t first = BITS == 8 ? -(intptr_t)row & 63 : 0;
-        for (int64_t i = first; i < bytes; i += 64) prefetch(row + i);
+        for (int64_t i = 0; i < quantised_row_bytes(D, BITS); i += 64) prefetch((const char *)rows[j] + i);
     }
     // Prefetches the share of n rows that belongs to the rows row .. row+3 of this pass over n others.
     inline void prefetch_share(int row, int n) const {
