@@ -44,25 +44,30 @@ inline bool has_lost_core() {
 // it.
 class ThreadLimit {
    public:
-    static constexpr int64_t LEAST = 300000;  // a shorter wait is no trouble
+    static constexpr int64_t SHORT = 200000;  // an operation that is shorter teaches nothing
 
     // Of so many threads, those that an operation that begins now shall use.
     int use_of(int threads, int64_t now) {
-        if (fewer && now >= until) fewer--, until = now + pause;
+        if (fewer && now >= until) fewer--, until = now + pause, is_trial = true;
         return fewer < threads ? threads - fewer : 1;
     }
     // Learns from an operation of several threads that lasted from began to ended; one of them waited so long.
     void learn(int threads, int64_t waited, int64_t began, int64_t ended) {
-        if (waited < LEAST || waited < (ended - began) / 4) return;
-        pause = ended - until < 2 * pause ? (pause < LONGEST_PAUSE ? 2 * pause : pause) : FIRST_PAUSE;
-        until = ended + pause;
-        if (fewer < threads - 1) fewer++;
+        if (ended - began < SHORT) return;
+        const bool is_trouble = waited >= LEAST && waited >= (ended - began) / 4;
+        if (is_trouble) {
+            pause = !is_trial ? FIRST_PAUSE : pause < LONGEST_PAUSE ? 2 * pause : pause;
+            until = ended + pause;
+            if (fewer < threads - 1) fewer++;
+        }
+        is_trial = false;
     }
 
    private:
-    static constexpr int64_t FIRST_PAUSE = 4000000, LONGEST_PAUSE = 128000000;
+    static constexpr int64_t LEAST = 1000000, FIRST_PAUSE = 4000000, LONGEST_PAUSE = 128000000;
     int fewer = 0;
     int64_t until = 0, pause = FIRST_PAUSE;
+    bool is_trial = false;  // whether this is the first operation with one more thread
 };
 
 inline thread_local ThreadLimit limit_of_caller;
@@ -91,10 +96,12 @@ template <class F> void on_every_thread(int threads, skimkv_parallel parallel, c
             const int64_t start = nanoseconds();
             call->f(thread);
             const int64_t end = nanoseconds();
-            int64_t first = 0, waited = start - call->began, longest = 0;
+            int64_t first = 0, longest = 0;
             if (call->first_end.compare_exchange_strong(first, end)) first = end;
             // The last thread may only have had more work: then it has not lost its core.
-            if (end - first > waited && end - first >= ThreadLimit::LEAST && has_lost_core()) waited = end - first;
+            const bool has_waited = end - call->began >= ThreadLimit::SHORT && has_lost_core();
+            const int64_t late = start - call->began, after = has_waited ? end - first : 0;
+            const int64_t waited = late > after ? late : after;
             while (waited > longest && !call->waited.compare_exchange_weak(longest, waited)) {
             }
         },
