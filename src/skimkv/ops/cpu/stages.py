@@ -23,7 +23,7 @@ def stage_times(store: Store) -> Iterator[dict[str, float]]:
     ValueError if the last step of the store was not taken by an attention kernel of the C++ backend.
     """
     view = store.view
-    if not isinstance(view, CacheView):
+    if not isinstance(view, CacheView) or view.op.q is None:  # a prompt makes a view, and no step
         raise ValueError(f"the stages of a step are known in the C++ attention kernels only; {store} had no step there")
     nanoseconds, seconds = (ctypes.c_int64 * len(STAGES))(), dict.fromkeys(STAGES, 0.0)
     timed, plain = library.library().skimkv_step_timed, view.take_step
