@@ -6,6 +6,9 @@
 #include "kernel_table.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
+#ifdef SKIMKV_BF16_PRODUCTS
+#include "isa/linear_rows_bf16.h"
+#endif
 
 namespace skimkv::SKIMKV_NS {
 
@@ -56,26 +59,10 @@ static inline void multiply_float_rows(const T *w, int64_t apart, int64_t in, co
 }
 
 #ifdef SKIMKV_BF16_PRODUCTS
-// The same with inputs as they came, both in bfloat16: AVX512_BF16 multiplies and adds two of them per lane.
+// The same with inputs as they came.
 template <class, int R, int N>
-__attribute__((target("avx512bf16"))) static void multiply_float_rows(const bf16 *w, int64_t apart, int64_t in,
-                                                                      const bf16 *x, float *y) {
-    vf sum[R][N];
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < N; t++) sum[r][t] = splat(0.f);
-    for (int64_t at = 0; at < in; at += 32) {
-        __m512bh a[R];
-        for (int r = 0; r < R; r++) {
-            prefetch((const char *)(w + r * apart + at) + FLOATS_AHEAD_BYTES);
-            a[r] = (__m512bh)_mm512_loadu_si512(w + r * apart + at);
-        }
-        for (int t = 0; t < N; t++) {
-            const __m512bh p = (__m512bh)_mm512_loadu_si512(x + t * in + at);
-            for (int r = 0; r < R; r++) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], a[r], p);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < N; t++) y[r * N + t] = sum_lanes(sum[r][t]);
+static inline void multiply_float_rows(const bf16 *w, int64_t apart, int64_t in, const bf16 *x, float *y) {
+    multiply_rows_bf16<R, N>(w, apart, in, FLOATS_AHEAD_BYTES, x, y);
 }
 #endif
 

@@ -48,8 +48,9 @@ def isa_of(header: Path) -> str:
     """The instruction set that a header of csrc/isa is for; every other header compiles with the scalar set."""
     if header.parent.name != "isa":
         return "scalar"
-    own = {"quantised_index_vnni": "vnni", "quantised_rows_vnni": "vnni", "row_dots_bf16": "vnni"}
-    return own.get(header.stem) or next((x for x in ("avx2", "avx512", "neon") if header.stem.endswith(x)), "scalar")
+    if header.stem.endswith(("_vnni", "_bf16")):
+        return "vnni"
+    return next((x for x in ("avx2", "avx512", "neon") if header.stem.endswith(x)), "scalar")
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -90,7 +91,8 @@ def test_no_instruction_outside_the_set(isa, never, some, tmp_path):
             pytest.skip(f"{tool} is not installed")
     run("g++", "-O1", *COMMON, *flags(isa), *FOLDERS, "-c", SOURCE / f"isa/{isa}.cpp", "-o", tmp_path / "a.o")
     listing = run("objdump", "-d", "--no-show-raw-insn", tmp_path / "a.o")
-    functions = [text for text in re.split(r"\n(?=[0-9a-f]+ <)", listing) if not re.match(r".*dot_block_bf16", text)]
+    needs_more = re.compile(r".*(dot_block|multiply_rows)_bf16")
+    functions = [text for text in re.split(r"\n(?=[0-9a-f]+ <)", listing) if not needs_more.match(text)]
     lines = "\n".join(functions).splitlines()
     found = [line.split("\t", 1)[1] for line in lines if line.startswith(" ") and "\t" in line]
     assert (isa == "vnni") == ("vdpbf16ps" in listing)
@@ -191,4 +193,5 @@ def test_the_kernels_run_on_pytorchs_threads():
         for _ in range(3):
             x @ w
             steps.sparq(store, q, 0.125, None, 8, 32, 8, "coverage", True)
-        assert len(os.listdir("/proc/self/task")) == before
+        # OpenMP ends a thread that is left out while another process takes its core
+        assert len(os.listdir("/proc/self/task")) <= before
