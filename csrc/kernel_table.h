@@ -40,6 +40,10 @@ struct Kernels {
     void (*float_linear_order_inputs)(const skimkv_float_linear *, const Tokens &, float *inputs);
     void (*float_linear_multiply)(const skimkv_float_linear *, const Tokens &, const float *inputs, int64_t first,
                                   int64_t last);
+    // Causal attention of a prompt.
+    size_t (*prompt_scratch_bytes)(const skimkv_prompt *);
+    int64_t (*prompt_tasks)(const skimkv_prompt *);
+    void (*prompt_attention)(const skimkv_prompt *, void *scratch, int64_t task);
     size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
     void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
 };
@@ -76,6 +80,9 @@ const char *linear_error(const skimkv_linear *op, const Tokens &tokens);
 const char *block_linear_error(const skimkv_block_linear *op, const Tokens &tokens);
 const char *block_expand_error(const skimkv_block_linear *op, const void *y);
 const char *float_linear_error(const skimkv_float_linear *op, const Tokens &tokens);
+
+// In one line what is wrong with the attention of a prompt, or nullptr.
+const char *prompt_error(const skimkv_prompt *op);
 
 // Bytes of one token's inputs to a linear layer as integers: [in] int16, then [in/32] float scales.
 static inline int64_t rounded_input_bytes(int64_t in) { return (in * 2 + in / 32 * 4 + 63) / 64 * 64; }

@@ -185,6 +185,21 @@ const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x
     return nullptr;
 }
 
+const char *skimkv_prompt_attention_run(const skimkv_prompt *op, int threads, skimkv_parallel parallel) {
+    if (const char *error = skimkv::prompt_error(op)) return error;
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return NO_KERNELS;
+    const int64_t tasks = kernels->prompt_tasks(op);
+    threads = usable_threads(threads < tasks ? threads : (int)tasks, parallel);
+    const size_t bytes = kernels->prompt_scratch_bytes(op);
+    char *work = (char *)scratch.get(bytes * (size_t)threads);
+    if (!work) return "no memory for the attention of a prompt";
+    for_each_task(tasks, threads, parallel, [&](int64_t task, int thread) {
+        kernels->prompt_attention(op, work + bytes * (size_t)thread, task);
+    });
+    return nullptr;
+}
+
 int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel) {
     const Kernels *kernels = selected_kernels();
     if (!kernels) return -1;

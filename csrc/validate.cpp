@@ -1,5 +1,7 @@
 // Validates operations before they run: skimkv_check and its like return NULL, or one line that says what is wrong. Of
 // the caller's memory they read the structures and the arrays of lengths and positions, but no tensor.
+#include <initializer_list>
+
 #include "element_types.h"
 #include "kernel_table.h"
 #include "skimkv.h"
@@ -209,6 +211,19 @@ const char *float_linear_error(const skimkv_float_linear *op, const Tokens &toke
     if (is_misaligned(op->w, op->type)) return "w is not aligned to its elements";
     if (tokens.n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
     return tokens_error(tokens, op->dtype);
+}
+
+const char *prompt_error(const skimkv_prompt *op) {
+    if (!op) return "operation is NULL";
+    if (op->B < 1 || op->H < 1 || op->G < 1) return "B, H and G must be at least 1";
+    if (op->D < 1 || op->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
+    if (op->n < 1 || op->m < op->n || op->m > INT32_MAX - SKIMKV_GROUP)
+        return "n must be from 1 to m, and m below 2^31";
+    if (is_unknown_type(op->dtype)) return "dtype is unknown";
+    if (!op->q || !op->k || !op->v || !op->y) return "q, k, v or y is NULL";
+    for (const void *p : {op->q, op->k, op->v, (const void *)op->y})
+        if (is_misaligned(p, op->dtype)) return "q, k, v or y is not aligned to its elements";
+    return is_misaligned(op->sinks, SKIMKV_F32) ? "sinks is not aligned to its elements" : nullptr;
 }
 
 }  // namespace skimkv

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 6
+#define SKIMKV_VERSION 7
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -305,6 +305,21 @@ typedef struct skimkv_columns {
 
 SKIMKV_API const char *skimkv_columns_check(const skimkv_columns *op);
 SKIMKV_API int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel);
+
+/* Causal attention of a prompt: n queries of each of H*G heads, the last of m positions, and all keys and values of
+ * these positions. Query i sees the positions up to m - n + i. Validates, computes, and returns NULL, or in one line
+ * why it did not. A result does not depend on the number of threads. */
+typedef struct skimkv_prompt {
+    int32_t B, H, G, D, dtype; /* of q, k, v and y */
+    float scale, softcap;      /* as in skimkv_op */
+    int64_t n, m;
+    const void *q, *k, *v; /* [b,h,g,i,d], [b,h,p,d], [b,h,p,d] */
+    void *y;               /* [b,h,g,i,d] */
+    int64_t q_b, q_h, q_g, q_n, k_b, k_h, k_n, v_b, v_h, v_n, y_b, y_h, y_g, y_n;
+    const float *sinks; /* as in skimkv_op */
+} skimkv_prompt;
+
+SKIMKV_API const char *skimkv_prompt_attention_run(const skimkv_prompt *op, int threads, skimkv_parallel parallel);
 
 /* The instruction set in use: "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16" or "neon". It is selected at the
  * first use: the one that the environment variable SKIMKV_ISA names, or else the best one. NULL if this machine does

@@ -13,6 +13,7 @@
 #include "kernels/float_linear.h"
 #include "kernels/key_scores.h"
 #include "kernels/linear.h"
+#include "kernels/prompt_attention.h"
 
 namespace skimkv::SKIMKV_NS {
 
@@ -31,6 +32,9 @@ const Kernels kernels = {
     block_linear_expand,
     float_linear_order_inputs,
     float_linear_multiply,
+    prompt_scratch_bytes,
+    prompt_tasks,
+    prompt_attention,
     key_scores_scratch_bytes,
     key_scores,
 };

@@ -88,6 +88,25 @@ static inline vf sums_of(const vf *x) {
     return _mm512_shuffle_f32x4(v0, v1, 0x88) + _mm512_shuffle_f32x4(v0, v1, 0xdd);
 }
 
+// Makes lane j of x[i] lane i of x[j], for W vectors.
+static inline void transpose(vf *x) {
+    vf t[16], u[16];
+    for (int i = 0; i < 16; i += 2)
+        t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]), t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + 2 + j]);
+            u[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            u[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    for (int i = 0; i < 4; i++) {
+        const vf a = _mm512_shuffle_f32x4(u[i], u[4 + i], 0x88), b = _mm512_shuffle_f32x4(u[8 + i], u[12 + i], 0x88);
+        const vf c = _mm512_shuffle_f32x4(u[i], u[4 + i], 0xdd), d = _mm512_shuffle_f32x4(u[8 + i], u[12 + i], 0xdd);
+        x[i] = _mm512_shuffle_f32x4(a, b, 0x88), x[8 + i] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        x[4 + i] = _mm512_shuffle_f32x4(c, d, 0x88), x[12 + i] = _mm512_shuffle_f32x4(c, d, 0xdd);
+    }
+}
+
 static inline float as_float(f16 x) { return _cvtsh_ss(x.bits); }
 static inline f16 to_f16(float x) { return {_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
 

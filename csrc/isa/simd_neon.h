@@ -48,6 +48,14 @@ template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
+static inline void transpose(vf *x) {
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            const float below = x[i][j];
+            x[i][j] = x[j][i], x[j][i] = below;
+        }
+}
+
 static inline float as_float(f16 x) {
     __fp16 h;
     __builtin_memcpy(&h, &x, 2);

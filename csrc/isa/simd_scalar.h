@@ -77,6 +77,14 @@ template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vf{sum_lanes(x[0]), sum_lanes(x[1]), sum_lanes(x[2]), sum_lanes(x[3])}; }
 
+static inline void transpose(vf *x) {
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            const float below = x[i][j];
+            x[i][j] = x[j][i], x[j][i] = below;
+        }
+}
+
 using IntegerSum = vi;
 static inline vi load_int16_pairs(const int8_t *p) {
     vi x;

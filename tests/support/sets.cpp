@@ -1,6 +1,6 @@
 // Compares every instruction set of this machine with the scalar one through the C interface: appends, decode steps,
-// the linear layers and the key scores, with every element type and every quantisation. It needs no Python, so that it
-// also runs in an emulator.
+// the linear layers, the key scores and prompts, with every element type and every quantisation. It needs no Python, so
+// that it also runs in an emulator.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -193,6 +193,26 @@ static Result key_scores(const Case &c) {
     return result;
 }
 
+// The causal attention of random tokens that follow others.
+static Result prompt(const Case &c) {
+    const int H = 2, n = 70, m = 150, size = size_of(c.dtype);
+    state = 17;
+    Floats q0, kv0;
+    for (int i = 0; i < H * c.G * n * c.D; i++) q0.push_back(noise());
+    for (int i = 0; i < 2 * H * m * c.D; i++) kv0.push_back(noise());
+    const Bytes q = pack(q0, c.dtype), kv = pack(kv0, c.dtype);
+    Bytes y(q.size());
+    skimkv_prompt op{};
+    op.B = 1, op.H = H, op.G = c.G, op.D = c.D, op.dtype = c.dtype, op.scale = 1, op.softcap = 3, op.n = n, op.m = m;
+    op.q = q.data(), op.k = kv.data(), op.v = kv.data() + kv.size() / 2, op.y = y.data();
+    op.q_n = op.y_n = op.k_n = op.v_n = c.D, op.k_h = op.v_h = (int64_t)m * c.D;
+    op.q_g = op.y_g = (int64_t)n * c.D, op.q_h = op.y_h = c.G * op.q_g;
+    must(skimkv_prompt_attention_run(&op, 1, nullptr));
+    Result result;
+    for (size_t i = 0; i < y.size(); i += (size_t)size) result.y.push_back(float_of(&y[i], c.dtype));
+    return result;
+}
+
 // The largest difference between two results.
 static double difference(const Result &a, const Result &b) {
     double worst = 0;
@@ -207,20 +227,22 @@ static double difference(const Result &a, const Result &b) {
 // element type, and where codes are multiplied with integer weights by 2^-16; the bytes of the cache must be the same.
 static bool agrees(const std::string &isa, const Case &c) {
     const bool plain = c.channels == SKIMKV_NONE && c.bits == 0;
-    Result of_scalar[3], of_isa[3];
+    Result of_scalar[4], of_isa[4];
     for (Result *of : {of_scalar, of_isa}) {
         must(skimkv_force(of == of_isa ? isa.c_str() : "scalar"));
         of[0] = steps(c);
-        if (plain) of[1] = linear(c), of[2] = key_scores(c);
+        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c);
     }
     const double most = c.dtype == SKIMKV_BF16 ? 8e-3 : c.dtype == SKIMKV_F16 ? 1e-3 : 1e-4;
-    double error[3];
-    for (int i = 0; i < 3; i++) error[i] = difference(of_scalar[i], of_isa[i]);
+    double error[4];
+    for (int i = 0; i < 4; i++) error[i] = difference(of_scalar[i], of_isa[i]);
     const bool same_cache = of_scalar[0].cache == of_isa[0].cache;
-    if (same_cache && error[0] <= most && error[1] <= 2 * most && error[2] <= 1e-4) return true;
-    std::printf("%s: type %d, channels %d, bits %d, D %d, G %d: errors of steps %.1e, linear %.1e, key scores %.1e%s\n",
-                isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2],
-                same_cache ? "" : "; the caches differ");
+    if (same_cache && error[0] <= most && error[1] <= 2 * most && error[2] <= 1e-4 && error[3] <= most) return true;
+    std::printf(
+        "%s: type %d, channels %d, bits %d, D %d, G %d: errors of steps %.1e, linear %.1e, key scores %.1e, prompts "
+        "%.1e%s\n",
+        isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2], error[3],
+        same_cache ? "" : "; the caches differ");
     return false;
 }
 

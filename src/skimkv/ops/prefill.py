@@ -13,6 +13,7 @@ from ..stores.full import Full
 from .backends import select_backend
 from .blocks import apply_softcap, softmax_with_sinks
 from .cpu import prefill as cpu
+from .cpu import prompt_attention
 
 BLOCK = 512  # queries at a time where a mask is needed, so that memory stays O(BLOCK * N)
 
@@ -43,7 +44,9 @@ def _attend_even_rows(
         past = store.history(rows)
         m = past[0].shape[2]
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-    elif q.device.type == "cpu":
+    if _attends_in_library(q, k, v, sinks):
+        return prompt_attention.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+    if not m and q.device.type == "cpu":
         k, v = k.contiguous(), v.contiguous()  # a model's rows of one head lie apart, and each is read many times
     # one KV head a batch entry, its G query heads beside each other: K and V are expanded, never copied
     q1, k1, v1 = (t.expand(-1, -1, G, -1, -1).flatten(0, 1) for t in (q, k.unsqueeze(2), v.unsqueeze(2)))
@@ -63,6 +66,13 @@ def _attend_even_rows(
             weights = softmax_with_sinks(logits.to(compute_dtype(logits.dtype)), sinks)
             out.append(weights.to(vb.dtype) @ vb)
     return torch.cat(out, 2).reshape(q.shape)
+
+
+def _attends_in_library(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Whether the CPU's library attends: where it is the backend, has a kernel, and is faster than PyTorch's."""
+    if not prompt_attention.takes_prompt(q, k, v, sinks) or select_backend()[0] != "cpu":
+        return False
+    return prompt_attention.is_fast(q.dtype)
 
 
 def causal_attention(

@@ -1,0 +1,96 @@
+"""Causal attention of a prompt in C++ (csrc: skimkv_prompt_attention_run)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from ..blocks import check_sinks
+from . import library
+
+# Instruction sets with which the library was faster than PyTorch's attention wherever it was measured. It was not
+# measured on ARM, and the portable set has vectors of four numbers.
+FAST = ("avx512bf16", "avx512vnni", "avx512", "avx2")
+
+
+class CPrompt(Structure):
+    """The structure skimkv_prompt of skimkv.h."""
+
+    _fields_ = library.structure_fields(
+        ("B H G D dtype", c_int32),
+        ("scale softcap", c_float),
+        ("n m", c_int64),
+        ("q k v y", c_void_p),
+        ("q_b q_h q_g q_n k_b k_h k_n v_b v_h v_n y_b y_h y_g y_n", c_int64),
+        ("sinks", c_void_p),
+    )
+
+
+@functools.cache
+def _has_matrix_units() -> bool:
+    """Whether this processor multiplies tiles of bfloat16 (Intel AMX)."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+
+
+def takes_prompt(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
+    """Whether the library attends with these: tensors on the CPU of one type that it has, which need no gradient."""
+    if not q.numel() or not (q.device.type == k.device.type == v.device.type == "cpu"):
+        return False
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        return False
+    return q.dtype == k.dtype == v.dtype and q.dtype in library.DTYPES and q.shape[-1] <= library.MAX_HEAD_SIZE
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether the library is faster than PyTorch's attention for this type, with the instruction set in use.
+
+    PyTorch multiplies 16-bit numbers with matrix units where a processor has them, and the library does not.
+    """
+    return library.isa() in FAST and (dtype == torch.float32 or not _has_matrix_units())
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention, of queries that are the last of m positions: q (B,H,G,n,D) · k, v (B,H,m,D).
+
+    sinks (H,G) -> (B,H,G,n,D), whose tokens lie together in memory, as the next linear layer reads them.
+    Raises ValueError if shapes, types or devices do not fit.
+    """
+    B, H, G, n, D = q.shape
+    m = k.shape[2]
+    check_sinks(sinks, H, G, q.device)
+    if k.shape != (B, H, m, D) or v.shape != k.shape:
+        raise ValueError(f"k is {tuple(k.shape)}, v {tuple(v.shape)}; both must be {(B, H, m, D)}")
+    if not takes_prompt(q, k, v, sinks):
+        raise ValueError(f"no CPU kernel for q {_kind(q)}, k {_kind(k)}, v {_kind(v)}; at most 576 numbers a head")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap} must be positive")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.contiguous()
+    y = q.new_empty(B, n, H, G, D).permute(0, 2, 3, 1, 4)
+    op = CPrompt(
+        B, H, G, D, library.DTYPES[q.dtype], scale, softcap or 0, n, m,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(),
+        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *y.stride()[:4], None if sinks is None else sinks.data_ptr(),
+    )  # fmt: skip
+    error: bytes | None = _library().skimkv_prompt_attention_run(ctypes.addressof(op), *library.threads())
+    if error is not None:
+        raise ValueError(error.decode())
+    return y
+
+
+def _kind(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}{' with a gradient' if x.requires_grad else ''}"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = library.library()
+    run = lib.skimkv_prompt_attention_run
+    run.argtypes, run.restype = [c_void_p, c_int, c_void_p], c_char_p
+    return lib
