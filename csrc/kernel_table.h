@@ -8,7 +8,7 @@
 
 namespace skimkv {
 
-// The tokens of a linear layer: x [n,in] and y [n,out].
+// The tokens of a layer of a model: x [n,in] and y [n,out].
 struct Tokens {
     const void *x;
     void *y;
@@ -44,6 +44,8 @@ struct Kernels {
     size_t (*prompt_scratch_bytes)(const skimkv_prompt *);
     int64_t (*prompt_tasks)(const skimkv_prompt *);
     void (*prompt_attention)(const skimkv_prompt *, void *scratch, int64_t task);
+    // Normalises the tokens first .. last-1.
+    void (*rms_norm)(const skimkv_rms_norm *, const Tokens &, int64_t first, int64_t last);
     size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
     void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
 };
@@ -75,11 +77,12 @@ static inline skimkv_tokens new_token_of(const skimkv_op *op) {
     return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
 }
 
-// In one line what is wrong with a linear layer or its tokens, or nullptr.
+// In one line what is wrong with a layer or its tokens, or nullptr.
 const char *linear_error(const skimkv_linear *op, const Tokens &tokens);
 const char *block_linear_error(const skimkv_block_linear *op, const Tokens &tokens);
 const char *block_expand_error(const skimkv_block_linear *op, const void *y);
 const char *float_linear_error(const skimkv_float_linear *op, const Tokens &tokens);
+const char *rms_norm_error(const skimkv_rms_norm *op, const Tokens &tokens);
 
 // In one line what is wrong with the attention of a prompt, or nullptr.
 const char *prompt_error(const skimkv_prompt *op);

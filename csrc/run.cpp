@@ -200,6 +200,18 @@ const char *skimkv_prompt_attention_run(const skimkv_prompt *op, int threads, sk
     return nullptr;
 }
 
+const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,
+                                skimkv_parallel parallel) {
+    const Tokens tokens{x, y, n};
+    if (const char *error = skimkv::rms_norm_error(op, tokens)) return error;
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return NO_KERNELS;
+    threads = n * op->size < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
+    for_each_part(n, n * op->size, threads, parallel,
+                  [&](int64_t first, int64_t last) { kernels->rms_norm(op, tokens, first, last); });
+    return nullptr;
+}
+
 int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel) {
     const Kernels *kernels = selected_kernels();
     if (!kernels) return -1;

@@ -226,4 +226,14 @@ const char *prompt_error(const skimkv_prompt *op) {
     return is_misaligned(op->sinks, SKIMKV_F32) ? "sinks is not aligned to its elements" : nullptr;
 }
 
+const char *rms_norm_error(const skimkv_rms_norm *op, const Tokens &tokens) {
+    if (!op) return "operation is NULL";
+    if (!op->w) return "w is NULL";
+    if (op->size < 1 || op->size > INT32_MAX) return "size must be at least 1 and below 2^31";
+    if (!(op->eps >= 0)) return "eps must be at least 0";
+    if (is_unknown_type(op->dtype)) return "dtype is unknown";
+    if (is_misaligned(op->w, op->dtype)) return "w is not aligned to its elements";
+    return tokens_error(tokens, op->dtype);
+}
+
 }  // namespace skimkv

@@ -290,6 +290,18 @@ typedef struct skimkv_float_linear {
 SKIMKV_API const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x, void *y, int64_t n,
                                                int threads, skimkv_parallel parallel);
 
+/* Root-mean-square normalisation of n tokens x [n,size] -> y [n,size]: w * x / sqrt(mean(x^2) + eps), where the
+ * quotient is rounded to dtype before the product. */
+typedef struct skimkv_rms_norm {
+    const void *w; /* [size] */
+    int64_t size;
+    float eps;     /* at least 0 */
+    int32_t dtype; /* of w, x and y */
+} skimkv_rms_norm;
+
+SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,
+                                           skimkv_parallel parallel);
+
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller
  * adds the parts up. */

@@ -14,6 +14,7 @@
 #include "kernels/key_scores.h"
 #include "kernels/linear.h"
 #include "kernels/prompt_attention.h"
+#include "kernels/rms_norm.h"
 
 namespace skimkv::SKIMKV_NS {
 
@@ -35,6 +36,7 @@ const Kernels kernels = {
     prompt_scratch_bytes,
     prompt_tasks,
     prompt_attention,
+    rms_norm,
     key_scores_scratch_bytes,
     key_scores,
 };

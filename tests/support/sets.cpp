@@ -1,6 +1,6 @@
 // Compares every instruction set of this machine with the scalar one through the C interface: appends, decode steps,
-// the linear layers, the key scores and prompts, with every element type and every quantisation. It needs no Python, so
-// that it also runs in an emulator.
+// the linear layers, the key scores, prompts and normalisations, with every element type and every quantisation. It
+// needs no Python, so that it also runs in an emulator.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -213,6 +213,22 @@ static Result prompt(const Case &c) {
     return result;
 }
 
+// Random tokens of one head, normalised.
+static Result norm(const Case &c) {
+    const int n = 5, size = size_of(c.dtype);
+    state = 19;
+    Floats w0, x0;
+    for (int i = 0; i < c.D; i++) w0.push_back(noise());
+    for (int i = 0; i < n * c.D; i++) x0.push_back(noise());
+    const Bytes w = pack(w0, c.dtype), x = pack(x0, c.dtype);
+    Bytes y(x.size());
+    const skimkv_rms_norm op{w.data(), c.D, 1e-5f, c.dtype};
+    must(skimkv_rms_norm_run(&op, x.data(), y.data(), n, 1, nullptr));
+    Result result;
+    for (size_t i = 0; i < y.size(); i += (size_t)size) result.y.push_back(float_of(&y[i], c.dtype));
+    return result;
+}
+
 // The largest difference between two results.
 static double difference(const Result &a, const Result &b) {
     double worst = 0;
@@ -227,21 +243,22 @@ static double difference(const Result &a, const Result &b) {
 // element type, and where codes are multiplied with integer weights by 2^-16; the bytes of the cache must be the same.
 static bool agrees(const std::string &isa, const Case &c) {
     const bool plain = c.channels == SKIMKV_NONE && c.bits == 0;
-    Result of_scalar[4], of_isa[4];
+    Result of_scalar[5], of_isa[5];
     for (Result *of : {of_scalar, of_isa}) {
         must(skimkv_force(of == of_isa ? isa.c_str() : "scalar"));
         of[0] = steps(c);
-        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c);
+        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c), of[4] = norm(c);
     }
     const double most = c.dtype == SKIMKV_BF16 ? 8e-3 : c.dtype == SKIMKV_F16 ? 1e-3 : 1e-4;
-    double error[4];
-    for (int i = 0; i < 4; i++) error[i] = difference(of_scalar[i], of_isa[i]);
+    double error[5];
+    for (int i = 0; i < 5; i++) error[i] = difference(of_scalar[i], of_isa[i]);
     const bool same_cache = of_scalar[0].cache == of_isa[0].cache;
-    if (same_cache && error[0] <= most && error[1] <= 2 * most && error[2] <= 1e-4 && error[3] <= most) return true;
+    const bool same_rest = error[1] <= 2 * most && error[2] <= 1e-4 && error[3] <= most && error[4] <= 2 * most;
+    if (same_cache && error[0] <= most && same_rest) return true;
     std::printf(
         "%s: type %d, channels %d, bits %d, D %d, G %d: errors of steps %.1e, linear %.1e, key scores %.1e, prompts "
-        "%.1e%s\n",
-        isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2], error[3],
+        "%.1e, norms %.1e%s\n",
+        isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2], error[3], error[4],
         same_cache ? "" : "; the caches differ");
     return false;
 }

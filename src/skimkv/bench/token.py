@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..hf.attach import Cache, attach, detach
 from ..hf.float_modules import FloatLinear
 from ..hf.layer import Layer
+from ..hf.norms import norms_of
 from ..hf.weights import Linear8
 from ..methods import Dense, parse
 from ..methods.base import Method
@@ -152,15 +153,17 @@ def next_token(model: LlamaForCausalLM, cache: Any) -> None:
         model(input_ids=ids, past_key_values=cache, position_ids=places, use_cache=True)
 
 
-class LinearLayers:
-    """The linear layers of a model: its own, and ours with the same weights in the place of transformers'."""
+class OwnLayers:
+    """The linear layers and normalisations of a model: its own, and ours with the same weights in their place."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
+        norms = norms_of(model)
         self.model = model
-        self.plain = {name: part for name, part in model.named_modules() if hasattr(part, "in_features")}
-        self.ours = {
+        self.plain = {n: part for n, part in model.named_modules() if hasattr(part, "in_features") or n in norms}
+        self.ours = norms | {
             name: FloatLinear(part.weight, part.weight.dtype) if type(part) is torch.nn.Linear else part
             for name, part in self.plain.items()
+            if name not in norms
         }
 
     def use(self, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -169,13 +172,14 @@ class LinearLayers:
             self.model.set_submodule(name, layer)
 
     def calls(self) -> dict[str, Call]:
-        """Products of one token with all layers, one after the other, by PLAIN and OURS."""
+        """Products of one token with all linear layers, one after the other, by PLAIN and OURS."""
         return {PLAIN: partial(self._multiply, self.plain), OURS: partial(self._multiply, self.ours)}
 
     def _multiply(self, layers: Mapping[str, Any]) -> None:
         with torch.inference_mode():
             for layer in layers.values():
-                layer(torch.ones(1, 1, layer.in_features, dtype=self.model.dtype))
+                if hasattr(layer, "in_features"):
+                    layer(torch.ones(1, 1, layer.in_features, dtype=self.model.dtype))
 
 
 class AttentionClock:
@@ -244,13 +248,13 @@ def time_together(
             clocks[name] = AttentionClock(model, cache)
             calls[name] = clocks[name].next_token
     moves = machine.bandwidth_calls()
-    linear = LinearLayers(model)
+    layers = OwnLayers(model)
 
     def before(name: str) -> None:
         """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
         if name in named:
             method = named[name].method
-            linear.use(linear.plain if method is None or _by_difference(machine, compile) else linear.ours)
+            layers.use(layers.plain if method is None or _by_difference(machine, compile) else layers.ours)
             if method is None:
                 detach(model)
             else:
@@ -272,11 +276,11 @@ def time_together(
         return (own_wait() if own_wait else 0.0) + sum(waits.values())
 
     if clocks:
-        calls |= linear.calls()
+        calls |= layers.calls()
     calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
     timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None)
-    linear.use(linear.plain)
+    layers.use(layers.plain)
     detach(model)
     timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
     measured = {

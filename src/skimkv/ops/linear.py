@@ -20,7 +20,7 @@ FLOAT_PROMPT = 16  # tokens from which on PyTorch multiplies floats faster
 
 
 class Product:
-    """The product of a linear layer, whose kernel is prepared once: while nothing changes, it only runs.
+    """The product of a layer with its inputs, whose kernel is prepared once: while nothing changes, it only runs.
 
     After a model has read other weights, each function that Python calls costs a microsecond or more.
     prepare(x, weight, bias=): the matrix as the kernel needs it, or None where PyTorch computes. compute, likewise: the
@@ -62,14 +62,15 @@ class Product:
         return {**self.__dict__, "_matrix": None, "_form": None}
 
 
-def _is_native(x: Tensor) -> bool:
+def is_native(x: Tensor) -> bool:
+    """Whether the C++ library computes with x."""
     kernels = kernels_for(x.device)
     return kernels is not None and kernels.name == "cpu"
 
 
 def packed_matrix(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> cpu.Matrix | None:
     """The weights of `linear8` as its kernel needs them for x and its like; None where the reference computes."""
-    return cpu.packed_matrix(x, packed, out, bias) if _is_native(x) else None
+    return cpu.packed_matrix(x, packed, out, bias) if is_native(x) else None
 
 
 def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
@@ -97,7 +98,7 @@ def block_matrix(
 ) -> cpu.Matrix | None:
     """The weights of `block_linear` as its kernel needs them for x and its like; None where PyTorch computes."""
     block_weights.check_rows(x, rows, type)
-    if x.numel() >= PROMPT * x.shape[-1] or not _is_native(x):
+    if x.numel() >= PROMPT * x.shape[-1] or not is_native(x):
         return None
     return cpu.block_matrix(x, rows, type, bias, order)
 
@@ -112,12 +113,12 @@ def block_linear(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None,
     matrix = block_matrix(x, rows, type, bias, order)
     if matrix is not None:
         return matrix.multiply(x)
-    is_native = _is_native(x)
+    in_library = is_native(x)
     tokens = x.reshape(-1, x.shape[-1])
     y = x.new_empty(tokens.shape[0], rows.shape[0])
     for first in range(0, rows.shape[0], ROWS_AT_ONCE):
         part = rows[first : first + ROWS_AT_ONCE]
-        if is_native:
+        if in_library:
             y[:, first : first + ROWS_AT_ONCE] = tokens @ cpu.expand_blocks(part, type, x.shape[-1], x.dtype).T
         else:
             y[:, first : first + ROWS_AT_ONCE] = (tokens.float() @ block_weights.dequantise(part, type).T).to(x.dtype)
@@ -139,7 +140,7 @@ def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> cpu.M
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; must be floats (...,{weight.shape[1]})")
     if x.numel() >= FLOAT_PROMPT * weight.shape[1] or weight.shape[1] % 32 or not weight.is_contiguous():
         return None
-    return cpu.float_matrix(x, weight, bias) if _is_native(x) else None
+    return cpu.float_matrix(x, weight, bias) if is_native(x) else None
 
 
 def float_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -56,10 +56,12 @@ class Matrix:
     several threads may multiply with it at the same time.
     """
 
-    def __init__(self, op: Any, run: Callable[..., bytes | None], bias: Tensor | None) -> None:
+    def __init__(
+        self, op: Any, run: Callable[..., bytes | None], out: int, inputs: int, bias: Tensor | None = None
+    ) -> None:
         self.op, self.address, self.run = op, ctypes.addressof(op), run
         self.bias = bias  # so that a bias that was converted lives as long
-        self.out, self.inputs, self.pool = op.out, op.in_, library.thread_pool()
+        self.out, self.inputs, self.pool = out, inputs, library.thread_pool()
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply x (...,in) -> (...,out) in the type of x. Raises ValueError with the library's reason."""
@@ -81,22 +83,21 @@ def packed_matrix(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = Non
     Raises ValueError if shapes, types, strides or devices do not fit.
     """
     check_weights(x, packed, out)
-    dtype = _dtype(x)
+    dtype = dtype_number(x)
     if not packed.is_contiguous():
         raise ValueError("packed weights must be contiguous")
     bias = _bias(bias, out, x)
-    return Matrix(
-        CLinear(packed.data_ptr(), out, x.shape[-1], _address(bias), dtype), _library().skimkv_linear_run, bias
-    )
+    op = CLinear(packed.data_ptr(), out, x.shape[-1], _address(bias), dtype)
+    return Matrix(op, _library().skimkv_linear_run, out, x.shape[-1], bias)
 
 
 def block_matrix(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None, order: Tensor | None = None) -> Matrix:
     """Blocks of a GGUF file, to be multiplied with x and its like, whose inputs are rounded as in `packed_matrix`."""
-    dtype, out = _dtype(x), _rows_of(rows, order)
+    dtype, out = dtype_number(x), _rows_of(rows, order)
     bias = _bias(bias, out, x)
     number = GGMLQuantizationType[type]
     op = CBlockLinear(rows.data_ptr(), out, x.shape[-1], _address(bias), _address(order), dtype, number)
-    return Matrix(op, _library().skimkv_block_linear_run, bias)
+    return Matrix(op, _library().skimkv_block_linear_run, out, x.shape[-1], bias)
 
 
 def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Matrix:
@@ -104,19 +105,19 @@ def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Matri
 
     Raises ValueError if a type, a stride or a device has no kernel.
     """
-    dtype, type = _dtype(x), _dtype(weight)
+    dtype, type = dtype_number(x), dtype_number(weight)
     out, inputs = weight.shape
     if not weight.is_contiguous():
         raise ValueError("weights must be contiguous")
     bias = _bias(bias, out, x)
     op = CFloatLinear(weight.data_ptr(), out, inputs, _address(bias), dtype, type)
-    return Matrix(op, _library().skimkv_float_linear_run, bias)
+    return Matrix(op, _library().skimkv_float_linear_run, out, inputs, bias)
 
 
 def expand_blocks(rows: Tensor, type: str, inputs: int, dtype: torch.dtype) -> Tensor:
     """Dequantise rows (n,row_bytes) of blocks -> (n,inputs) in dtype: float32, bfloat16 or float16."""
     y = torch.empty(_rows_of(rows, None), inputs, dtype=dtype)
-    op = CBlockLinear(rows.data_ptr(), y.shape[0], inputs, None, None, _dtype(y), GGMLQuantizationType[type])
+    op = CBlockLinear(rows.data_ptr(), y.shape[0], inputs, None, None, dtype_number(y), GGMLQuantizationType[type])
     _raise(_library().skimkv_block_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
     return y
 
@@ -158,7 +159,8 @@ def _rows_of(rows: Tensor, order: Tensor | None) -> int:
     return rows.shape[0]
 
 
-def _dtype(x: Tensor) -> int:
+def dtype_number(x: Tensor) -> int:
+    """The library's number for the type of a tensor on a CPU. Raises ValueError if it has none."""
     dtype = library.DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu:
         raise ValueError(f"no CPU kernel for activations of {x.dtype} on {x.device}")
