@@ -38,9 +38,7 @@ def _meaning(kind: type[nn.Module]) -> tuple[Any, ...]:
 def norms_of(model: nn.Module) -> dict[str, RMSNorm]:
     """Our module for every one of a model's that is a normalisation as Llama has it, by name; weights are shared."""
     return {
-        name: RMSNorm(part.weight, part.variance_epsilon)
-        for name, part in model.named_modules()
-        if is_llama_norm(part)
+        name: RMSNorm(part.weight, part.variance_epsilon) for name, part in model.named_modules() if is_llama_norm(part)
     }
 
 
