@@ -17,6 +17,11 @@ typedef int vi __attribute__((vector_size(32)));
 
 static inline vf splat(float x) { return _mm256_set1_ps(x); }
 static inline vf load(const float *p) { return _mm256_loadu_ps(p); }
+// The first `count` elements, fewer than W; the other lanes are zero.
+static inline vf load_first(const float *p, int64_t count) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane));
+}
 static inline vf load(const bf16 *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }

@@ -25,6 +25,10 @@ typedef int vi __attribute__((vector_size(64)));  // W 32-bit integers
 
 static inline vf splat(float x) { return _mm512_set1_ps(x); }
 static inline vf load(const float *p) { return _mm512_loadu_ps(p); }
+// The first `count` elements, fewer than W; the other lanes are zero.
+static inline vf load_first(const float *p, int64_t count) {
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), p);
+}
 static inline vf load(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }

@@ -17,6 +17,12 @@ using vi = int32x4_t;
 
 static inline vf splat(float x) { return vdupq_n_f32(x); }
 static inline vf load(const float *p) { return vld1q_f32(p); }
+// The first `count` elements, fewer than W; the other lanes are zero.
+static inline vf load_first(const float *p, int64_t count) {
+    vf x = {};
+    for (int i = 0; i < W && i < count; i++) x[i] = p[i];
+    return x;
+}
 static inline vf load(const bf16 *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
 static inline vf load(const f16 *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 static inline vf load(const uint8_t *p) {

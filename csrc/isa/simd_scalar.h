@@ -48,6 +48,12 @@ static inline vf load(const float *p) {
     __builtin_memcpy(&x, p, sizeof x);
     return x;
 }
+// The first `count` elements, fewer than W; the other lanes are zero.
+static inline vf load_first(const float *p, int64_t count) {
+    vf x = {};
+    for (int i = 0; i < W && i < count; i++) x[i] = p[i];
+    return x;
+}
 static inline vf load(const bf16 *p) { return (vf)(vi{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16); }
 static inline vf load(const f16 *p) { return vf{as_float(p[0]), as_float(p[1]), as_float(p[2]), as_float(p[3])}; }
 static inline vf load(const uint8_t *p) { return vf{(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }

@@ -59,7 +59,7 @@ static ByteWeights take_byte_weights(Arena &a, const skimkv_op *op, int64_t n) {
 // Loads the scales or the zeros of one channel in W groups, `stride` apart. Only `count` groups are left; the other
 // lanes are zero.
 static inline vf load_scales(const float *p, int64_t stride, int64_t count) {
-    if (stride == 1 && count >= W) return load(p);
+    if (stride == 1) return count >= W ? load(p) : load_first(p, count);
     float lanes[W] = {};
     for (int i = 0; i < min(count, W); i++) lanes[i] = p[i * stride];
     return load(lanes);

@@ -232,23 +232,23 @@ def race(
 
     Paths of PyTorch's that are slow in the warm-up (`slow_paths`) are left out.
     """
-    repeats = {name: -(-machine.least_steps // len(candidate)) for name, candidate in candidates.items()}
 
-    def run(name: str) -> None:
-        """Take the candidate's steps, as often as they are timed together."""
-        for _ in range(repeats[name]):
-            candidates[name].run()
+    def call_of(name: str) -> Call:
+        """Return the candidate's steps, as often as they are timed together; a single step without a loop around it."""
+        candidate = candidates[name]
+        repeats = -(-machine.least_steps // len(candidate))
+        return candidate[0].run if repeats * len(candidate) == 1 else partial(repeat, candidate.run, repeats)
 
     warm_up = dict[str, float]()
     for name in [*candidates] * 2:  # all before the first capture: what is made once is made then
-        warm_up[name] = machine.seconds(partial(run, name)) / len(candidates[name])
+        warm_up[name] = machine.seconds(call_of(name)) / len(candidates[name])
         candidates[name].undo()
     slow = slow_paths(warm_up)
     candidates = {name: candidate for name, candidate in candidates.items() if name not in slow}
     stores = [step.store for candidate in candidates.values() for step in candidate if step.store is not None]
     valid, calls = machine.footing(stores), dict[str, Call]()
     for name, candidate in candidates.items():
-        calls[name] = machine.capture(partial(run, name))
+        calls[name] = machine.capture(call_of(name))
         candidate.undo()
     assert machine.footing(stores) == valid
     moves = machine.bandwidth_calls()
@@ -266,6 +266,12 @@ def race(
         candidate.undo()
     steps = {name: [s / len(candidates[name]) for s in measured.seconds[name]] for name in candidates}
     return Timings(steps, measured.waited), peak_bandwidth(moves, measured.seconds)
+
+
+def repeat(call: Call, times: int) -> None:
+    """Run a call so many times."""
+    for _ in range(times):
+        call()
 
 
 def slow_paths(seconds: Mapping[str, float]) -> list[str]:
