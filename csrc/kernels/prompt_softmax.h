@@ -48,10 +48,10 @@ template <int R, int C> static void multiply_prompt_tile(const PromptProduct &x,
 template <int C, int ROWS, class StoreTwo>
 static inline __attribute__((always_inline)) void weigh_keys_into(const StoreTwo &store_two, float *s, int64_t keys,
                                                                   float *maximum, float *sum, float *factor) {
-    vf top[C], total[C];
+    vf top[C], total[C];  // the maximum skips a NaN, whose weight is NaN
     for (int v = 0; v < C; v++) top[v] = load(maximum + v * W);
     for (int64_t j = 0; j < keys; j++)
-        for (int v = 0; v < C; v++) top[v] = vmax(top[v], load(s + (j * C + v) * W));
+        for (int v = 0; v < C; v++) top[v] = vmax(load(s + (j * C + v) * W), top[v]);
     for (int v = 0; v < C; v++) {
         const vf change = exp2(load(maximum + v * W) - top[v]);
         store(factor + v * W, change), store(maximum + v * W, top[v]);
