@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skimkv.hf.layer import Layer, attention
+from skimkv.hf.attention_interface import attention
+from skimkv.hf.layer import Layer
 from skimkv.methods import parse
 from skimkv.stores.base import Workspace
 from support.calls import functions_entered

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import skimkv
-from skimkv.hf.layer import attention as attention_function
+from skimkv.hf.attention_interface import attention as attention_function
 from support.generation import N, beam, chunks, padding
 from support.tiny_models import build, padded, prompt
 

@@ -1,18 +1,20 @@
 """The connection to Hugging Face transformers. Importing this package imports nothing else.
 
-    attach.py      attach a method to a model; the cache that generate() uses
-    layer.py       one layer of that cache, and the attention and mask functions that the model calls
-    adapters.py    models of PEFT: the transformers model inside, and which adapters are refused
-    supported.py   which models, and which of their layers, a method can decode
-    load.py        load a model: builtin, a folder, a GGUF file, or an id of the Hugging Face hub
-    weights.py     8-bit weights, quantised while a checkpoint is read
-    gguf.py        the GGUF file format
-    gguf_llama.py  a Llama from a GGUF file
-    compile.py     decoding as one compiled graph
-    cuda_graph.py  that graph as a CUDA graph, which a GPU replays
+    attach.py               attach a method to a model; the cache that generate() uses
+    layer.py                one layer of that cache
+    attention_interface.py  the attention and mask functions that the model calls
+    adapters.py             models of PEFT: the transformers model inside, and which adapters are refused
+    supported.py            which models, and which of their layers, a method can decode
+    load.py                 load a model: builtin, a folder, a GGUF file, or an id of the Hugging Face hub
+    weights.py              8-bit weights, quantised while a checkpoint is read
+    gguf.py                 the GGUF file format
+    gguf_llama.py           a Llama from a GGUF file
+    norms.py                the normalisations of a model as one operation of ours
+    compile.py              decoding as one compiled graph
+    cuda_graph.py           that graph as a CUDA graph, which a GPU replays
 
 How a query tensor runs from the model to the kernel: the model's attention layer calls `Cache.update` (attach.py),
-which marks the key tensor with its layer, and then `attention` (layer.py), which finds the layer by that mark and
-calls `Layer.attend`; a decoded token goes on to `Method.decode` (methods/) and from there to the store and the
-kernels of the backend (ops/).
+which marks the key tensor with its layer, and then `attention` (attention_interface.py), which finds the layer by that
+mark and calls `Layer.attend`; a decoded token goes on to `Method.decode` (methods/) and from there to the store and
+the kernels of the backend (ops/).
 """

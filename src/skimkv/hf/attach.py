@@ -1,9 +1,9 @@
 """Attach a method to a transformers model, or give generate() a cache that decodes with one.
 
-No modelling file is copied, and nothing is patched at import. The attention and mask functions of layer.py are
-registered with transformers, the model's configuration names them, and three methods of this model object are
-replaced: generate(), and those in which generate() makes its cache and its logits processors. `detach` undoes all.
-A model of PEFT is served through the transformers model inside it.
+No modelling file is copied, and nothing is patched at import. The functions of attention_interface.py are registered
+with transformers, the model's configuration names them, and three methods of this model object are replaced:
+generate(), and those in which generate() makes its cache and its logits processors. `detach` undoes all. A model of
+PEFT is served through the transformers model inside it.
 
 What is attached is a state of the model, so it is for one user of the model at a time: a thread that would change the
 method of another one is refused. A `Cache` has its own method and belongs to its request.
@@ -37,8 +37,9 @@ from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
 from ..stores.rotation import KeyRotation
 from .adapters import check_adapter, transformers_model
+from .attention_interface import LIBRARY_ATTENTION, attention, mask
 from .compile import CompiledForward, compiled_forward, set_forward
-from .layer import LIBRARY_ATTENTION, AttentionLayer, Layer, attention, mask
+from .layer import AttentionLayer, Layer
 from .positions import Positions, check_length, counts_in_cache, positions_of
 from .rotary import key_rotations
 from .states import LayerWithStates, is_state_layer, refuse_crop, repeated_rows, select_rows, state_tensors
