@@ -17,12 +17,6 @@ using vi = int32x4_t;
 
 static inline vf splat(float x) { return vdupq_n_f32(x); }
 static inline vf load(const float *p) { return vld1q_f32(p); }
-// The first `count` elements, fewer than W; the other lanes are zero.
-static inline vf load_first(const float *p, int64_t count) {
-    vf x = {};
-    for (int i = 0; i < W && i < count; i++) x[i] = p[i];
-    return x;
-}
 static inline vf load(const bf16 *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16)); }
 static inline vf load(const f16 *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 static inline vf load(const uint8_t *p) {
@@ -54,14 +48,6 @@ template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 
-static inline void transpose(vf *x) {
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < i; j++) {
-            const float below = x[i][j];
-            x[i][j] = x[j][i], x[j][i] = below;
-        }
-}
-
 static inline float as_float(f16 x) {
     __fp16 h;
     __builtin_memcpy(&h, &x, 2);
@@ -86,3 +72,5 @@ static inline IntegerSum multiply_add(IntegerSum s, vi a, vi b) {
 static inline vf to_floats(IntegerSum s) { return vcvtq_f32_s32(vpaddq_s32(s.low, s.high)); }
 
 }  // namespace skimkv::SKIMKV_NS
+
+#include "isa/simd_loops.h"

@@ -48,12 +48,6 @@ static inline vf load(const float *p) {
     __builtin_memcpy(&x, p, sizeof x);
     return x;
 }
-// The first `count` elements, fewer than W; the other lanes are zero.
-static inline vf load_first(const float *p, int64_t count) {
-    vf x = {};
-    for (int i = 0; i < W && i < count; i++) x[i] = p[i];
-    return x;
-}
 static inline vf load(const bf16 *p) { return (vf)(vi{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16); }
 static inline vf load(const f16 *p) { return vf{as_float(p[0]), as_float(p[1]), as_float(p[2]), as_float(p[3])}; }
 static inline vf load(const uint8_t *p) { return vf{(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
@@ -83,14 +77,6 @@ template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vf{sum_lanes(x[0]), sum_lanes(x[1]), sum_lanes(x[2]), sum_lanes(x[3])}; }
 
-static inline void transpose(vf *x) {
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < i; j++) {
-            const float below = x[i][j];
-            x[i][j] = x[j][i], x[j][i] = below;
-        }
-}
-
 using IntegerSum = vi;
 static inline vi load_int16_pairs(const int8_t *p) {
     vi x;
@@ -104,3 +90,5 @@ static inline IntegerSum multiply_add(IntegerSum s, vi a, vi b) {
 static inline vf to_floats(IntegerSum s) { return __builtin_convertvector(s, vf); }
 
 }  // namespace skimkv::SKIMKV_NS
+
+#include "isa/simd_loops.h"

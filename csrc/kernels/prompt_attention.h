@@ -91,19 +91,13 @@ static size_t prompt_scratch_bytes(const skimkv_prompt *op) {
 // Groups of queries, each a task.
 static int64_t prompt_groups(const skimkv_prompt *op) { return (op->n * op->G + PROMPT_QUERIES - 1) / PROMPT_QUERIES; }
 
-template <class T> static inline void floats_of_row(const T *from, float *to, int64_t D) {
-    int64_t d = 0;
-    for (; d + W <= D; d += W) store(to + d, load(from + d));
-    for (; d < D; d++) to[d] = as_float(from[d]);
-}
-
 // A row as words; the last pair of an odd D is filled with zero.
 template <class T, bool PAIRS> static inline void words_of_row(const T *from, float *to, int64_t D) {
     if constexpr (PAIRS) {
         if (D % 2) to[D / 2] = 0;
         __builtin_memcpy(to, from, D * sizeof(T));
     } else {
-        floats_of_row(from, to, D);
+        to_float(from, to, (int)D);
     }
 }
 
@@ -135,7 +129,7 @@ static void prepare_prompt_block(const skimkv_prompt *op, const PromptScratch &x
             __builtin_memcpy(to, pairs, (D - whole) * sizeof(float));
         } else {
             float values[SKIMKV_MAX_HEAD];
-            floats_of_row(value(i), values, D);
+            to_float(value(i), values, (int)D);
             if (i >= count) __builtin_memset(values, 0, D * sizeof(float));
             for (int64_t d = 0; d < whole; d += R, to += DEPTH * R) __builtin_memcpy(to, values + d, R * sizeof(float));
             __builtin_memcpy(to, values + whole, (D - whole) * sizeof(float));

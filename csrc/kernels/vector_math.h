@@ -86,7 +86,9 @@ static inline void round_to(bf16 *p, float x) {
 
 // Conversions of n elements, from and to float.
 template <class T> static inline void to_float(const T *from, float *to, int n) {
-    for (int i = 0; i < n; i++) to[i] = as_float(from[i]);
+    int i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i));
+    for (; i < n; i++) to[i] = as_float(from[i]);
 }
 template <class T> static inline void from_float(const float *from, T *to, int n) {
     for (int i = 0; i < n; i++) round_to(to + i, from[i]);
