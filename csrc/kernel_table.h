@@ -44,8 +44,12 @@ struct Kernels {
     size_t (*prompt_scratch_bytes)(const skimkv_prompt *);
     int64_t (*prompt_tasks)(const skimkv_prompt *);
     void (*prompt_attention)(const skimkv_prompt *, void *scratch, int64_t task);
-    // Normalises the tokens first .. last-1.
+    // Normalises the tokens first .. last-1; y may be x.
     void (*rms_norm)(const skimkv_rms_norm *, const Tokens &, int64_t first, int64_t last);
+    // Writes silu(gate) * up to `gate`.
+    void (*gate)(int dtype, void *gate, const void *up, int64_t count);
+    // Turns the heads x [heads,D] of one token by the angles whose cosines and sines are given, both [D].
+    void (*rotate)(int dtype, const void *cos, const void *sin, int64_t heads, int D, void *x);
     size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
     void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
 };

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 7
+#define SKIMKV_VERSION 8
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -301,6 +301,38 @@ typedef struct skimkv_rms_norm {
 
 SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,
                                            skimkv_parallel parallel);
+
+/* One of the structures above, by its kind. */
+enum { SKIMKV_PACKED, SKIMKV_BLOCKS, SKIMKV_FLOATS }; /* skimkv_linear, skimkv_block_linear, skimkv_float_linear */
+
+typedef struct skimkv_matrix {
+    const void *op;
+    int32_t kind;
+} skimkv_matrix;
+
+/* The gated feed-forward layer of at most 64 tokens x [n,in] as one operation: y = down(silu(gate(x)) * up(x)), where
+ * silu(x) = x / (1 + exp(-x)). All values are rounded to dtype. */
+typedef struct skimkv_gated_mlp {
+    skimkv_matrix gate, up, down;
+} skimkv_gated_mlp;
+
+SKIMKV_API const char *skimkv_gated_mlp_run(const skimkv_gated_mlp *op, const void *x, void *y, int64_t n, int threads,
+                                            skimkv_parallel parallel);
+
+/* What attention needs of at most 64 tokens x [n,in] as one operation: queries, keys and values. Every head of q and k
+ * may be normalised; then it is rotated: channel d becomes x[d] cos[d] - x[d + D/2] sin[d], and channel d + D/2 becomes
+ * x[d + D/2] cos[d + D/2] + x[d] sin[d + D/2], where cos and sin [n,D] are given for each token. */
+typedef struct skimkv_projections {
+    skimkv_matrix q, k, v;
+    int64_t D;
+    const void *q_norm, *k_norm; /* [D] weights of a root-mean-square normalisation, or both NULL */
+    float q_eps, k_eps;
+} skimkv_projections;
+
+/* queries, keys and values are [n,out] of their matrix; they, x, cos and sin are of dtype. */
+SKIMKV_API const char *skimkv_projections_run(const skimkv_projections *op, const void *x, const void *cos,
+                                              const void *sin, void *queries, void *keys, void *values, int64_t n,
+                                              int threads, skimkv_parallel parallel);
 
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller

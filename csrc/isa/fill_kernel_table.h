@@ -11,10 +11,12 @@
 #include "kernels/block_linear.h"
 #include "kernels/clusters.h"
 #include "kernels/float_linear.h"
+#include "kernels/gated.h"
 #include "kernels/key_scores.h"
 #include "kernels/linear.h"
 #include "kernels/prompt_attention.h"
 #include "kernels/rms_norm.h"
+#include "kernels/rotation.h"
 
 namespace skimkv::SKIMKV_NS {
 
@@ -37,6 +39,8 @@ const Kernels kernels = {
     prompt_tasks,
     prompt_attention,
     rms_norm,
+    gate,
+    rotate,
     key_scores_scratch_bytes,
     key_scores,
 };

@@ -229,6 +229,33 @@ static Result norm(const Case &c) {
     return result;
 }
 
+// A feed-forward layer with random weights, and the projections of an attention layer, whose heads are normalised.
+static Result parts(const Case &c) {
+    const int n = 3, in = 64, D = c.D, out = 2 * D, size = size_of(c.dtype);
+    state = 23;
+    const auto random = [&](int count) {
+        Floats values;
+        for (int i = 0; i < count; i++) values.push_back(noise());
+        return pack(values, c.dtype);
+    };
+    const Bytes w = random(96 * in), down = random(in * 96), x = random(n * in), heads = random(out * in);
+    const Bytes norm = random(D), cos = random(n * D), sin = random(n * D);
+    const skimkv_float_linear first{w.data(), 96, in, nullptr, c.dtype, c.dtype};
+    const skimkv_float_linear second{down.data(), in, 96, nullptr, c.dtype, c.dtype};
+    const skimkv_float_linear head{heads.data(), out, in, nullptr, c.dtype, c.dtype};
+    const skimkv_matrix gate{&first, SKIMKV_FLOATS}, last{&second, SKIMKV_FLOATS}, project{&head, SKIMKV_FLOATS};
+    const skimkv_gated_mlp mlp{gate, gate, last};
+    const skimkv_projections attention{project, project, project, D, norm.data(), norm.data(), 1e-5f, 1e-5f};
+    Bytes y((size_t)(n * in * size)), q((size_t)(n * out * size)), k(q), v(q);
+    must(skimkv_gated_mlp_run(&mlp, x.data(), y.data(), n, 1, nullptr));
+    must(skimkv_projections_run(&attention, x.data(), cos.data(), sin.data(), q.data(), k.data(), v.data(), n, 1,
+                                nullptr));
+    Result result;
+    for (const Bytes *of : {&y, &q, &k, &v})
+        for (size_t i = 0; i < of->size(); i += (size_t)size) result.y.push_back(float_of(&(*of)[i], c.dtype));
+    return result;
+}
+
 // The largest difference between two results.
 static double difference(const Result &a, const Result &b) {
     double worst = 0;
@@ -243,22 +270,23 @@ static double difference(const Result &a, const Result &b) {
 // element type, and where codes are multiplied with integer weights by 2^-16; the bytes of the cache must be the same.
 static bool agrees(const std::string &isa, const Case &c) {
     const bool plain = c.channels == SKIMKV_NONE && c.bits == 0;
-    Result of_scalar[5], of_isa[5];
+    Result of_scalar[6], of_isa[6];
     for (Result *of : {of_scalar, of_isa}) {
         must(skimkv_force(of == of_isa ? isa.c_str() : "scalar"));
         of[0] = steps(c);
-        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c), of[4] = norm(c);
+        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c), of[4] = norm(c), of[5] = parts(c);
     }
     const double most = c.dtype == SKIMKV_BF16 ? 8e-3 : c.dtype == SKIMKV_F16 ? 1e-3 : 1e-4;
-    double error[5];
-    for (int i = 0; i < 5; i++) error[i] = difference(of_scalar[i], of_isa[i]);
+    double error[6];
+    for (int i = 0; i < 6; i++) error[i] = difference(of_scalar[i], of_isa[i]);
     const bool same_cache = of_scalar[0].cache == of_isa[0].cache;
-    const bool same_rest = error[1] <= 2 * most && error[2] <= 1e-4 && error[3] <= most && error[4] <= 2 * most;
+    const bool same_rest =
+        error[1] <= 2 * most && error[2] <= 1e-4 && error[3] <= most && error[4] <= 2 * most && error[5] <= 16 * most;
     if (same_cache && error[0] <= most && same_rest) return true;
     std::printf(
         "%s: type %d, channels %d, bits %d, D %d, G %d: errors of steps %.1e, linear %.1e, key scores %.1e, prompts "
-        "%.1e, norms %.1e%s\n",
-        isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2], error[3], error[4],
+        "%.1e, norms %.1e, parts of layers %.1e%s\n",
+        isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2], error[3], error[4], error[5],
         same_cache ? "" : "; the caches differ");
     return false;
 }

@@ -5,7 +5,8 @@ All ways to decode take turns, call by call, where their caches fit in memory to
 file take turns with them (`rivals`). `ms_attention` is timed around
 every layer's cache and attention on a CPU. A GPU runs ahead of its host, so there it is what a token takes longer than
 one after a few tokens. `ms_weights` is the rest. `ms_linear` is how long the linear layers alone take on a CPU, one
-after the other, with their part of Python: what is left of `ms_weights` is the rest of the model.
+after the other, with their part of Python, and with what is between them where several are one operation: what is left
+of `ms_weights` is the rest of the model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..hf.attach import Cache, attach, detach
+from ..hf.decode_modules import GatedMLP, ProjectedAttention, decode_modules
 from ..hf.float_modules import FloatLinear
 from ..hf.layer import Layer
 from ..hf.norms import norms_of
@@ -154,16 +156,16 @@ def next_token(model: LlamaForCausalLM, cache: Any) -> None:
 
 
 class OwnLayers:
-    """The linear layers and normalisations of a model: its own, and ours with the same weights in their place."""
+    """The modules of a model in whose place ours can stand: its own, and ours with the same weights."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
-        norms = norms_of(model)
+        linear = {n: part for n, part in model.named_modules() if hasattr(part, "in_features")}
         self.model = model
-        self.plain = {n: part for n, part in model.named_modules() if hasattr(part, "in_features") or n in norms}
-        self.ours = norms | {
+        self.ours: dict[str, Any] = decode_modules(model) | norms_of(model)
+        self.plain: dict[str, Any] = {name: model.get_submodule(name) for name in self.ours} | linear
+        self.ours |= {
             name: FloatLinear(part.weight, part.weight.dtype) if type(part) is torch.nn.Linear else part
-            for name, part in self.plain.items()
-            if name not in norms
+            for name, part in linear.items()
         }
 
     def use(self, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -173,13 +175,36 @@ class OwnLayers:
 
     def calls(self) -> dict[str, Call]:
         """Products of one token with all linear layers, one after the other, by PLAIN and OURS."""
-        return {PLAIN: partial(self._multiply, self.plain), OURS: partial(self._multiply, self.ours)}
+        return {
+            PLAIN: partial(_call_all, self._products(self.plain)),
+            OURS: partial(_call_all, self._products(self.ours)),
+        }
 
-    def _multiply(self, layers: Mapping[str, Any]) -> None:
-        with torch.inference_mode():
-            for layer in layers.values():
-                if hasattr(layer, "in_features"):
-                    layer(torch.ones(1, 1, layer.in_features, dtype=self.model.dtype))
+    def _products(self, layers: Mapping[str, Any]) -> list[Call]:
+        """What computes the products: operations of several linear layers, and the other linear layers."""
+        self.use(layers)
+        calls, in_operations = list[Call](), set[torch.nn.Module]()
+        for module in self.model.modules():
+            part: Any = module
+            if isinstance(module, GatedMLP):
+                calls.append(partial(part, self._ones(part.gate_proj.in_features)))
+                in_operations |= {part.gate_proj, part.up_proj, part.down_proj}
+            elif isinstance(module, ProjectedAttention):
+                ones = self._ones(part.head_dim)
+                calls.append(partial(part.project, self._ones(part.q_proj.in_features), (ones, ones)))
+                in_operations |= {part.q_proj, part.k_proj, part.v_proj}
+            elif hasattr(part, "in_features") and part not in in_operations:
+                calls.append(partial(part, self._ones(part.in_features)))
+        return calls
+
+    def _ones(self, size: int) -> torch.Tensor:
+        return torch.ones(1, 1, size, dtype=self.model.dtype)
+
+
+def _call_all(calls: Sequence[Call]) -> None:
+    with torch.inference_mode():
+        for call in calls:
+            call()
 
 
 class AttentionClock:
@@ -259,6 +284,8 @@ def time_together(
                 detach(model)
             else:
                 attach(model, method, compile=compile and COMPILE)
+        elif name in (PLAIN, OURS):
+            layers.use(layers.plain if name == PLAIN else layers.ours)
         machine.between_calls()
 
     def clock(name: str, call: Call) -> float:

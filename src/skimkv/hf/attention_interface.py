@@ -84,7 +84,8 @@ def attention(
 
 
 def _eager(module: torch.nn.Module) -> Any:
-    return sys.modules[type(module).__module__].eager_attention_forward
+    kind = getattr(type(module), "stands_for", type(module))  # one of our modules (decode_modules.py)
+    return sys.modules[kind.__module__].eager_attention_forward
 
 
 def mask(library_name: str, **kwargs: Any) -> Tensor | None:

@@ -28,10 +28,10 @@ from transformers import (
 
 from ..ops import block_weights, packed_weights
 from .block_modules import BlockEmbedding, BlockLinear, Blocks
+from .decode_modules import replace_modules
 from .errors import as_value_error
 from .float_modules import FloatLinear
 from .gguf import FLOATS, GGUFFile, TensorEntry
-from .norms import replace_norms
 from .weights import Embedding8, Linear8, empty_packed, fill_packed
 
 BIASES = {"attention": "attn_q", "mlp": "ffn_up"}  # parts that may have biases, and a tensor of each
@@ -216,7 +216,7 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMode
         model: Any = auto_model.from_config(config)
         nn.Module.to(model, dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    replace_norms(model)
+    replace_modules(model)
     model.config.dtype = dtype
     model.generation_config = GenerationConfig.from_model_config(config)
     return model  # type: ignore[no-any-return]

@@ -27,10 +27,16 @@ class RMSNorm(LlamaRMSNorm):
 def is_llama_norm(module: nn.Module) -> bool:
     """Whether a module computes what Llama's normalisation does: transformers copies its code into many families."""
     has_hooks = module._forward_hooks or module._forward_pre_hooks
-    return _meaning(type(module)) == _meaning(LlamaRMSNorm) and not has_hooks
+    return code_of(type(module)) == code_of(LlamaRMSNorm) and not has_hooks
 
 
-def _meaning(kind: type[nn.Module]) -> tuple[Any, ...]:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is ours, or computes what ours does."""
+    return isinstance(module, RMSNorm) or is_llama_norm(module)
+
+
+def code_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+    """What the code of a module says, to compare it with another one's; empty if it is not Python's."""
     code = getattr(kind.forward, "__code__", None)
     return (code.co_code, code.co_names, code.co_consts) if code else ()
 

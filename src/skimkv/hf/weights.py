@@ -25,8 +25,8 @@ from .. import ops
 from ..ops import block_weights, packed_weights
 from ..stores import memory
 from .block_modules import BlockEmbedding, BlockLinear, Blocks
+from .decode_modules import replace_modules
 from .float_modules import FloatEmbedding, FloatLinear, Floats
-from .norms import replace_norms
 
 SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read
 
@@ -246,8 +246,8 @@ def quantise(model: PreTrainedModel, weights: str = "int8") -> PreTrainedModel:
     """Replace the model's matrices by ours, in place and one by one, and return the model.
 
     weights: one of FORMATS. Matrices are linear layers whose inputs come in blocks of 32, and an embedding that is
-    tied to such an output layer; normalisations as Llama has them become ours too. On the meta device the new modules
-    are empty.
+    tied to such an output layer; what stands between them becomes ours too where it is as Llama has it
+    (decode_modules.py). On the meta device the new modules are empty.
 
     Raises ValueError if there is nothing to replace.
     """
@@ -268,7 +268,7 @@ def quantise(model: PreTrainedModel, weights: str = "int8") -> PreTrainedModel:
                 quantised.bias = nn.Parameter(module.bias.detach(), requires_grad=False)  # type: ignore[operator]
         quantised.transposed = is_transposed
         model.set_submodule(name, quantised.train(module.training))
-    replace_norms(model)
+    replace_modules(model)
     model.requires_grad_(False)
     return model
 

@@ -41,6 +41,14 @@ class Product:
 
         Raises ValueError if a gradient is wanted, and where `compute` does.
         """
+        matrix = self.matrix(x, weight, bias)
+        if matrix is None:
+            assert weight is not None
+            return self._compute(x, weight, bias=bias)
+        return matrix.multiply(x)
+
+    def matrix(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> cpu.Matrix | None:
+        """What the kernel needs to multiply x and its like; None where PyTorch computes. Raises as a call does."""
         assert weight is not None  # a module's parameters are None where it has none
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("weights for inference have no gradient: use torch.no_grad()")
@@ -49,13 +57,12 @@ class Product:
             None if bias is None else bias.data_ptr(), forced_backend.get(),
         )  # fmt: skip
         if form == self._form and self._matrix is not None:
-            return self._matrix.multiply(x)
+            return self._matrix
         matrix = self._prepare(x, weight, bias=bias)
-        if matrix is None:
-            return self._compute(x, weight, bias=bias)
-        is_lasting = bias is None or matrix.bias is bias
-        self._matrix, self._form = (matrix, form) if is_lasting else (None, None)
-        return matrix.multiply(x)
+        if matrix is not None:
+            is_lasting = bias is None or matrix.bias is bias
+            self._matrix, self._form = (matrix, form) if is_lasting else (None, None)
+        return matrix
 
     def __getstate__(self) -> dict[str, object]:
         """A copy is of other tensors: it is prepared anew."""

@@ -49,6 +49,15 @@ class CFloatLinear(Structure):
     )
 
 
+class CMatrix(Structure):
+    """The structure skimkv_matrix of skimkv.h."""
+
+    _fields_ = library.structure_fields(("op", c_void_p), ("kind", c_int32))
+
+
+KINDS: tuple[type[Structure], ...] = (CLinear, CBlockLinear, CFloatLinear)  # by the number of their kind
+
+
 class Matrix:
     """A matrix, and perhaps a bias, as the library is told of it: the same for every token.
 
@@ -62,6 +71,10 @@ class Matrix:
         self.op, self.address, self.run = op, ctypes.addressof(op), run
         self.bias = bias  # so that a bias that was converted lives as long
         self.out, self.inputs, self.pool = out, inputs, library.thread_pool()
+
+    def part(self) -> CMatrix:
+        """The matrix as a part of another operation. It holds an address, and lives no longer than the matrix."""
+        return CMatrix(self.address, KINDS.index(type(self.op)))
 
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply x (...,in) -> (...,out) in the type of x. Raises ValueError with the library's reason."""

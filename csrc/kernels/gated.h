@@ -1,0 +1,35 @@
+// The middle of a gated feed-forward layer: silu(gate) * up, where silu(x) = x / (1 + e^-x).
+#pragma once
+#include <stdint.h>
+
+#include "kernels/vector_math.h"
+
+namespace skimkv::SKIMKV_NS {
+
+// Values are rounded to their type after silu and after the product, as PyTorch rounds them.
+template <class T> static void gate_values(T *gate, const T *up, int64_t count) {
+    constexpr int PART = 64;
+    for (int64_t at = 0; at < count; at += PART) {
+        const int n = (int)min(PART, count - at);
+        float value[PART] = {}, factor[PART] = {};
+        T rounded[PART];
+        to_float(gate + at, value, n), to_float(up + at, factor, n);
+        for (int i = 0; i < n; i += W) {
+            const vf x = load(value + i);
+            const vf power = vmin(splat(126.f), vmax(splat(-126.f), x * splat(-LOG2E)));
+            store(value + i, x / (splat(1.f) + exp2(power)));
+        }
+        from_float(value, rounded, n), to_float(rounded, value, n);
+        for (int i = 0; i < n; i++) value[i] *= factor[i];
+        from_float(value, gate + at, n);
+    }
+}
+
+// Writes silu(gate) * up to `gate`.
+static void gate(int dtype, void *gate, const void *up, int64_t count) {
+    if (dtype == SKIMKV_F32) gate_values((float *)gate, (const float *)up, count);
+    else if (dtype == SKIMKV_BF16) gate_values((bf16 *)gate, (const bf16 *)up, count);
+    else gate_values((f16 *)gate, (const f16 *)up, count);
+}
+
+}  // namespace skimkv::SKIMKV_NS

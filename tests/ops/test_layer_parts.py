@@ -1,0 +1,181 @@
+"""Several products as one operation: equal to the layers one by one, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from skimkv import ops
+from skimkv.ops import block_weights, packed_weights
+from skimkv.ops.cpu import linear
+from support.instruction_sets import ISAS, NATIVE, on
+from support.kernels import EPS
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+
+HIDDEN, INNER, D, HEADS = 64, 96, 16, (4, 2, 2)
+
+
+def weights(kind, out, inputs):
+    """Random weights of a kind, and what makes the library's matrix of them for x and its like."""
+    w = torch.randn(out, inputs) / inputs**0.5
+    if kind == "packed":
+        packed = torch.empty(packed_weights.packed_shape(out, inputs), dtype=torch.int16)
+        packed_weights.pack(packed_weights.quantise(w), packed, 0)
+        return lambda x, bias=None: linear.packed_matrix(x, packed, out, bias)
+    if kind == "blocks":
+        rows = block_weights.quantise_int4(w)
+        return lambda x, bias=None: linear.block_matrix(x, rows, "Q4_0", bias)
+    floats = w.bfloat16() if kind == "bfloat16" else w
+    return lambda x, bias=None: linear.float_matrix(x, floats, bias)
+
+
+MIXTURES = {
+    "packed": ("packed",) * 3,
+    "blocks": ("blocks",) * 3,
+    "bfloat16": ("bfloat16",) * 3,
+    "all of them": ("blocks", "float32", "packed"),
+    "two of floats": ("bfloat16", "float32", "bfloat16"),
+}
+
+
+def rotated(x, cos, sin):
+    """Llama's formula, every operation rounded to the type."""
+    half = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+    return x * cos + half * sin
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_the_feed_forward_layer(isa, mixture, dtype):
+    kinds = MIXTURES[mixture]
+    sizes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    make = [weights(kind, *size) for kind, size in zip(kinds, sizes, strict=True)]
+    bias = torch.randn(INNER).to(dtype)
+    for n in (1, 3, 15, 64):
+        x = (3 * torch.randn(n, HIDDEN)).to(dtype)
+        with on(isa):
+            gate, up = make[0](x, bias), make[1](x)
+            middle = F.silu(gate.multiply(x)) * up.multiply(x)
+            down = make[2](middle)
+            expected = down.multiply(middle)
+            y = ops.GatedMLP(gate, up, down)(x)
+            assert torch.equal(ops.GatedMLP(gate, up, down)(x.view(1, n, HIDDEN))[0], y)
+            assert torch.equal(ops.GatedMLP(gate, up, down)(x.T.contiguous().T), y)
+        assert y.dtype == dtype and y.shape == expected.shape
+        # a value in the middle is one rounding away from PyTorch's, and the products may round it to other integers
+        size = middle.abs().float().amax(-1, keepdim=True)
+        assert ((y - expected).abs() <= (2 * EPS[dtype] + 2.0**-13) * INNER**0.5 * size).all(), (n, y, expected)
+
+
+def test_the_gate_against_its_formula():
+    """Also where e^-x is beyond the range of floats, and what is not finite is not lost."""
+    eye = torch.eye(32)
+    matrix = linear.float_matrix(eye[:1], eye)
+    x = torch.tensor([-200.0, -90, -20, -1, -1e-3, 0, 1e-3, 1, 20, 90, 200, *torch.linspace(-9, 9, 21)])[None]
+    exact = F.silu(x.double()) * x.double()
+    for isa in ISAS[:-1]:
+        with on(isa):
+            y = ops.GatedMLP(matrix, matrix, matrix)(x)
+            assert ((y.double() - exact).abs() <= 1e-6 * exact.abs() + 1e-30).all(), isa
+            bad = x.clone()
+            bad[0, 3], bad[0, 4] = torch.nan, torch.inf
+            assert not ops.GatedMLP(matrix, matrix, matrix)(bad).isfinite().any(), "0 * inf in every sum"
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_projections(isa, mixture, dtype):
+    make = [weights(kind, h * D, HIDDEN) for kind, h in zip(MIXTURES[mixture], HEADS, strict=True)]
+    bias = torch.randn(HEADS[0] * D).to(dtype)
+    norms = tuple(ops.HeadNorm((torch.rand(D) + 0.5).to(dtype), 1e-5) for _ in range(2))
+    for B, n in ((1, 1), (3, 1), (1, 5), (2, 4)):
+        x, angles = torch.randn(B, n, HIDDEN).to(dtype), torch.randn(B, n, D)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        with on(isa):
+            matrices = make[0](x, bias), make[1](x), make[2](x)
+            heads = [m.multiply(x).view(B, n, h, D) for m, h in zip(matrices, HEADS, strict=True)]
+            normed = [ops.rms_norm(y, w, eps=eps) for y, (w, eps) in zip(heads, norms, strict=False)]
+            for pair, (q0, k0) in ((None, heads[:2]), (norms, normed)):
+                q, k, v = ops.Projections(*matrices, D, pair)(x, cos, sin)
+                assert torch.equal(v, heads[2].transpose(1, 2))
+                for y, y0 in ((q, q0), (k, k0)):
+                    expected = rotated(y0.transpose(1, 2), cos[:, None], sin[:, None])
+                    assert y.shape == expected.shape and y.dtype == dtype
+                    most = 0 if dtype == torch.bfloat16 else 4 * EPS[dtype] * y0.abs().max()
+                    assert (y - expected).abs().max() <= most
+
+
+def test_results_do_not_depend_on_threads():
+    x = torch.randn(2, 1, 256).bfloat16()
+    w = [torch.randn(out, inputs).bfloat16() for out, inputs in ((600, 256), (600, 256), (256, 600 // 32 * 32))]
+    gate, up = (linear.float_matrix(x, part[: 600 // 32 * 32]) for part in w[:2])
+    down = linear.float_matrix(x.new_empty(2, 1, 576), w[2])
+    cos = torch.randn(2, 1, 32).bfloat16()
+    project = ops.Projections(gate, up, up, 32)
+    torch.set_num_threads(1)
+    one = ops.GatedMLP(gate, up, down)(x), *project(x, cos, cos)
+    torch.set_num_threads(2)
+    two = ops.GatedMLP(gate, up, down)(x), *project(x, cos, cos)
+    assert all(map(torch.equal, one, two))
+
+
+def test_angles_of_another_shape_type_or_device_give_none():
+    x = torch.randn(2, 3, HIDDEN)
+    matrix = linear.float_matrix(x, torch.randn(2 * D, HIDDEN))
+    cos = torch.randn(2, 3, D)
+    project = ops.Projections(matrix, matrix, matrix, D)
+    assert project(x, cos, cos) is not None
+    for bad in (cos[:1], cos[..., : D // 2], cos.bfloat16(), cos.to("meta")):
+        assert project(x, bad, bad) is None and project(x, cos, bad) is None
+
+
+def test_the_library_validates_before_it_follows_an_address():
+    x = torch.randn(2, HIDDEN)
+    wide, narrow = (linear.float_matrix(x, torch.randn(out, HIDDEN)) for out in (INNER, HIDDEN))
+    back = linear.float_matrix(torch.randn(2, INNER), torch.randn(HIDDEN, INNER))
+    half = linear.float_matrix(x.bfloat16(), torch.randn(INNER, HIDDEN))
+    y = torch.empty(2, INNER)
+    for message, matrices, n in (
+        ("gate, up and down do not fit", (wide, narrow, back), 2),
+        ("gate, up and down do not fit", (wide, wide, wide), 2),
+        ("gate, up and down do not fit", (wide, half, back), 2),
+        ("n must be from 1 to 64", (wide, wide, back), 65),
+        ("n must be at least 1", (wide, wide, back), 0),
+    ):
+        layer = ops.GatedMLP(*matrices)
+        error = layer.run(layer.address, x.data_ptr(), y.data_ptr(), n, 1, None)
+        assert message in error.decode()
+    layer = ops.GatedMLP(wide, wide, back)
+    layer.op.up.kind = 9
+    with pytest.raises(ValueError, match="the kind of a matrix is unknown"):
+        layer(x)
+    layer.op.up.kind, layer.op.up.op = 2, None
+    with pytest.raises(ValueError, match="operation is NULL"):
+        layer(x)
+    cos = torch.randn(2, 1, D)
+    for message, change in {
+        "the outputs of q, k and v must be heads of D": {"D": 10},
+        "D must be even and from 2 to 576": {"D": 3},
+        "q and k are normalised, or neither is": {"q_norm": cos.data_ptr()},
+        "are not aligned": {"q_norm": cos.data_ptr() + 1, "k_norm": cos.data_ptr()},
+        "eps must be at least 0": {"q_norm": cos.data_ptr(), "k_norm": cos.data_ptr(), "q_eps": -1.0},
+    }.items():
+        project = ops.Projections(narrow, narrow, narrow, D)
+        for name, value in change.items():
+            setattr(project.op, name, value)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            project(x.view(2, 1, HIDDEN), cos, cos)
+    project = ops.Projections(narrow, narrow, narrow, D)
+    pointers = [t.data_ptr() for t in (x, cos, cos, y, y, y)]
+    for place, message in enumerate(("x or y is NULL", "cos or sin is NULL", "cos or sin is NULL", *["x or y"] * 3)):
+        broken = [None if i == place else pointer for i, pointer in enumerate(pointers)]
+        assert message in project.run(project.address, *broken, 2, 1, None).decode()
+    norm = ops.HeadNorm(torch.ones(D + 1), 1e-5)
+    with pytest.raises(ValueError, match=r"weights of a normalisation are torch.float32 \(17,\); must be contiguous"):
+        ops.Projections(narrow, narrow, narrow, D, (norm, norm))
