@@ -48,6 +48,8 @@ struct Kernels {
     void (*rms_norm)(const skimkv_rms_norm *, const Tokens &, int64_t first, int64_t last);
     // Writes silu(gate) * up to `gate`.
     void (*gate)(int dtype, void *gate, const void *up, int64_t count);
+    // Adds `from` to `to`.
+    void (*add)(int dtype, void *to, const void *from, int64_t count);
     // Turns the heads x [heads,D] of one token by the angles whose cosines and sines are given, both [D].
     void (*rotate)(int dtype, const void *cos, const void *sin, int64_t heads, int D, void *x);
     size_t (*key_scores_scratch_bytes)(const skimkv_columns *);

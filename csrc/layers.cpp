@@ -151,6 +151,43 @@ const char *gated_error(const skimkv_gated_mlp *op, const Tokens &tokens) {
     return nullptr;
 }
 
+int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Bytes of the memory that `gated` works in.
+int64_t gated_bytes(const skimkv_gated_mlp *op, int64_t n) {
+    const Sizes gate = sizes_of(op->gate);
+    const int64_t first = input_bytes(op->gate, n) + input_bytes(op->up, n), second = input_bytes(op->down, n);
+    return 2 * in_lines(n * gate.out * value_bytes(gate.dtype)) + (first > second ? first : second);
+}
+
+// y = down(silu(gate(x)) * up(x)).
+void gated(const Kernels *kernels, const skimkv_gated_mlp *op, const Tokens &tokens, char *work, int threads,
+           skimkv_parallel parallel) {
+    const Sizes gate = sizes_of(op->gate), down = sizes_of(op->down);
+    const int64_t n = tokens.n;
+    char *up = work + in_lines(n * gate.out * value_bytes(gate.dtype)), *inputs = up + (up - work);
+    const skimkv_matrix first[] = {op->gate, op->up};
+    const Tokens first_tokens[] = {{tokens.x, work, n}, {tokens.x, up, n}}, second_tokens{work, tokens.y, n};
+    multiply(kernels, first, first_tokens, 2, inputs, threads_for(2 * gate.out * gate.in, threads, parallel), parallel);
+    kernels->gate(gate.dtype, work, up, n * gate.out);
+    multiply(kernels, &op->down, &second_tokens, 1, inputs, threads_for(down.out * down.in, threads, parallel),
+             parallel);
+}
+
+const char *layer_end_error(const skimkv_layer_end *op, const Tokens &tokens, const void *residual) {
+    if (!op) return "operation is NULL";
+    if (tokens.n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
+    if (const char *error = matrix_error(op->o, tokens)) return error;
+    if (const char *error = gated_error(&op->mlp, tokens)) return error;
+    const Sizes o = sizes_of(op->o), gate = sizes_of(op->mlp.gate), down = sizes_of(op->mlp.down);
+    if (o.out != gate.in || o.out != down.out || o.dtype != gate.dtype) return "o and mlp do not fit each other";
+    if (!op->norm || !residual) return "norm or residual is NULL";
+    if (!(op->eps >= 0)) return "eps must be at least 0";
+    if (skimkv::is_misaligned(op->norm, o.dtype) || skimkv::is_misaligned(residual, o.dtype))
+        return "norm or residual is not aligned to its elements";
+    return nullptr;
+}
+
 const char *projections_error(const skimkv_projections *op, const Tokens tokens[3], const void *cos, const void *sin) {
     if (!op) return "operation is NULL";
     if (tokens->n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
@@ -165,7 +202,8 @@ const char *projections_error(const skimkv_projections *op, const Tokens tokens[
     if (!cos || !sin) return "cos or sin is NULL";
     if (!op->q_norm != !op->k_norm) return "q and k are normalised, or neither is";
     if (op->q_norm && (!(op->q_eps >= 0) || !(op->k_eps >= 0))) return "eps must be at least 0";
-    for (const void *p : {cos, sin, op->q_norm, op->k_norm})
+    if (op->norm && !(op->eps >= 0)) return "eps must be at least 0";
+    for (const void *p : {cos, sin, op->norm, op->q_norm, op->k_norm})
         if (skimkv::is_misaligned(p, q.dtype)) return "cos, sin or the weights of a normalisation are not aligned";
     return nullptr;
 }
@@ -222,35 +260,52 @@ const char *skimkv_gated_mlp_run(const skimkv_gated_mlp *op, const void *x, void
     if (const char *error = gated_error(op, {x, y, n})) return error;
     const Kernels *kernels = selected_kernels();
     if (!kernels) return NO_KERNELS;
-    const Sizes gate = sizes_of(op->gate), down = sizes_of(op->down);
-    const int64_t values = (n * gate.out * value_bytes(gate.dtype) + 63) / 64 * 64;
-    const int64_t first_inputs = input_bytes(op->gate, n) + input_bytes(op->up, n);
-    const int64_t second_inputs = input_bytes(op->down, n);
-    char *work =
-        (char *)scratch.get((size_t)(2 * values + (first_inputs > second_inputs ? first_inputs : second_inputs)));
+    char *work = (char *)scratch.get((size_t)gated_bytes(op, n));
     if (!work) return NO_MEMORY;
-    char *up = work + values, *inputs = up + values;
-    threads = threads_for(gate.out * gate.in, threads, parallel);
-    const skimkv_matrix first[] = {op->gate, op->up};
-    const Tokens first_tokens[] = {{x, work, n}, {x, up, n}}, second_tokens{work, y, n};
-    multiply(kernels, first, first_tokens, 2, inputs, threads, parallel);
-    kernels->gate(gate.dtype, work, up, n * gate.out);
-    multiply(kernels, &op->down, &second_tokens, 1, inputs, threads_for(down.out * down.in, threads, parallel),
-             parallel);
+    gated(kernels, op, {x, y, n}, work, threads, parallel);
+    return nullptr;
+}
+
+const char *skimkv_layer_end_run(const skimkv_layer_end *op, const void *x, const void *residual, void *y, int64_t n,
+                                 int threads, skimkv_parallel parallel) {
+    if (const char *error = layer_end_error(op, {x, y, n}, residual)) return error;
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return NO_KERNELS;
+    const Sizes o = sizes_of(op->o);
+    const int64_t count = n * o.out, bytes = in_lines(count * value_bytes(o.dtype));
+    const int64_t first = input_bytes(op->o, n), second = gated_bytes(&op->mlp, n);
+    char *const values = (char *)scratch.get((size_t)(bytes + (first > second ? first : second)));
+    if (!values) return NO_MEMORY;
+    char *const work = values + bytes;
+    const skimkv_rms_norm norm{op->norm, o.out, op->eps, o.dtype};
+    const Tokens tokens{x, y, n};
+    multiply(kernels, &op->o, &tokens, 1, work, threads_for(o.out * o.in, threads, parallel), parallel);
+    kernels->add(o.dtype, y, residual, count);
+    kernels->rms_norm(&norm, {y, values, n}, 0, n);
+    gated(kernels, &op->mlp, {values, values, n}, work, threads, parallel);
+    kernels->add(o.dtype, y, values, count);
     return nullptr;
 }
 
 const char *skimkv_projections_run(const skimkv_projections *op, const void *x, const void *cos, const void *sin,
                                    void *queries, void *keys, void *values, int64_t n, int threads,
                                    skimkv_parallel parallel) {
-    const Tokens tokens[] = {{x, queries, n}, {x, keys, n}, {x, values, n}};
+    Tokens tokens[] = {{x, queries, n}, {x, keys, n}, {x, values, n}};
     if (const char *error = projections_error(op, tokens, cos, sin)) return error;
     const Kernels *kernels = selected_kernels();
     if (!kernels) return NO_KERNELS;
     const Sizes q = sizes_of(op->q), k = sizes_of(op->k), v = sizes_of(op->v);
     const int64_t size = value_bytes(q.dtype), D = op->D, heads[] = {q.out / D, k.out / D};
-    char *inputs = (char *)scratch.get((size_t)(input_bytes(op->q, n) + input_bytes(op->k, n) + input_bytes(op->v, n)));
-    if (!inputs) return NO_MEMORY;
+    const int64_t normed_bytes = op->norm ? in_lines(n * q.in * size) : 0;
+    const int64_t all_inputs = input_bytes(op->q, n) + input_bytes(op->k, n) + input_bytes(op->v, n);
+    char *const normed = (char *)scratch.get((size_t)(normed_bytes + all_inputs)), *const inputs =
+                                                                                       normed + normed_bytes;
+    if (!normed) return NO_MEMORY;
+    if (op->norm) {
+        const skimkv_rms_norm norm{op->norm, q.in, op->eps, q.dtype};
+        kernels->rms_norm(&norm, {x, normed, n}, 0, n);
+        for (Tokens &part : tokens) part.x = normed;
+    }
     const skimkv_matrix matrices[] = {op->q, op->k, op->v};
     threads = threads_for((q.out + k.out + v.out) * q.in, threads, parallel);
     multiply(kernels, matrices, tokens, 3, inputs, threads, parallel);

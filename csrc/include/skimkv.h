@@ -319,14 +319,28 @@ typedef struct skimkv_gated_mlp {
 SKIMKV_API const char *skimkv_gated_mlp_run(const skimkv_gated_mlp *op, const void *x, void *y, int64_t n, int threads,
                                             skimkv_parallel parallel);
 
-/* What attention needs of at most 64 tokens x [n,in] as one operation: queries, keys and values. Every head of q and k
- * may be normalised; then it is rotated: channel d becomes x[d] cos[d] - x[d + D/2] sin[d], and channel d + D/2 becomes
- * x[d + D/2] cos[d + D/2] + x[d] sin[d + D/2], where cos and sin [n,D] are given for each token. */
+/* What follows attention in a layer of a model, as one operation: t = residual + o(x), and y = t + mlp(norm(t)), where
+ * norm is a root-mean-square normalisation. residual and y are [n,out] of o. */
+typedef struct skimkv_layer_end {
+    skimkv_matrix o;
+    const void *norm; /* [out] weights */
+    float eps;
+    skimkv_gated_mlp mlp;
+} skimkv_layer_end;
+
+SKIMKV_API const char *skimkv_layer_end_run(const skimkv_layer_end *op, const void *x, const void *residual, void *y,
+                                            int64_t n, int threads, skimkv_parallel parallel);
+
+/* What attention needs of at most 64 tokens x [n,in] as one operation: queries, keys and values. The tokens may be
+ * normalised first. Every head of q and k may be normalised; then it is rotated: channel d becomes x[d] cos[d] - x[d +
+ * D/2] sin[d], and channel d + D/2 becomes x[d + D/2] cos[d + D/2] + x[d] sin[d + D/2], where cos and sin [n,D] are
+ * given for each token. */
 typedef struct skimkv_projections {
     skimkv_matrix q, k, v;
     int64_t D;
-    const void *q_norm, *k_norm; /* [D] weights of a root-mean-square normalisation, or both NULL */
-    float q_eps, k_eps;
+    const void *norm;            /* [in] weights of a root-mean-square normalisation, or NULL */
+    const void *q_norm, *k_norm; /* [D] likewise, or both NULL */
+    float eps, q_eps, k_eps;
 } skimkv_projections;
 
 /* queries, keys and values are [n,out] of their matrix; they, x, cos and sin are of dtype. */

@@ -11,12 +11,12 @@
 #include "kernels/block_linear.h"
 #include "kernels/clusters.h"
 #include "kernels/float_linear.h"
-#include "kernels/gated.h"
 #include "kernels/key_scores.h"
 #include "kernels/linear.h"
 #include "kernels/prompt_attention.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rotation.h"
+#include "kernels/values.h"
 
 namespace skimkv::SKIMKV_NS {
 
@@ -40,6 +40,7 @@ const Kernels kernels = {
     prompt_attention,
     rms_norm,
     gate,
+    add,
     rotate,
     key_scores_scratch_bytes,
     key_scores,

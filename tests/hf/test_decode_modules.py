@@ -22,7 +22,7 @@ from transformers import (
 
 import skimkv
 from skimkv import ops
-from skimkv.hf.decode_modules import GatedMLP, ProjectedAttention, decode_modules
+from skimkv.hf.decode_modules import DecoderLayer, GatedMLP, ProjectedAttention, decode_modules
 from skimkv.hf.weights import quantise
 from skimkv.ops.cpu import layer_parts
 from support.instruction_sets import NATIVE
@@ -46,7 +46,7 @@ FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
 }
-OURS = GatedMLP, ProjectedAttention
+OURS = GatedMLP, ProjectedAttention, DecoderLayer
 
 
 def random_model(family, weights="bfloat16", dtype=torch.bfloat16):
@@ -72,19 +72,15 @@ def logits(model, batch=1, steps=4, spec=None):
     return torch.cat(found, 1)
 
 
-def one_by_one(model):
-    """Let every layer be called by itself: a hook that does nothing wants to see it."""
-    return [
-        part.register_forward_hook(lambda module, inputs, output: None)
-        for part in model.modules()
-        if hasattr(part, "in_features")
-    ]
+def one_by_one(module):
+    """Let a module be called by itself: a hook that does nothing wants to see it."""
+    return module.register_forward_hook(lambda module, inputs, output: None)
 
 
 @pytest.fixture
 def operations(monkeypatch):
     """How often an operation of several layers ran, by its name."""
-    counts = {"GatedMLP": 0, "Projections": 0}
+    counts = {"GatedMLP": 0, "Projections": 0, "LayerEnd": 0}
 
     def count(kind):
         call = kind.__call__
@@ -95,8 +91,8 @@ def operations(monkeypatch):
 
         monkeypatch.setattr(kind, "__call__", counting)
 
-    count(layer_parts.GatedMLP)
-    count(layer_parts.Projections)
+    for kind in (layer_parts.GatedMLP, layer_parts.Projections, layer_parts.LayerEnd):
+        count(kind)
     return counts
 
 
@@ -104,22 +100,31 @@ def operations(monkeypatch):
 @pytest.mark.parametrize("weights", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_says_the_same(family, weights, operations):
+    """As a whole, with the feed-forward layers and the projections alone, and with every layer called by itself."""
     model = random_model(family, weights)
-    assert [type(part.mlp).__name__ for part in model.model.layers] == ["GatedMLP"] * 2
-    assert all(isinstance(part.self_attn, ProjectedAttention) for part in model.model.layers)
-    assert all(isinstance(part.self_attn, part.self_attn.stands_for) for part in model.model.layers)
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer) and isinstance(layer, layer.stands_for)
+        assert isinstance(layer.self_attn, ProjectedAttention)
+        assert isinstance(layer.self_attn, layer.self_attn.stands_for)
+        assert type(layer.mlp) is GatedMLP
     assert decode_modules(model) == {}
     with skimkv.attach(model, "Dense"):
         ours, of_batch = logits(model), logits(model, batch=3)
-        assert operations == {"GatedMLP": 20, "Projections": 20}, "two layers, five steps each of one and of three rows"
-        hooks = one_by_one(model)
+        assert operations == {"GatedMLP": 0, "Projections": 20, "LayerEnd": 20}, "2 layers, 5 steps, of 1 and of 3 rows"
+        hooks = [one_by_one(layer.input_layernorm) for layer in model.model.layers]
+        assert torch.equal(ours, logits(model))
+        assert operations == {"GatedMLP": 10, "Projections": 30, "LayerEnd": 20}
+        hooks += [one_by_one(layer.mlp) for layer in model.model.layers]
+        assert torch.equal(ours, logits(model))
+        assert operations == {"GatedMLP": 20, "Projections": 40, "LayerEnd": 20}, "a layer with a hook is called"
+        hooks += [one_by_one(part) for part in model.modules() if hasattr(part, "in_features")]
         assert torch.equal(ours, logits(model))
         assert torch.equal(of_batch, logits(model, batch=3))
-        assert operations == {"GatedMLP": 20, "Projections": 20}
+        assert operations == {"GatedMLP": 20, "Projections": 40, "LayerEnd": 20}
         for hook in hooks:
             hook.remove()
         assert torch.equal(ours, logits(model))
-        assert operations == {"GatedMLP": 30, "Projections": 30}
+        assert operations == {"GatedMLP": 20, "Projections": 50, "LayerEnd": 30}
 
 
 @native
@@ -128,19 +133,49 @@ def test_with_a_cache_of_transformers(family, operations):
     """And in float32, where a rounding of ours may differ from PyTorch's."""
     model = random_model(family, "float32", torch.float32)
     ours = logits(model)
-    assert operations == {"GatedMLP": 10, "Projections": 10}
-    one_by_one(model)
+    assert operations == {"GatedMLP": 0, "Projections": 10, "LayerEnd": 10}
+    for part in model.modules():
+        if hasattr(part, "in_features"):
+            one_by_one(part)
     assert (ours - logits(model)).abs().max() <= 2e-5 * ours.abs().max()
     model.set_attn_implementation("eager")
     logits(model)
     assert operations["Projections"] == 10, "that function is the model's own file's"
 
 
+@native
+def test_what_a_model_gives_out_besides(operations):
+    """Hidden states and attentions are collected by hooks, which stay: from then on attention layers are called."""
+    model = random_model("llama", "float32", torch.float32)
+    plain = random_model("llama", "float32", torch.float32)
+    for part in plain.modules():
+        one_by_one(part)
+    plain.set_attn_implementation("eager"), model.set_attn_implementation("eager")
+    found = []
+    for one in (model, plain):
+        with torch.no_grad():
+            cache = one(torch.arange(20)[None], use_cache=True).past_key_values
+            found.append(
+                one(torch.tensor([[3]]), past_key_values=cache, output_hidden_states=True, output_attentions=True)
+            )
+    ours, theirs = found
+    assert len(ours.hidden_states) == 3 and len(ours.attentions) == 2
+    for a, b in zip((*ours.hidden_states, *ours.attentions), (*theirs.hidden_states, *theirs.attentions), strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        cache = model(torch.arange(20)[None], use_cache=True).past_key_values
+        states = model(torch.tensor([[3]]), past_key_values=cache, output_hidden_states=True).hidden_states
+    assert operations == {"GatedMLP": 4, "Projections": 0, "LayerEnd": 0}
+    for a, b in zip(states, theirs.hidden_states, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+
+
 def test_in_the_reference_every_layer_is_called_by_itself(operations):
     model = random_model("qwen3")
     with ops.backend("ref"):
         logits(model)
-    assert operations == {"GatedMLP": 0, "Projections": 0}
+    assert operations == {"GatedMLP": 0, "Projections": 0, "LayerEnd": 0}
 
 
 def test_other_families_and_modules_with_hooks_stay():
@@ -148,30 +183,33 @@ def test_other_families_and_modules_with_hooks_stay():
     assert not [part for part in gemma.modules() if isinstance(part, OURS)], "another activation, other attention"
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: None)
+    first, second = model.model.layers
+    first.mlp.register_forward_hook(lambda module, inputs, output: None)
+    second.register_forward_hook(lambda module, inputs, output: None)
 
-    class Other(type(model.model.layers[1].self_attn)):
+    class Other(type(second.self_attn)):
         pass
 
-    model.model.layers[1].self_attn.__class__ = Other
-    assert set(decode_modules(model)) == {"model.layers.0.self_attn", "model.layers.1.mlp"}
+    second.self_attn.__class__ = Other
+    assert set(decode_modules(model)) == {"model.layers.0", "model.layers.0.self_attn", "model.layers.1.mlp"}
 
 
-def test_an_attention_layer_of_another_version_stays(monkeypatch):
+def test_code_of_another_version_stays(monkeypatch):
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    kind = type(model.model.layers[0].self_attn)
-    before = kind.forward
+    first = model.model.layers[0]
 
     def forward(self, hidden_states, *args, **kwargs):
         """Scale the states first, as no version does that was seen."""
-        return before(self, hidden_states * self.scaling, *args, **kwargs)
+        return first(hidden_states * self.scaling, *args, **kwargs)
 
-    monkeypatch.setattr(kind, "forward", forward)
+    monkeypatch.setattr(type(first.self_attn), "forward", forward)
+    assert set(decode_modules(model)) == {f"model.layers.{i}{part}" for i in range(2) for part in ("", ".mlp")}
+    monkeypatch.setattr(type(first), "forward", forward)
     assert set(decode_modules(model)) == {"model.layers.0.mlp", "model.layers.1.mlp"}
 
 
 @native
-@pytest.mark.parametrize("part", ["mlp.up_proj", "self_attn.v_proj"])
+@pytest.mark.parametrize("part", ["mlp.up_proj", "self_attn.v_proj", "self_attn.o_proj"])
 def test_what_changes_between_two_steps_is_noticed(part, operations):
     model = random_model("llama")
     before = logits(model)
@@ -225,11 +263,11 @@ def test_gradients_are_refused_and_training_is_transformers_own(operations):
         model.model.layers[0].mlp(x)
     assert operations["GatedMLP"] == 1
     logits(model.train())
-    assert operations["Projections"] == 0, "attention may drop weights there"
+    assert operations["Projections"] == operations["LayerEnd"] == 0, "attention may drop weights there"
 
 
 @native
-def test_a_prompt_of_many_tokens_and_angles_of_several_rows(operations):
+def test_a_prompt_of_many_tokens_and_angles_that_do_not_fit(operations):
     model = random_model("llama")
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -239,6 +277,6 @@ def test_a_prompt_of_many_tokens_and_angles_of_several_rows(operations):
         layer.mlp(torch.randn(3, 5, 64).bfloat16())
         assert operations["GatedMLP"] == 1
         cos = torch.ones(1, 1, 16).bfloat16()
-        assert layer.self_attn.project(torch.randn(2, 1, 64).bfloat16(), (cos, cos)) is None
+        assert layer.self_attn.project(torch.randn(1, 1, 64).bfloat16(), (cos[..., :8], cos[..., :8])) is None
         assert layer.self_attn.project(torch.randn(1, 1, 64).bfloat16(), None) is None
         assert layer.self_attn.project(torch.randn(1, 1, 64).bfloat16(), (cos, cos)) is not None

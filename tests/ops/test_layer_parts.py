@@ -93,7 +93,7 @@ def test_the_gate_against_its_formula():
 def test_projections(isa, mixture, dtype):
     make = [weights(kind, h * D, HIDDEN) for kind, h in zip(MIXTURES[mixture], HEADS, strict=True)]
     bias = torch.randn(HEADS[0] * D).to(dtype)
-    norms = tuple(ops.HeadNorm((torch.rand(D) + 0.5).to(dtype), 1e-5) for _ in range(2))
+    norms = tuple(ops.Norm((torch.rand(D) + 0.5).to(dtype), 1e-5) for _ in range(2))
     for B, n in ((1, 1), (3, 1), (1, 5), (2, 4)):
         x, angles = torch.randn(B, n, HIDDEN).to(dtype), torch.randn(B, n, D)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -109,6 +109,33 @@ def test_projections(isa, mixture, dtype):
                     assert y.shape == expected.shape and y.dtype == dtype
                     most = 0 if dtype == torch.bfloat16 else 4 * EPS[dtype] * y0.abs().max()
                     assert (y - expected).abs().max() <= most
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_before_and_after_attention(isa, mixture, dtype):
+    """With the normalisation of the tokens, and the residual sums: every value is rounded as one by one."""
+    kinds = MIXTURES[mixture]
+    make = [weights(kind, h * D, HIDDEN) for kind, h in zip(kinds, HEADS, strict=True)]
+    make_o = weights(kinds[0], HIDDEN, INNER)
+    sizes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    make_mlp = [weights(kind, *size) for kind, size in zip(kinds, sizes, strict=True)]
+    norm = ops.Norm((torch.rand(HIDDEN) + 0.5).to(dtype), 1e-5)
+    for B, n in ((1, 1), (2, 3)):
+        x, y = torch.randn(B, n, HIDDEN).to(dtype), torch.randn(B, n, INNER).to(dtype)
+        cos = torch.ones(B, n, D).to(dtype)
+        with on(isa):
+            q, k, v = (m(x) for m in make)
+            normed = ops.rms_norm(x, norm.weight, eps=norm.eps)
+            found = ops.Projections(q, k, v, D, None, norm)(x, cos, 0 * cos)
+            for heads, one in zip(found, ops.Projections(q, k, v, D)(normed, cos, 0 * cos), strict=True):
+                assert torch.equal(heads, one)
+            o, mlp = make_o(y), ops.GatedMLP(make_mlp[0](x), make_mlp[1](x), make_mlp[2](y))
+            t = x + o.multiply(y)
+            expected = t + mlp(ops.rms_norm(t, norm.weight, eps=norm.eps))
+            assert torch.equal(ops.LayerEnd(o, norm, mlp)(y, x), expected)
+            assert torch.equal(ops.LayerEnd(o, norm, mlp)(y.mT.contiguous().mT, x.mT.contiguous().mT), expected)
 
 
 def test_results_do_not_depend_on_threads():
@@ -131,7 +158,10 @@ def test_angles_of_another_shape_type_or_device_give_none():
     cos = torch.randn(2, 3, D)
     project = ops.Projections(matrix, matrix, matrix, D)
     assert project(x, cos, cos) is not None
-    for bad in (cos[:1], cos[..., : D // 2], cos.bfloat16(), cos.to("meta")):
+    one = project(x, cos[1:], cos[1:])
+    both = project(x, cos[1:].repeat(2, 1, 1), cos[1:].repeat(2, 1, 1))
+    assert all(map(torch.equal, one, both)), "rows may have their angles in common"
+    for bad in (cos[:, :1], torch.cat([cos, cos]), cos[..., : D // 2], cos.bfloat16(), cos.to("meta")):
         assert project(x, bad, bad) is None and project(x, cos, bad) is None
 
 
@@ -176,6 +206,25 @@ def test_the_library_validates_before_it_follows_an_address():
     for place, message in enumerate(("x or y is NULL", "cos or sin is NULL", "cos or sin is NULL", *["x or y"] * 3)):
         broken = [None if i == place else pointer for i, pointer in enumerate(pointers)]
         assert message in project.run(project.address, *broken, 2, 1, None).decode()
-    norm = ops.HeadNorm(torch.ones(D + 1), 1e-5)
+    end = ops.LayerEnd(back, ops.Norm(torch.ones(HIDDEN), 1e-5), ops.GatedMLP(wide, wide, back))
+    inner, state = torch.randn(2, INNER), torch.randn(2, HIDDEN)
+    with pytest.raises(ValueError, match=r"residual is torch.float32 \(3, 64\); must be 2 times 64"):
+        end(inner, torch.randn(3, HIDDEN))
+    with pytest.raises(ValueError, match=r"residual is torch.bfloat16 \(2, 64\); must be 2 times 64"):
+        end(inner, state.bfloat16())
+    for message, name, value in (
+        ("norm or residual is NULL", "norm", None),
+        ("norm or residual is not aligned", "norm", cos.data_ptr() + 1),
+        ("eps must be at least 0", "eps", float("nan")),
+        ("o and mlp do not fit", "o", wide.part()),
+    ):
+        end = ops.LayerEnd(back, ops.Norm(torch.ones(HIDDEN), 1e-5), ops.GatedMLP(wide, wide, back))
+        setattr(end.op, name, value)
+        assert message in end.run(end.address, inner.data_ptr(), state.data_ptr(), y.data_ptr(), 2, 1, None).decode()
+    norm = ops.Norm(torch.ones(D + 1), 1e-5)
+    with pytest.raises(ValueError, match=r"must be contiguous \(64,\)"):
+        ops.LayerEnd(back, norm, ops.GatedMLP(wide, wide, back))
+    with pytest.raises(ValueError, match=r"must be contiguous \(64,\)"):
+        ops.Projections(narrow, narrow, narrow, D, None, norm)
     with pytest.raises(ValueError, match=r"weights of a normalisation are torch.float32 \(17,\); must be contiguous"):
         ops.Projections(narrow, narrow, narrow, D, (norm, norm))

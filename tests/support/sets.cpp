@@ -239,19 +239,22 @@ static Result parts(const Case &c) {
         return pack(values, c.dtype);
     };
     const Bytes w = random(96 * in), down = random(in * 96), x = random(n * in), heads = random(out * in);
-    const Bytes norm = random(D), cos = random(n * D), sin = random(n * D);
+    const Bytes norm = random(D), before = random(in), wide = random(n * 96), cos = random(n * D), sin = random(n * D);
     const skimkv_float_linear first{w.data(), 96, in, nullptr, c.dtype, c.dtype};
     const skimkv_float_linear second{down.data(), in, 96, nullptr, c.dtype, c.dtype};
     const skimkv_float_linear head{heads.data(), out, in, nullptr, c.dtype, c.dtype};
     const skimkv_matrix gate{&first, SKIMKV_FLOATS}, last{&second, SKIMKV_FLOATS}, project{&head, SKIMKV_FLOATS};
     const skimkv_gated_mlp mlp{gate, gate, last};
-    const skimkv_projections attention{project, project, project, D, norm.data(), norm.data(), 1e-5f, 1e-5f};
-    Bytes y((size_t)(n * in * size)), q((size_t)(n * out * size)), k(q), v(q);
+    const skimkv_projections attention{project,     project,     project, D,     before.data(),
+                                       norm.data(), norm.data(), 1e-5f,   1e-5f, 1e-5f};
+    const skimkv_layer_end end{last, before.data(), 1e-5f, mlp};
+    Bytes y((size_t)(n * in * size)), z(y), q((size_t)(n * out * size)), k(q), v(q);
     must(skimkv_gated_mlp_run(&mlp, x.data(), y.data(), n, 1, nullptr));
+    must(skimkv_layer_end_run(&end, wide.data(), x.data(), z.data(), n, 1, nullptr));
     must(skimkv_projections_run(&attention, x.data(), cos.data(), sin.data(), q.data(), k.data(), v.data(), n, 1,
                                 nullptr));
     Result result;
-    for (const Bytes *of : {&y, &q, &k, &v})
+    for (const Bytes *of : {&y, &z, &q, &k, &v})
         for (size_t i = 0; i < of->size(); i += (size_t)size) result.y.push_back(float_of(&(*of)[i], c.dtype));
     return result;
 }

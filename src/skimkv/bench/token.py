@@ -25,7 +25,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..hf.attach import Cache, attach, detach
-from ..hf.decode_modules import GatedMLP, ProjectedAttention, decode_modules
+from ..hf.decode_modules import DecoderLayer, decode_modules
 from ..hf.float_modules import FloatLinear
 from ..hf.layer import Layer
 from ..hf.norms import norms_of
@@ -183,22 +183,30 @@ class OwnLayers:
     def _products(self, layers: Mapping[str, Any]) -> list[Call]:
         """What computes the products: operations of several linear layers, and the other linear layers."""
         self.use(layers)
-        calls, in_operations = list[Call](), set[torch.nn.Module]()
+        calls, inside = list[Call](), set[torch.nn.Module]()
         for module in self.model.modules():
             part: Any = module
-            if isinstance(module, GatedMLP):
-                calls.append(partial(part, self._ones(part.gate_proj.in_features)))
-                in_operations |= {part.gate_proj, part.up_proj, part.down_proj}
-            elif isinstance(module, ProjectedAttention):
-                ones = self._ones(part.head_dim)
-                calls.append(partial(part.project, self._ones(part.q_proj.in_features), (ones, ones)))
-                in_operations |= {part.q_proj, part.k_proj, part.v_proj}
-            elif hasattr(part, "in_features") and part not in in_operations:
+            if module in inside:
+                continue
+            if isinstance(module, DecoderLayer):
+                attention = part.self_attn
+                x, y = (self._ones(layer.in_features) for layer in (attention.q_proj, attention.o_proj))
+                calls.append(partial(_call_operations, module, x, y, self._ones(attention.head_dim)))
+                inside |= set(module.modules())
+            elif hasattr(part, "in_features"):
                 calls.append(partial(part, self._ones(part.in_features)))
         return calls
 
     def _ones(self, size: int) -> torch.Tensor:
         return torch.ones(1, 1, size, dtype=self.model.dtype)
+
+
+def _call_operations(layer: DecoderLayer, x: torch.Tensor, y: torch.Tensor, angles: torch.Tensor) -> None:
+    """Compute all of a layer but attention, which would turn x into y."""
+    operations = layer.operations(x)
+    assert operations is not None
+    operations[0](x, angles, angles)
+    operations[1](y, x)
 
 
 def _call_all(calls: Sequence[Call]) -> None:

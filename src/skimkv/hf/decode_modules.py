@@ -8,83 +8,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from .. import ops
 from .norms import code_of, is_norm, replace_norms
+from .together import Together
 
-Operation = TypeVar("Operation")
 SILU = {nn.SiLU, type(ACT2FN["silu"])}
-MOST_TOKENS = 15  # more are a prompt, whose products are large enough to be called one by one
-
-
-class Together(Generic[Operation]):
-    """Several layers as one operation, which is prepared once: while nothing changes, it only runs.
-
-    prepare(x, layers): the operation for x and its like, or None where the layers are called one by one. What a step
-    looks at is kept here, as each attribute that Python looks up takes long after a model has read other weights.
-    """
-
-    def __init__(self, prepare: Callable[[Tensor, Sequence[nn.Module]], Operation | None]) -> None:
-        self._prepare = prepare
-        self._forget()
-
-    def _forget(self) -> None:
-        self._operation: Operation | None = None
-        self._layers: Sequence[nn.Module] = ()
-        self._inputs: tuple[Any, ...] = ()
-        self._hooks: list[dict[int, Any]] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._tensors: list[tuple[dict[str, Any], str, Tensor | None, int]] = []
-
-    def operation(self, x: Tensor, layers: Sequence[nn.Module]) -> Operation | None:
-        """The operation for x (...,in), or None. Layers with a hook, or a forward of their own, are called one by one.
-
-        A gradient that is wanted is left to them, too.
-        """
-        inputs = (x.shape, x.dtype, x.is_cpu, x.requires_grad and torch.is_grad_enabled(), ops.forced_backend.get())
-        if inputs == self._inputs and layers == self._layers and self._is_unchanged():
-            return self._operation
-        self._forget()
-        if x.is_cpu and x.numel() <= MOST_TOKENS * x.shape[-1] and not inputs[3]:
-            self._layers, self._inputs = layers, inputs
-            self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-            self._attributes = [layer.__dict__ for layer in layers]
-            self._tensors = [
-                (layer._parameters, name, tensor, 0 if tensor is None else tensor.data_ptr())
-                for layer in layers
-                for name, tensor in layer._parameters.items()
-            ]
-            self._operation = self._prepare(x, layers) if self._is_unchanged() else None
-        return self._operation
-
-    def _is_unchanged(self) -> bool:
-        """Whether the layers have the tensors that they had, where they were, and nothing else is to be called."""
-        if any(self._hooks):
-            return False
-        for attributes in self._attributes:
-            if "forward" in attributes:
-                return False
-        for parameters, name, tensor, address in self._tensors:
-            if parameters.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
-                return False
-        return True
-
-    def __getstate__(self) -> dict[str, object]:
-        """A copy is of other tensors: it is prepared anew."""
-        return {"_prepare": self._prepare}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_prepare"])  # type: ignore[misc]
 
 
 def _matrix(layer: nn.Module, x: Tensor) -> ops.Matrix | None:
@@ -100,6 +38,12 @@ def _matrix(layer: nn.Module, x: Tensor) -> ops.Matrix | None:
 def _matrices(x: Tensor, layers: Sequence[nn.Module]) -> list[ops.Matrix] | None:
     matrices = [matrix for layer in layers if (matrix := _matrix(layer, x)) is not None]
     return matrices if len(matrices) == len(layers) else None
+
+
+def _norm(layer: nn.Module, x: Tensor) -> ops.Norm | None:
+    """The normalisation that a layer is, for x and its like; None if it is another layer, or of another type."""
+    norm: Any = layer
+    return ops.Norm(norm.weight, norm.variance_epsilon) if is_norm(norm) and norm.weight.dtype == x.dtype else None
 
 
 def _gated_mlp(x: Tensor, layers: Sequence[nn.Module]) -> ops.GatedMLP | None:
@@ -118,26 +62,24 @@ class GatedMLP(LlamaMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer of x (...,in) -> (...,in). Raises ValueError if a gradient is wanted."""
-        modules: Any = self._modules
-        layers = modules["gate_proj"], modules["up_proj"], modules["down_proj"], modules["act_fn"]
-        operation = self._together.operation(x, layers)
+        operation = self._together.operation(x, self.layers())
         return super().forward(x) if operation is None else operation(x)  # type: ignore[no-untyped-call]
 
+    def layers(self) -> list[nn.Module]:
+        """Its layers, as an operation needs them."""
+        modules: Any = self._modules
+        return [modules["gate_proj"], modules["up_proj"], modules["down_proj"], modules["act_fn"]]
 
-class _Projections:
-    """Prepares the projections to heads of size D; with the normalisations of q's and k's heads, if there are any."""
 
-    def __init__(self, D: int) -> None:
-        self.D = D
-
-    def __call__(self, x: Tensor, layers: Sequence[nn.Module]) -> ops.Projections | None:
-        norms: Any = layers[3:]
-        matrices = _matrices(x, layers[:3])
-        if not matrices or not all(is_norm(norm) and norm.weight.dtype == x.dtype for norm in norms):
-            return None
-        pair = [ops.HeadNorm(norm.weight, norm.variance_epsilon) for norm in norms]
-        q, k, v = matrices
-        return ops.Projections(q, k, v, self.D, (pair[0], pair[1]) if pair else None)
+def _projections(x: Tensor, layers: Sequence[nn.Module], norm: ops.Norm | None = None) -> ops.Projections | None:
+    """layers: the attention layer, its three projections, and the normalisations of q's and k's heads, if any."""
+    attention: Any = layers[0]
+    matrices, head_norms = _matrices(x, layers[1:4]), [_norm(layer, x) for layer in layers[4:]]
+    if not matrices or None in head_norms:
+        return None
+    q, k, v = matrices
+    pair: Any = tuple(head_norms) or None
+    return ops.Projections(q, k, v, attention.head_dim, pair, norm)
 
 
 class ProjectedAttention(nn.Module):
@@ -147,12 +89,12 @@ class ProjectedAttention(nn.Module):
     """
 
     stands_for: type[nn.Module]
-    _layers: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    _projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, attention: Any) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(attention.__dict__)
-        self._together = Together(_Projections(attention.head_dim))
+        self._together = Together(_projections)
 
     def forward(
         self: Any,
@@ -163,9 +105,9 @@ class ProjectedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as transformers' class does: hidden_states (B,n,in) -> (B,n,in), and no weights."""
-        function = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        is_step = past_key_values is not None and function is not None and not self.training
-        heads = self.project(hidden_states, position_embeddings) if is_step else None
+        heads = None
+        if past_key_values is not None and self.takes_steps():
+            heads = self.project(hidden_states, position_embeddings)
         if heads is None:
             result: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
@@ -175,24 +117,37 @@ class ProjectedAttention(nn.Module):
                 **kwargs,
             )
             return result
-        assert function is not None
+        y, weights = self.attend(heads, attention_mask, past_key_values, **kwargs)
+        return self.o_proj(y), weights
+
+    def takes_steps(self: Any) -> bool:
+        """Whether a step with a cache may go through the library: not in training, nor with a model's own function."""
+        return not self.training and self.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+
+    def project(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rotated queries, rotated keys, and values of x (B,n,in), in one operation: (B,heads,n,D).
+
+        angles: their cosines and sines (B,n,D) or (1,n,D). None where there is no such operation, or angles are for a
+        part of the channels.
+        """
+        operation = None if angles is None else self._together.operation(x, self.layers())
+        return None if operation is None or angles is None else operation(x, *angles)
+
+    def layers(self) -> list[nn.Module]:
+        """Itself and its layers up to attention, as their operation needs them."""
+        modules: Any = self._modules
+        return [self, *[modules[name] for name in self._projections]]
+
+    def attend(
+        self: Any, heads: tuple[Tensor, Tensor, Tensor], attention_mask: Any, past_key_values: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with projected heads (B,heads,n,D) -> (B,n,heads*D), and no weights."""
         q, k, v = heads
         k, v = past_key_values.update(k, v, self.layer_idx)
         kwargs |= self._window()
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         y, weights = function(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        return self.o_proj(y.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
-
-    def project(self: Any, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rotated queries, rotated keys, and values of x (B,n,in), in one operation: (B,heads,n,D).
-
-        angles: their cosines and sines (B,n,D). None where there is no such operation, or an angle is that of several
-        tokens, or there are angles for a part of the channels.
-        """
-        if angles is None:
-            return None
-        modules = self._modules
-        operation = self._together.operation(x, [modules[name] for name in self._layers])
-        return None if operation is None else operation(x, *angles)
+        return y.reshape(y.shape[0], y.shape[1], -1).contiguous(), weights
 
     def _window(self: Any) -> dict[str, Any]:
         """What the class passes to its attention function besides."""
@@ -227,8 +182,98 @@ class ProjectedQwen3(ProjectedAttention, Qwen3Attention):
     """Qwen3's attention layer, which normalises heads and may have a window."""
 
     stands_for = Qwen3Attention
+    _projections = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
 
-    _layers = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+
+def _beginning(x: Tensor, layers: Sequence[nn.Module]) -> ops.Projections | None:
+    norm = _norm(layers[0], x)
+    return None if norm is None else _projections(x, layers[1:], norm)
+
+
+def _ending(x: Tensor, layers: Sequence[nn.Module]) -> ops.LayerEnd | None:
+    mlp, o, last, norm = _gated_mlp(x, layers[3:7]), None, layers[0], _norm(layers[1], x)
+    if isinstance(inputs := getattr(last, "in_features", None), int):
+        o = _matrix(last, x.new_empty(*x.shape[:-1], inputs))
+    return ops.LayerEnd(o, norm, mlp) if o and norm and mlp else None
+
+
+class DecoderLayer(nn.Module):
+    """A layer of a model whose decode steps are two operations, before and after attention.
+
+    stands_for: transformers' class that it is derived from.
+    """
+
+    stands_for: type[nn.Module]
+
+    def __init__(self, layer: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(layer.__dict__)
+        self._before, self._after = Together(_beginning), Together(_ending)
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = False,
+        position_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute the layer as transformers' class does: hidden_states (B,n,in) -> (B,n,in)."""
+        attention, heads = self._modules["self_attn"], None
+        operations: Any = None
+        if past_key_values is not None and position_embeddings is not None:
+            operations = self.operations(hidden_states)
+            heads = operations and operations[0](hidden_states, *position_embeddings)
+        kwargs |= {"position_ids": position_ids, "use_cache": use_cache}
+        if heads is None:
+            result: Tensor = super().forward(
+                hidden_states,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+            return result
+        y, _ = attention.attend(heads, attention_mask, past_key_values, **kwargs)
+        after: ops.LayerEnd = operations[1]
+        return after(y, hidden_states)
+
+    def operations(self, x: Tensor) -> tuple[ops.Projections, ops.LayerEnd] | None:
+        """What comes before attention, and what after it, for x (B,n,in) and its like; None if it goes one by one."""
+        modules: Any = self._modules
+        attention, mlp = modules["self_attn"], modules["mlp"]
+        if not (isinstance(attention, ProjectedAttention) and isinstance(mlp, GatedMLP) and attention.takes_steps()):
+            return None
+        parts: Any = attention._modules
+        after = self._after.operation(x, [parts["o_proj"], modules["post_attention_layernorm"], mlp, *mlp.layers()])
+        before = after and self._before.operation(x, [modules["input_layernorm"], *attention.layers()])
+        return (before, after) if before and after else None
+
+
+class LlamaLayer(DecoderLayer, LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+    """Llama's layer."""
+
+    stands_for = LlamaDecoderLayer
+
+
+class MistralLayer(DecoderLayer, MistralDecoderLayer):  # type: ignore[no-untyped-call]
+    """Mistral's layer."""
+
+    stands_for = MistralDecoderLayer
+
+
+class Qwen2Layer(DecoderLayer, Qwen2DecoderLayer):  # type: ignore[no-untyped-call]
+    """Qwen2's layer."""
+
+    stands_for = Qwen2DecoderLayer
+
+
+class Qwen3Layer(DecoderLayer, Qwen3DecoderLayer):  # type: ignore[no-untyped-call]
+    """Qwen3's layer."""
+
+    stands_for = Qwen3DecoderLayer
 
 
 # All names that the code of these classes uses, so that another version of it is noticed and left as it is.
@@ -237,11 +282,16 @@ _NAMES = {
     "contiguous", "eager_attention_forward", "get_interface", "head_dim", "k_proj", "layer_idx", "o_proj", "q_proj",
     "reshape", "scaling", "shape", "training", "transpose", "update", "v_proj", "view",
 }  # fmt: skip
-ATTENTION: dict[type[nn.Module], tuple[type[ProjectedAttention], set[str]]] = {
+_LAYER_NAMES = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+REPLACEMENTS: dict[type[nn.Module], tuple[Callable[[nn.Module], nn.Module], set[str]]] = {
     LlamaAttention: (ProjectedLlama, _NAMES),
     MistralAttention: (ProjectedMistral, _NAMES | {"getattr"}),
     Qwen2Attention: (ProjectedQwen2, _NAMES | {"sliding_window"}),
     Qwen3Attention: (ProjectedQwen3, _NAMES | {"sliding_window", "q_norm", "k_norm"}),
+    LlamaDecoderLayer: (LlamaLayer, _LAYER_NAMES),
+    MistralDecoderLayer: (MistralLayer, _LAYER_NAMES),
+    Qwen2DecoderLayer: (Qwen2Layer, _LAYER_NAMES),
+    Qwen3DecoderLayer: (Qwen3Layer, _LAYER_NAMES),
 }
 
 
@@ -249,7 +299,7 @@ def decode_module(module: nn.Module) -> nn.Module | None:
     """Our module for one of a model's, which shares its layers; None where there is none."""
     if module._forward_hooks or module._forward_pre_hooks:
         return None
-    replacement, names = ATTENTION.get(type(module), (None, set[str]()))
+    replacement, names = REPLACEMENTS.get(type(module), (None, set[str]()))
     if replacement and set(inspect.unwrap(type(module).forward).__code__.co_names) == names:
         return replacement(module)
     if code_of(type(module)) == code_of(LlamaMLP) and type(module.act_fn) in SILU:
@@ -263,7 +313,7 @@ def decode_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replace_modules(model: nn.Module) -> None:
-    """Put our modules in the places of a model's normalisations, feed-forward and attention layers."""
+    """Put our modules in the places of a model's normalisations, feed-forward and attention layers, and layers."""
     replace_norms(model)
     for name, ours in decode_modules(model).items():
         model.set_submodule(name, ours)

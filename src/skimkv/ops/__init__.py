@@ -5,7 +5,7 @@ are declared in `protocol.py`.
 """
 
 from .backends import BACKENDS, backend, forced_backend, graphable, kernels_for, select_backend
-from .cpu.layer_parts import GatedMLP, HeadNorm, Projections
+from .cpu.layer_parts import GatedMLP, LayerEnd, Norm, Projections
 from .cpu.linear import Matrix
 from .key_scores import key_scores
 from .linear import Product, block_linear, block_matrix, float_linear, float_matrix, linear8, packed_matrix
@@ -14,7 +14,7 @@ from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 from .rms_norm import norm_matrix, rms_norm
 
 __all__ = [
-    "BACKENDS", "Again", "GatedMLP", "HeadNorm", "Kernels", "Matrix", "Product", "Projections", "SkimKernels",
+    "BACKENDS", "Again", "GatedMLP", "Kernels", "LayerEnd", "Matrix", "Norm", "Product", "Projections", "SkimKernels",
     "SoftmaxOptions", "Token", "append_block", "backend", "block_linear", "block_matrix", "causal_attention",
     "float_linear", "float_matrix", "forced_backend", "graphable", "kernels_for", "key_scores", "linear8",
     "norm_matrix", "packed_matrix", "rms_norm", "select_backend",

@@ -1,4 +1,4 @@
-"""Several products as one operation in C++ (csrc: skimkv_gated_mlp_run, skimkv_projections_run)."""
+"""Several products as one operation in C++ (csrc/layers.cpp: skimkv_gated_mlp_run and its like)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ class CProjections(Structure):
     _fields_ = library.structure_fields(
         ("q k v", CMatrix),
         ("D", c_int64),
-        ("q_norm k_norm", c_void_p),
-        ("q_eps k_eps", c_float),
+        ("norm q_norm k_norm", c_void_p),
+        ("eps q_eps k_eps", c_float),
     )
+
+
+class CLayerEnd(Structure):
+    """The structure skimkv_layer_end of skimkv.h."""
+
+    _fields_ = library.structure_fields(("o", CMatrix), ("norm", c_void_p), ("eps", c_float), ("mlp", CGatedMLP))
 
 
 class GatedMLP:
@@ -58,47 +64,95 @@ class GatedMLP:
         return y
 
 
-class HeadNorm(NamedTuple):
-    """A root-mean-square normalisation of every head: weight (D,), eps."""
+class Norm(NamedTuple):
+    """A root-mean-square normalisation: weight (size,), eps."""
 
     weight: Tensor
     eps: float
+
+    def check(self, size: int, dtype: int) -> Norm:
+        """Return itself. Raises ValueError if it is not one of tokens of that size, and the library's type `dtype`."""
+        weight = self.weight
+        if weight.shape != (size,) or dtype_number(weight) != dtype or not weight.is_contiguous():
+            raise ValueError(
+                f"weights of a normalisation are {weight.dtype} {tuple(weight.shape)}; must be contiguous ({size},) of "
+                "the tokens' type"
+            )
+        return self
+
+
+class LayerEnd:
+    """What follows attention in a layer, prepared for tokens of one type: t = residual + o(x), then t + mlp(norm(t)).
+
+    Raises ValueError if the weights of the normalisation do not fit.
+    """
+
+    def __init__(self, o: Matrix, norm: Norm, mlp: GatedMLP) -> None:
+        self.parts = o, norm.check(o.out, o.op.dtype), mlp
+        self.op = CLayerEnd(o.part(), norm.weight.data_ptr(), norm.eps, mlp.op)
+        self.address, self.run = ctypes.addressof(self.op), _library().skimkv_layer_end_run
+        self.inputs, self.pool = o.inputs, library.thread_pool()
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Compute the end of x (...,in) and residual (...,out) -> (...,out), at most 64 tokens of the prepared type.
+
+        Raises ValueError if they do not fit each other, or with the library's reason.
+        """
+        n, size = x.numel() // self.inputs, self.parts[0].out
+        if residual.numel() != n * size or residual.dtype != x.dtype or not residual.is_cpu:
+            raise ValueError(
+                f"residual is {residual.dtype} {tuple(residual.shape)}; must be {n} times {size} {x.dtype}"
+            )
+        if not (x.is_contiguous() and residual.is_contiguous()):
+            x, residual = x.contiguous(), residual.contiguous()
+        y = torch.empty_like(residual)
+        threads = torch.get_num_threads() if self.pool else 1
+        _raise(self.run(self.address, x.data_ptr(), residual.data_ptr(), y.data_ptr(), n, threads, self.pool))
+        return y
 
 
 class Projections:
     """The projections of an attention layer, prepared for tokens of one type: queries, keys and values.
 
-    D: the head size. norms: of the heads of q and of k, or None. Raises ValueError if their weights do not fit.
+    D: the head size. head_norms: of the heads of q and of k, or None. norm: of the tokens before, or None.
+    Raises ValueError if the weights of a normalisation do not fit.
     """
 
-    def __init__(self, q: Matrix, k: Matrix, v: Matrix, D: int, norms: tuple[HeadNorm, HeadNorm] | None = None) -> None:
-        self.matrices, self.norms, self.D = (q, k, v), norms, D
-        numbers: tuple[int | float | None, ...] = (None, None, 0, 0)
-        if norms is not None:
-            for weight, _ in norms:
-                if weight.shape != (D,) or dtype_number(weight) != q.op.dtype or not weight.is_contiguous():
-                    raise ValueError(
-                        f"weights of a normalisation are {weight.dtype} {tuple(weight.shape)}; must be contiguous "
-                        f"({D},) of the tokens' type"
-                    )
-            numbers = (norms[0].weight.data_ptr(), norms[1].weight.data_ptr(), norms[0].eps, norms[1].eps)
-        self.op = CProjections(*(matrix.part() for matrix in self.matrices), D, *numbers)
+    def __init__(
+        self,
+        q: Matrix,
+        k: Matrix,
+        v: Matrix,
+        D: int,
+        head_norms: tuple[Norm, Norm] | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        self.matrices, self.norms, self.D = (q, k, v), (head_norms, norm), D
+        dtype, nothing = q.op.dtype, (None, 0.0)
+        of_q, of_k = (one.check(D, dtype) for one in head_norms) if head_norms else (None, None)
+        all_norms = norm and norm.check(q.inputs, dtype), of_q, of_k
+        pairs = [(one.weight.data_ptr(), one.eps) if one else nothing for one in all_norms]
+        self.op = CProjections(
+            *(matrix.part() for matrix in self.matrices), D, *(p for p, _ in pairs), *(e for _, e in pairs)
+        )
         self.address, self.run = ctypes.addressof(self.op), _library().skimkv_projections_run
         self.heads = tuple(matrix.out // D for matrix in self.matrices)
         self.pool = library.thread_pool()
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Project x (B,n,in), and rotate by cos, sin (B,n,D) -> q (B,Hq,n,D), k, v (B,H,n,D).
+        """Project x (B,n,in), and rotate by cos, sin (B,n,D) or (1,n,D) -> q (B,Hq,n,D), k, v (B,H,n,D).
 
         At most 64 tokens of the type that it was prepared for. None if cos and sin have another shape, type or device.
         Raises ValueError with the library's reason.
         """
         B, n, _ = x.shape
         D, heads, shape = self.D, self.heads, cos.shape
-        if shape != (B, n, D) or shape != sin.shape or not cos.dtype == sin.dtype == x.dtype:
+        if shape != sin.shape or not cos.dtype == sin.dtype == x.dtype or not (cos.is_cpu and sin.is_cpu):
             return None
-        if not (cos.is_cpu and sin.is_cpu):
-            return None
+        if shape != (B, n, D):
+            if shape != (1, n, D):
+                return None
+            cos, sin = cos.expand(B, n, D), sin.expand(B, n, D)
         if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
             x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         if n == 1:
@@ -115,6 +169,8 @@ class Projections:
 def _library() -> ctypes.CDLL:
     lib = library.library()
     lib.skimkv_gated_mlp_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
+    lib.skimkv_layer_end_run.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
+    lib.skimkv_layer_end_run.restype = c_char_p
     lib.skimkv_projections_run.argtypes = [c_void_p] * 7 + [c_int64, c_int, c_void_p]
     lib.skimkv_gated_mlp_run.restype = lib.skimkv_projections_run.restype = c_char_p
     return lib

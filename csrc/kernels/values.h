@@ -1,4 +1,5 @@
-// The middle of a gated feed-forward layer: silu(gate) * up, where silu(x) = x / (1 + e^-x).
+// What stands between the products of a layer, value by value: the middle of a gated feed-forward layer, which is
+// silu(gate) * up with silu(x) = x / (1 + e^-x), and residual sums.
 #pragma once
 #include <stdint.h>
 
@@ -30,6 +31,24 @@ static void gate(int dtype, void *gate, const void *up, int64_t count) {
     if (dtype == SKIMKV_F32) gate_values((float *)gate, (const float *)up, count);
     else if (dtype == SKIMKV_BF16) gate_values((bf16 *)gate, (const bf16 *)up, count);
     else gate_values((f16 *)gate, (const f16 *)up, count);
+}
+
+template <class T> static void add_values(T *to, const T *from, int64_t count) {
+    constexpr int PART = 64;
+    for (int64_t at = 0; at < count; at += PART) {
+        const int n = (int)min(PART, count - at);
+        float sum[PART], more[PART];
+        to_float(to + at, sum, n), to_float(from + at, more, n);
+        for (int i = 0; i < n; i++) sum[i] += more[i];
+        from_float(sum, to + at, n);
+    }
+}
+
+// Adds `from` to `to`.
+static void add(int dtype, void *to, const void *from, int64_t count) {
+    if (dtype == SKIMKV_F32) add_values((float *)to, (const float *)from, count);
+    else if (dtype == SKIMKV_BF16) add_values((bf16 *)to, (const bf16 *)from, count);
+    else add_values((f16 *)to, (const f16 *)from, count);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,74 @@
+"""Several modules as one operation of the library, which is prepared once and runs as long as nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+
+Operation = TypeVar("Operation")
+MOST_TOKENS = 15  # more are a prompt, whose products are large enough to be called one by one
+
+
+class Together(Generic[Operation]):
+    """Several layers as one operation, which is prepared once: while nothing changes, it only runs.
+
+    prepare(x, layers): the operation for x and its like, or None where the layers are called one by one. What a step
+    looks at is kept here, as each attribute that Python looks up takes long after a model has read other weights.
+    """
+
+    def __init__(self, prepare: Callable[[Tensor, Sequence[nn.Module]], Operation | None]) -> None:
+        self._prepare = prepare
+        self._forget()
+
+    def _forget(self) -> None:
+        self._operation: Operation | None = None
+        self._layers: Sequence[nn.Module] = ()
+        self._inputs: tuple[Any, ...] = ()
+        self._hooks: list[dict[int, Any]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._tensors: list[tuple[dict[str, Any], str, Tensor | None, int]] = []
+
+    def operation(self, x: Tensor, layers: Sequence[nn.Module]) -> Operation | None:
+        """The operation for x (...,in), or None. Layers with a hook, or a forward of their own, are called one by one.
+
+        A gradient that is wanted is left to them, too.
+        """
+        inputs = (x.shape, x.dtype, x.is_cpu, x.requires_grad and torch.is_grad_enabled(), ops.forced_backend.get())
+        if inputs == self._inputs and layers == self._layers and self._is_unchanged():
+            return self._operation
+        self._forget()
+        if x.is_cpu and x.numel() <= MOST_TOKENS * x.shape[-1] and not inputs[3]:
+            self._layers, self._inputs = layers, inputs
+            self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+            self._attributes = [layer.__dict__ for layer in layers]
+            self._tensors = [
+                (layer._parameters, name, tensor, 0 if tensor is None else tensor.data_ptr())
+                for layer in layers
+                for name, tensor in layer._parameters.items()
+            ]
+            self._operation = self._prepare(x, layers) if self._is_unchanged() else None
+        return self._operation
+
+    def _is_unchanged(self) -> bool:
+        """Whether the layers have the tensors that they had, where they were, and nothing else is to be called."""
+        if any(self._hooks):
+            return False
+        for attributes in self._attributes:
+            if "forward" in attributes:
+                return False
+        for parameters, name, tensor, address in self._tensors:
+            if parameters.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
+                return False
+        return True
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy is of other tensors: it is prepared anew."""
+        return {"_prepare": self._prepare}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_prepare"])  # type: ignore[misc]
