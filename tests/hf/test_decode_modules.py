@@ -274,8 +274,15 @@ def test_a_prompt_of_many_tokens_and_angles_that_do_not_fit(operations):
         layer.mlp(torch.randn(1, 16, 64).bfloat16())
         layer.mlp(torch.randn(2, 8, 64).bfloat16())
         assert operations["GatedMLP"] == 0
-        layer.mlp(torch.randn(3, 5, 64).bfloat16())
-        assert operations["GatedMLP"] == 1
+        assert layer.mlp(torch.randn(2, 0, 64).bfloat16()).shape == (2, 0, 64)
+        assert operations["GatedMLP"] == 0
+        prepared = []
+        for shape in ((3, 5), (1, 1), (2, 16), (4, 1)):
+            layer.mlp(torch.randn(*shape, 64).bfloat16())
+            prepared.append(layer.mlp._joint._operation)
+        assert operations["GatedMLP"] == 3 and len(set(map(id, prepared))) == 1, (
+            "one operation for all numbers of tokens"
+        )
         cos = torch.ones(1, 1, 16).bfloat16()
         assert layer.self_attn.project(torch.randn(1, 1, 64).bfloat16(), (cos[..., :8], cos[..., :8])) is None
         assert layer.self_attn.project(torch.randn(1, 1, 64).bfloat16(), None) is None

@@ -19,8 +19,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2Decode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from .. import ops
+from .joint_operation import JointOperation
 from .norms import code_of, is_norm, replace_norms
-from .together import Together
 
 SILU = {nn.SiLU, type(ACT2FN["silu"])}
 
@@ -58,11 +58,11 @@ class GatedMLP(LlamaMLP):
     def __init__(self, mlp: nn.Module) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(mlp.__dict__)
-        self._together = Together(_gated_mlp)
+        self._joint = JointOperation(_gated_mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer of x (...,in) -> (...,in). Raises ValueError if a gradient is wanted."""
-        operation = self._together.operation(x, self.layers())
+        operation = self._joint.operation(x, self.layers())
         return super().forward(x) if operation is None else operation(x)  # type: ignore[no-untyped-call]
 
     def layers(self) -> list[nn.Module]:
@@ -94,7 +94,7 @@ class ProjectedAttention(nn.Module):
     def __init__(self, attention: Any) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(attention.__dict__)
-        self._together = Together(_projections)
+        self._joint = JointOperation(_projections)
 
     def forward(
         self: Any,
@@ -130,7 +130,7 @@ class ProjectedAttention(nn.Module):
         angles: their cosines and sines (B,n,D) or (1,n,D). None where there is no such operation, or angles are for a
         part of the channels.
         """
-        operation = None if angles is None else self._together.operation(x, self.layers())
+        operation = None if angles is None else self._joint.operation(x, self.layers())
         return None if operation is None or angles is None else operation(x, *angles)
 
     def layers(self) -> list[nn.Module]:
@@ -208,7 +208,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(layer.__dict__)
-        self._before, self._after = Together(_beginning), Together(_ending)
+        self._before, self._after = JointOperation(_beginning), JointOperation(_ending)
 
     def forward(
         self: Any,

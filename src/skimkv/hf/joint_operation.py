@@ -14,11 +14,12 @@ Operation = TypeVar("Operation")
 MOST_TOKENS = 15  # more are a prompt, whose products are large enough to be called one by one
 
 
-class Together(Generic[Operation]):
+class JointOperation(Generic[Operation]):
     """Several layers as one operation, which is prepared once: while nothing changes, it only runs.
 
-    prepare(x, layers): the operation for x and its like, or None where the layers are called one by one. What a step
-    looks at is kept here, as each attribute that Python looks up takes long after a model has read other weights.
+    prepare(x, layers): the operation for a few tokens of x's size and type, or None where the layers are called one by
+    one. What a step looks at is kept here, as each attribute that Python looks up takes long after a model has read
+    other weights.
     """
 
     def __init__(self, prepare: Callable[[Tensor, Sequence[nn.Module]], Operation | None]) -> None:
@@ -38,33 +39,37 @@ class Together(Generic[Operation]):
 
         A gradient that is wanted is left to them, too.
         """
-        inputs = (x.shape, x.dtype, x.is_cpu, x.requires_grad and torch.is_grad_enabled(), ops.forced_backend.get())
-        if inputs == self._inputs and layers == self._layers and self._is_unchanged():
-            return self._operation
-        self._forget()
-        if x.is_cpu and x.numel() <= MOST_TOKENS * x.shape[-1] and not inputs[3]:
-            self._layers, self._inputs = layers, inputs
-            self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-            self._attributes = [layer.__dict__ for layer in layers]
-            self._tensors = [
-                (layer._parameters, name, tensor, 0 if tensor is None else tensor.data_ptr())
-                for layer in layers
-                for name, tensor in layer._parameters.items()
-            ]
-            self._operation = self._prepare(x, layers) if self._is_unchanged() else None
-        return self._operation
+        size, numbers = x.shape[-1], x.numel()
+        if not numbers or numbers > MOST_TOKENS * size:
+            return None
+        inputs = size, x.dtype, x.is_cpu, x.requires_grad and torch.is_grad_enabled(), ops.forced_backend.get()
+        if inputs != self._inputs or layers != self._layers or not self._has_its_tensors():
+            self._forget()
+            if x.is_cpu and not inputs[3]:
+                self._remember(inputs, layers)
+                self._operation = self._prepare(x, layers)
+        return None if self._is_seen() else self._operation
 
-    def _is_unchanged(self) -> bool:
-        """Whether the layers have the tensors that they had, where they were, and nothing else is to be called."""
-        if any(self._hooks):
-            return False
-        for attributes in self._attributes:
-            if "forward" in attributes:
-                return False
+    def _remember(self, inputs: tuple[Any, ...], layers: Sequence[nn.Module]) -> None:
+        self._inputs, self._layers = inputs, layers
+        self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+        self._attributes = [layer.__dict__ for layer in layers]
+        self._tensors = [
+            (layer._parameters, name, tensor, 0 if tensor is None else tensor.data_ptr())
+            for layer in layers
+            for name, tensor in layer._parameters.items()
+        ]
+
+    def _has_its_tensors(self) -> bool:
+        """Whether the layers have the tensors that they had, where they were."""
         for parameters, name, tensor, address in self._tensors:
             if parameters.get(name) is not tensor or (tensor is not None and tensor.data_ptr() != address):
                 return False
         return True
+
+    def _is_seen(self) -> bool:
+        """Whether a hook, or a forward that took the place of a layer's, wants to see one of the layers called."""
+        return any(self._hooks) or any("forward" in attributes for attributes in self._attributes)
 
     def __getstate__(self) -> dict[str, object]:
         """A copy is of other tensors: it is prepared anew."""
