@@ -40,12 +40,13 @@ class JointOperation(Generic[Operation]):
         A gradient that is wanted is left to them, too.
         """
         size, numbers = x.shape[-1], x.numel()
-        if not numbers or numbers > MOST_TOKENS * size:
+        if not x.is_cpu or not numbers or numbers > MOST_TOKENS * size:
             return None
-        inputs = size, x.dtype, x.is_cpu, x.requires_grad and torch.is_grad_enabled(), ops.forced_backend.get()
+        wants_gradient = x.requires_grad and torch.is_grad_enabled()
+        inputs = size, x.dtype, wants_gradient, ops.forced_backend.get()
         if inputs != self._inputs or layers != self._layers or not self._has_its_tensors():
             self._forget()
-            if x.is_cpu and not inputs[3]:
+            if not wants_gradient:
                 self._remember(inputs, layers)
                 self._operation = self._prepare(x, layers)
         return None if self._is_seen() else self._operation

@@ -13,8 +13,6 @@ from torch import Tensor
 from . import library
 from .linear import CMatrix, Matrix, dtype_number
 
-MOST_TOKENS = 64  # SKIMKV_MAX_FLOAT_TOKENS of skimkv.h
-
 
 class CGatedMLP(Structure):
     """The structure skimkv_gated_mlp of skimkv.h."""
