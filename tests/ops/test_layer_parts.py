@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -150,6 +151,27 @@ def test_results_do_not_depend_on_threads():
     torch.set_num_threads(2)
     two = ops.GatedMLP(gate, up, down)(x), *project(x, cos, cos)
     assert all(map(torch.equal, one, two))
+
+
+def test_an_operation_keeps_the_tensors_whose_addresses_it_holds():
+    x, angles = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, D)
+    packed = torch.zeros(packed_weights.packed_shape(HIDDEN, HIDDEN), dtype=torch.int16)
+    rows = block_weights.quantise_int4(torch.randn(HIDDEN, HIDDEN))
+    tensors = [packed, rows, torch.arange(HIDDEN, dtype=torch.int32), torch.randn(HIDDEN, HIDDEN), torch.ones(HIDDEN)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    matrices = [
+        linear.packed_matrix(x, tensors[0], HIDDEN),
+        linear.block_matrix(x, tensors[1], "Q4_0", order=tensors[2]),
+        linear.float_matrix(x, tensors[3]),
+    ]
+    norm = ops.Norm(tensors[4], 1e-5)
+    end, project = ops.LayerEnd(matrices[0], norm, ops.GatedMLP(*matrices)), ops.Projections(*matrices, D, None, norm)
+    expected = end(x, x), *project(x, angles, angles)
+    del packed, rows, tensors, matrices, norm
+    assert all(tensor() is not None for tensor in alive)
+    assert all(map(torch.equal, expected, (end(x, x), *project(x, angles, angles))))
+    del end, project
+    assert all(tensor() is None for tensor in alive)
 
 
 def test_angles_of_another_shape_type_or_device_give_none():

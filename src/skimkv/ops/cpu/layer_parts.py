@@ -40,7 +40,7 @@ class CLayerEnd(Structure):
 class GatedMLP:
     """A gated feed-forward layer, prepared for tokens of one type: down(silu(gate(x)) * up(x)).
 
-    As a Matrix, it is right as long as the tensors are where they were, and several threads may use it.
+    As a Matrix, it keeps the tensors, is right as long as each stays where it was, and several threads may use it.
     """
 
     def __init__(self, gate: Matrix, up: Matrix, down: Matrix) -> None:

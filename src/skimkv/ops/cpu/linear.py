@@ -61,15 +61,21 @@ KINDS: tuple[type[Structure], ...] = (CLinear, CBlockLinear, CFloatLinear)  # by
 class Matrix:
     """A matrix, and perhaps a bias, as the library is told of it: the same for every token.
 
-    It holds addresses, and is right as long as the tensors are where they were. The library does not change it, so
-    several threads may multiply with it at the same time.
+    It keeps the tensors and holds their addresses: it is right as long as each stays where it was. The library does not
+    change it, so several threads may multiply with it at the same time.
     """
 
     def __init__(
-        self, op: Any, run: Callable[..., bytes | None], out: int, inputs: int, bias: Tensor | None = None
+        self,
+        op: Any,
+        run: Callable[..., bytes | None],
+        out: int,
+        inputs: int,
+        weights: tuple[Tensor | None, ...],
+        bias: Tensor | None = None,
     ) -> None:
         self.op, self.address, self.run = op, ctypes.addressof(op), run
-        self.bias = bias  # so that a bias that was converted lives as long
+        self.weights, self.bias = weights, bias  # so that they live as long
         self.out, self.inputs, self.pool = out, inputs, library.thread_pool()
 
     def part(self) -> CMatrix:
@@ -101,7 +107,7 @@ def packed_matrix(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = Non
         raise ValueError("packed weights must be contiguous")
     bias = _bias(bias, out, x)
     op = CLinear(packed.data_ptr(), out, x.shape[-1], _address(bias), dtype)
-    return Matrix(op, _library().skimkv_linear_run, out, x.shape[-1], bias)
+    return Matrix(op, _library().skimkv_linear_run, out, x.shape[-1], (packed,), bias)
 
 
 def block_matrix(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None, order: Tensor | None = None) -> Matrix:
@@ -110,7 +116,7 @@ def block_matrix(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None,
     bias = _bias(bias, out, x)
     number = GGMLQuantizationType[type]
     op = CBlockLinear(rows.data_ptr(), out, x.shape[-1], _address(bias), _address(order), dtype, number)
-    return Matrix(op, _library().skimkv_block_linear_run, out, x.shape[-1], bias)
+    return Matrix(op, _library().skimkv_block_linear_run, out, x.shape[-1], (rows, order), bias)
 
 
 def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Matrix:
@@ -124,7 +130,7 @@ def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Matri
         raise ValueError("weights must be contiguous")
     bias = _bias(bias, out, x)
     op = CFloatLinear(weight.data_ptr(), out, inputs, _address(bias), dtype, type)
-    return Matrix(op, _library().skimkv_float_linear_run, out, inputs, bias)
+    return Matrix(op, _library().skimkv_float_linear_run, out, inputs, (weight,), bias)
 
 
 def expand_blocks(rows: Tensor, type: str, inputs: int, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ def norm_matrix(x: Tensor, weight: Tensor, eps: float) -> Matrix:
     dtype, size = dtype_number(x), weight.shape[0]
     if not weight.is_contiguous():
         raise ValueError("weights must be contiguous")
-    return Matrix(CRMSNorm(weight.data_ptr(), size, eps, dtype), _run(), size, size)
+    return Matrix(CRMSNorm(weight.data_ptr(), size, eps, dtype), _run(), size, size, (weight,))
 
 
 @functools.cache
