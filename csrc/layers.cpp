@@ -1,5 +1,6 @@
 // Runs what a model has between one attention and the next: products with weights, alone or several as one operation,
 // and normalisation.
+#include <cstring>
 #include <initializer_list>
 
 #include "element_types.h"
@@ -208,6 +209,64 @@ const char *projections_error(const skimkv_projections *op, const Tokens tokens[
     return nullptr;
 }
 
+const char *layers_error(const skimkv_layers *op, const void *x, const void *cos, const void *sin, void *y, int64_t n) {
+    if (!op) return "operation is NULL";
+    if (!op->layers || op->count < 1) return "there must be at least one layer";
+    const Tokens tokens[] = {{x, y, n}, {x, y, n}, {x, y, n}};
+    Sizes of_first{};
+    for (int64_t i = 0; i < op->count; i++) {
+        const skimkv_projections *before = op->layers[i].before;
+        const skimkv_layer_end *after = op->layers[i].after;
+        if (const char *error = projections_error(before, tokens, cos, sin)) return error;
+        if (const char *error = layer_end_error(after, tokens[0], x)) return error;
+        const Sizes q = sizes_of(before->q), o = sizes_of(after->o);
+        if (i == 0) of_first = q;
+        if (sizes_of(before->k).out != sizes_of(before->v).out) return "k and v of a layer differ in size";
+        if (q.in != of_first.in || o.out != q.in || o.in != q.out || q.dtype != of_first.dtype || o.dtype != q.dtype ||
+            before->D != op->layers[0].before->D)
+            return "the layers do not fit each other";
+    }
+    if (!op->norm || skimkv::is_misaligned(op->norm, of_first.dtype)) return "norm is NULL, or not aligned";
+    if (!(op->eps >= 0)) return "eps must be at least 0";
+    return nullptr;
+}
+
+// Whether a step of attention is that of n tokens as the projections give them.
+const char *step_error(const skimkv_op *step, const skimkv_projections *before, int64_t n) {
+    if (const char *error = skimkv_check(step)) return error;
+    const skimkv_cache *c = step->cache;
+    const Sizes q = sizes_of(before->q);
+    const int64_t keys = sizes_of(before->k).out, D = before->D, GD = c->G * D;
+    if (c->B != n || c->D != D || c->H * D != keys || c->H * GD != q.out) return "a cache does not fit its layer";
+    if (step->dtype != q.dtype || c->dtype != q.dtype) return "a cache is not of its layer's dtype";
+    if (step->q_b != q.out || step->q_h != GD || step->q_g != D || step->y_b != q.out || step->y_h != GD ||
+        step->y_g != D || step->n_b != keys || step->n_h != D)
+        return "queries, outputs and new rows of a step must be contiguous";
+    return step->keep == SKIMKV_OUTSIDE ? "a step must keep its token" : nullptr;
+}
+
+// Where a token is between the parts of a layer.
+struct States {
+    char *queries, *keys, *values, *attended, *tokens[2];
+};
+
+// Scratch memory for the states, which the operations inside do not use. Null pointers if there is no memory.
+States states_of(const skimkv_layers *op, int64_t n) {
+    static thread_local skimkv::ScratchMemory memory;
+    int64_t queries = 0, keys = 0;
+    for (int64_t i = 0; i < op->count; i++) {
+        const int64_t q = sizes_of(op->layers[i].before->q).out, k = sizes_of(op->layers[i].before->k).out;
+        queries = q > queries ? q : queries, keys = k > keys ? k : keys;
+    }
+    const Sizes first = sizes_of(op->layers->before->q);
+    const int64_t bytes = n * value_bytes(first.dtype), of_q = in_lines(queries * bytes), of_k = in_lines(keys * bytes);
+    const int64_t of_tokens = in_lines(first.in * bytes);
+    char *const start = (char *)memory.get((size_t)(2 * (of_q + of_k + of_tokens)));
+    if (!start) return {};
+    char *const tokens = start + 2 * (of_q + of_k);
+    return {start, start + 2 * of_q, start + 2 * of_q + of_k, start + of_q, {tokens, tokens + of_tokens}};
+}
+
 }  // namespace
 
 extern "C" {
@@ -320,6 +379,45 @@ const char *skimkv_projections_run(const skimkv_projections *op, const void *x, 
         kernels->rotate(q.dtype, c, s, heads[1], (int)D, (char *)keys + t * k.out * size);
     }
     return nullptr;
+}
+
+const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, const void *x, const void *cos,
+                              const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel,
+                              int64_t *attention_ns) {
+    if (const char *error = layers_error(op, x, cos, sin, y, n)) return error;
+    if (!selected_kernels()) return NO_KERNELS;
+    const States states = states_of(op, n);
+    if (!states.queries) return NO_MEMORY;
+    for (int64_t i = 0; steps && i < op->count; i++) {
+        if (!steps[i]) return "a step is NULL";
+        steps[i]->q = states.queries, steps[i]->y = states.attended;
+        steps[i]->k_new = states.keys, steps[i]->v_new = states.values;
+        if (const char *error = step_error(steps[i], op->layers[i].before, n)) return error;
+    }
+    const Sizes first = sizes_of(op->layers->before->q);
+    int64_t in_attention = 0;
+    const void *now = x;
+    for (int64_t i = 0; i < op->count; i++) {
+        const skimkv_projections *before = op->layers[i].before;
+        char *const next = states.tokens[i % 2];
+        const char *error = skimkv_projections_run(before, now, cos, sin, states.queries, states.keys, states.values, n,
+                                                   threads, parallel);
+        if (error) return error;
+        if (steps) {
+            const int64_t began = skimkv::nanoseconds();
+            error =
+                skimkv_step(steps[i], states.queries, states.attended, states.keys, states.values, threads, parallel);
+            in_attention += skimkv::nanoseconds() - began;
+        } else {
+            std::memset(states.attended, 0, (size_t)(n * sizes_of(before->q).out * value_bytes(first.dtype)));
+        }
+        if (!error) error = skimkv_layer_end_run(op->layers[i].after, states.attended, now, next, n, threads, parallel);
+        if (error) return error;
+        now = next;
+    }
+    if (attention_ns) *attention_ns = in_attention;
+    const skimkv_rms_norm norm{op->norm, first.in, op->eps, first.dtype};
+    return skimkv_rms_norm_run(&norm, now, y, n, threads, parallel);
 }
 
 const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,

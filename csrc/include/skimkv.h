@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 8
+#define SKIMKV_VERSION 9
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -347,6 +347,28 @@ typedef struct skimkv_projections {
 SKIMKV_API const char *skimkv_projections_run(const skimkv_projections *op, const void *x, const void *cos,
                                               const void *sin, void *queries, void *keys, void *values, int64_t n,
                                               int threads, skimkv_parallel parallel);
+
+/* The layers of a model as one operation, for a decode step: each one's projections, attention and end. All are of one
+ * dtype and of one size of tokens and of heads. */
+typedef struct skimkv_layer {
+    const skimkv_projections *before;
+    const skimkv_layer_end *after;
+} skimkv_layer;
+
+typedef struct skimkv_layers {
+    const skimkv_layer *layers; /* [count] */
+    int64_t count;
+    const void *norm; /* weights of the root-mean-square normalisation after the last layer */
+    float eps;
+} skimkv_layers;
+
+/* x and y [n,size] are one token for each row of the caches, cos and sin [n,D] as above. steps[i] is the attention of
+ * layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their addresses are set here. All of it is
+ * validated before the first layer runs. Without steps (NULL) attention gives zeros, so that the rest can be timed.
+ * attention_ns: NULL, or it becomes the time that attention took. */
+SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, const void *x,
+                                         const void *cos, const void *sin, void *y, int64_t n, int threads,
+                                         skimkv_parallel parallel, int64_t *attention_ns);
 
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller

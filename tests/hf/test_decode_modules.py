@@ -171,6 +171,17 @@ def test_what_a_model_gives_out_besides(operations):
         assert (a - b).abs().max() <= 2e-5 * b.abs().max()
 
 
+@native
+def test_autocast_chooses_types_layer_by_layer(operations):
+    model = random_model("llama", "float32", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = logits(model, spec="Dense")
+        assert operations == {"GatedMLP": 0, "Projections": 0, "LayerEnd": 0}
+    exact = logits(model, spec="Dense")
+    assert ours.dtype == torch.bfloat16 or not torch.equal(ours, exact)
+    assert (ours - exact).abs().max() <= 0.1 * exact.abs().max()
+
+
 def test_in_the_reference_every_layer_is_called_by_itself(operations):
     model = random_model("qwen3")
     with ops.backend("ref"):

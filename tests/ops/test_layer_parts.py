@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import weakref
 
@@ -10,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from skimkv import ops
+from skimkv.methods import H2O, Dense
 from skimkv.ops import block_weights, packed_weights
 from skimkv.ops.cpu import linear
+from skimkv.stores.base import Shape
 from support.instruction_sets import ISAS, NATIVE, on
 from support.kernels import EPS
 
@@ -137,6 +140,118 @@ def test_before_and_after_attention(isa, mixture, dtype):
             expected = t + mlp(ops.rms_norm(t, norm.weight, eps=norm.eps))
             assert torch.equal(ops.LayerEnd(o, norm, mlp)(y, x), expected)
             assert torch.equal(ops.LayerEnd(o, norm, mlp)(y.mT.contiguous().mT, x.mT.contiguous().mT), expected)
+
+
+def two_layers(dtype, kind="float32"):
+    """Two layers of a model, prepared, with the normalisation after them."""
+    norms = [ops.Norm((torch.rand(HIDDEN) + 0.5).to(dtype), 1e-5) for _ in range(5)]
+    x, y, middle = (torch.ones(1, 1, size, dtype=dtype) for size in (HIDDEN, HEADS[0] * D, INNER))
+    layers = []
+    for i in range(2):
+        q, k, v = (weights(kind, h * D, HIDDEN)(x) for h in HEADS)
+        gate, up = (weights(kind, INNER, HIDDEN)(x) for _ in range(2))
+        mlp = ops.GatedMLP(gate, up, weights(kind, HIDDEN, INNER)(middle))
+        before = ops.Projections(q, k, v, D, None, norms[2 * i])
+        layers.append((before, ops.LayerEnd(weights(kind, HIDDEN, HEADS[0] * D)(y), norms[2 * i + 1], mlp)))
+    return layers, norms[4]
+
+
+def stores_of(B, dtype, method):
+    """Stores of two layers that have taken two tokens, and can take their last step again."""
+    shape = Shape(B, HEADS[1], HEADS[0] // HEADS[1], D)
+    stores = [method.store(shape, dtype) for _ in range(2)]
+    draw = torch.Generator().manual_seed(1)
+    for store in stores:
+        for _ in range(2):
+            k, v = (torch.randn(B, HEADS[1], D, generator=draw).to(dtype) for _ in range(2))
+            method.decode(store, torch.randn(tuple(shape), generator=draw).to(dtype), k, v, scale=0.25)
+    return stores
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("kind", ["packed", "blocks", "float32"])
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_all_layers_of_a_model(isa, kind, dtype):
+    """With attention inside, and with zeros in its place."""
+    layers, norm = two_layers(dtype, kind)
+    every = ops.Layers(layers, norm)
+    for B, method in ((1, Dense()), (3, Dense()), (3, H2O(k=2))):
+        x, angles = torch.randn(B, 1, HIDDEN).to(dtype), torch.randn(1, 1, D)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        assert every.fits(x, cos, sin) and every.fits(x, cos.expand(B, 1, D), sin.expand(B, 1, D))
+        with on(isa), torch.no_grad():
+            mine, theirs = stores_of(B, dtype, method), stores_of(B, dtype, method)
+            steps = [store.choice.again for store in mine]
+            assert all(step.contiguous == (dtype, 0.25) for step in steps)
+            assert all(step.prepare(store) for step, store in zip(steps, mine, strict=True))
+            clock = ctypes.c_int64(-1)
+            y = every(x, cos, sin, [step.address for step in steps], clock)
+            assert clock.value >= 0
+            with_zeros, t, z = every(x, cos, sin, None), x, x
+            for (before, after), store in zip(layers, theirs, strict=True):
+                q, k, v = before(t, cos, sin)
+                token = k.view(B, HEADS[1], D), v.view(B, HEADS[1], D)
+                attended = method.decode(store, q.view(tuple(store.shape)), *token, scale=0.25)
+                t, z = after(attended.view(B, 1, -1), t), after(0 * attended.view(B, 1, -1), z)
+            assert torch.equal(y, ops.rms_norm(t, norm.weight, eps=norm.eps))
+            assert torch.equal(with_zeros, ops.rms_norm(z, norm.weight, eps=norm.eps))
+
+
+def test_angles_that_do_not_fit_all_layers():
+    every, x, cos = ops.Layers(*two_layers(torch.float32)), torch.randn(2, 1, HIDDEN), torch.randn(2, 1, D)
+    for bad in (cos[..., : D // 2], cos.repeat(2, 1, 1), cos.repeat(1, 2, 1), cos.bfloat16(), cos.to("meta")):
+        assert not every.fits(x, bad, bad) and not every.fits(x, cos, bad)
+
+
+def test_the_library_validates_all_layers_before_the_first_runs():
+    layers, norm = two_layers(torch.float32)
+    others, _ = two_layers(torch.bfloat16)
+    x, cos = torch.randn(2, 1, HIDDEN), torch.randn(2, 1, D)
+    stores = stores_of(2, torch.float32, Dense())
+    addresses = [store.choice.again.address for store in stores]
+    with pytest.raises(ValueError, match=r"weights of a normalisation are torch.float32 \(16,\)"):
+        ops.Layers(layers, ops.Norm(torch.ones(16), 1e-5))
+    with pytest.raises(ValueError, match="there are 1 steps of attention for 2 layers"):
+        ops.Layers(layers, norm)(x, cos, cos, addresses[:1])
+    for message, change in {
+        "there must be at least one layer": {"count": 0},
+        "norm is NULL, or not aligned": {"norm": None},
+        "eps must be at least 0": {"eps": -1.0},
+    }.items():
+        every = ops.Layers(layers, norm)
+        for name, value in change.items():
+            setattr(every.op, name, value)
+        with pytest.raises(ValueError, match=message):
+            every(x, cos, cos, addresses)
+    with pytest.raises(ValueError, match="the layers do not fit each other"):
+        ops.Layers([layers[0], others[1]], norm)(x, cos, cos, None)
+    every = ops.Layers(layers, norm)
+    every.list[1].after = None
+    with pytest.raises(ValueError, match="operation is NULL"):
+        every(x, cos, cos, None)
+    every = ops.Layers(layers, norm)
+    lengths = [list(store.lengths) for store in stores]
+    of_one_row, of_halves = stores_of(1, torch.float32, Dense()), stores_of(2, torch.bfloat16, Dense())
+    for message, wrong in {
+        "a step is NULL": None,
+        "a cache does not fit its layer": of_one_row[0].choice.again.address,
+        "a cache is not of its layer's dtype": of_halves[0].choice.again.address,
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            every(x, cos, cos, [addresses[0], wrong])
+    op = stores[1].view.op
+    for message, name in {
+        "queries, outputs and new rows of a step must be contiguous": "q_h",
+        "r must be from 1 to D": "method",
+        "a step must keep its token": "keep",
+    }.items():
+        before = getattr(op, name)
+        setattr(op, name, {"q_h": 3 * D, "method": 1, "keep": 0}[name])
+        op.k = 1
+        with pytest.raises(ValueError, match=message):
+            every(x, cos, cos, addresses)
+        setattr(op, name, before)
+    assert [store.lengths for store in stores] == lengths
 
 
 def test_results_do_not_depend_on_threads():

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,9 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..hf.attach import Cache, attach, detach
-from ..hf.decode_modules import DecoderLayer, decode_modules
+from ..hf.cache_step import CacheStep
+from ..hf.decode_modules import decode_modules
+from ..hf.decode_step import StepForward, replace_forward, restore_forward, step_forward
 from ..hf.float_modules import FloatLinear
 from ..hf.layer import Layer
 from ..hf.norms import norms_of
@@ -169,44 +172,39 @@ class OwnLayers:
         }
 
     def use(self, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Let the model have these layers, `plain` or `ours`."""
+        """Let the model have these layers, `plain` or `ours`, and with ours the forward that runs them at once."""
         for name, layer in layers.items():
             self.model.set_submodule(name, layer)
+        if layers is self.ours:
+            replace_forward(self.model)
+        else:
+            restore_forward(self.model)
 
     def calls(self) -> dict[str, Call]:
         """Products of one token with all linear layers, one after the other, by PLAIN and OURS."""
-        return {
-            PLAIN: partial(_call_all, self._products(self.plain)),
-            OURS: partial(_call_all, self._products(self.ours)),
-        }
+        return {PLAIN: partial(_call_all, self._products()), OURS: partial(_call_all, self._operations())}
 
-    def _products(self, layers: Mapping[str, Any]) -> list[Call]:
-        """What computes the products: operations of several linear layers, and the other linear layers."""
-        self.use(layers)
-        calls, inside = list[Call](), set[torch.nn.Module]()
-        for module in self.model.modules():
-            part: Any = module
-            if module in inside:
-                continue
-            if isinstance(module, DecoderLayer):
-                attention = part.self_attn
-                x, y = (self._ones(layer.in_features) for layer in (attention.q_proj, attention.o_proj))
-                calls.append(partial(_call_operations, module, x, y, self._ones(attention.head_dim)))
-                inside |= set(module.modules())
-            elif hasattr(part, "in_features"):
-                calls.append(partial(part, self._ones(part.in_features)))
-        return calls
+    def _products(self) -> list[Call]:
+        linear = [part for part in self.plain.values() if hasattr(part, "in_features")]
+        return [partial(part, self._ones(part.in_features)) for part in linear]
+
+    def _operations(self) -> list[Call]:
+        """All layers but attention as one operation, and the product after them."""
+        self.use(self.ours)
+        forward = step_forward(self.model.model)
+        assert forward is not None
+        x = self._ones(self.model.lm_head.in_features)
+        angles = self._ones(self.model.model.layers[0].self_attn.head_dim)
+        return [partial(_call_operation, forward, x, angles), partial(self.model.lm_head, x)]
 
     def _ones(self, size: int) -> torch.Tensor:
         return torch.ones(1, 1, size, dtype=self.model.dtype)
 
 
-def _call_operations(layer: DecoderLayer, x: torch.Tensor, y: torch.Tensor, angles: torch.Tensor) -> None:
-    """Compute all of a layer but attention, which would turn x into y."""
-    operations = layer.operations(x)
-    assert operations is not None
-    operations[0](x, angles, angles)
-    operations[1](y, x)
+def _call_operation(forward: StepForward, x: torch.Tensor, angles: torch.Tensor) -> None:
+    operation = forward.operation(x)
+    assert operation is not None
+    operation(x, angles, angles, None)
 
 
 def _call_all(calls: Sequence[Call]) -> None:
@@ -216,22 +214,67 @@ def _call_all(calls: Sequence[Call]) -> None:
 
 
 class AttentionClock:
-    """Takes decode steps, and notes for each of them the seconds in every layer's cache update and attention."""
+    """Takes decode steps, and notes for each of them the seconds in every layer's cache update and attention.
+
+    Where a step is one operation of the library, that says how long attention took; what Python does with the cache
+    before and after it is added.
+    """
 
     def __init__(self, model: LlamaForCausalLM, cache: Any) -> None:
         self.model, self.cache, self.seconds, self.inside = model, cache, list[float](), 0.0
+        self.steps_at_once = 0  # steps that were one operation
         cache.update = self._timed(cache.update)
+        if isinstance(cache, Cache):
+            self._begin = self._timed(cache.begin_step)
+            cache.begin_step = self._begin_step  # type: ignore[method-assign, assignment]
 
     def next_token(self) -> None:
-        """Take one decode step with whatever attention function the model has now."""
-        self.inside, name = 0.0, self.model.config._attn_implementation
+        """Take one decode step with whatever attention function the model has now.
+
+        Raises RuntimeError if a step is not one operation, and those before it were.
+        """
+        self.inside, name, before = 0.0, self.model.config._attn_implementation, self.steps_at_once
         function = ALL_ATTENTION_FUNCTIONS[name]
-        AttentionInterface.register(name, self._timed(function))
+        # with a function in the place of ours, no step is one operation: the second step shows whether they are
+        is_at_once = before > 0 or len(self.seconds) == 1
+        if not is_at_once:
+            AttentionInterface.register(name, self._timed(function))
         try:
             next_token(self.model, self.cache)
         finally:
             AttentionInterface.register(name, function)
+        if before and self.steps_at_once == before:
+            raise RuntimeError("a decode step was not one operation, as those before it: its attention was not timed")
         self.seconds.append(self.inside)
+
+    def _begin_step(self, *args: Any) -> CacheStep | None:
+        """Begin a step of the cache, whose time in the library is taken by the library."""
+        step: CacheStep | None = self._begin(*args)
+        forward = step_forward(self.model.model)
+        if step is None or forward is None:
+            return step
+        take, clock, outside = step.take, c_int64(), 0.0
+        forward.attention_ns = clock
+
+        def timed_take(run: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
+            """Take the step; of the operation itself, only attention counts as inside."""
+
+            def timed_run(addresses: Sequence[int]) -> torch.Tensor:
+                """Run the operation, whose seconds are outside."""
+                nonlocal outside
+                start = time.perf_counter()
+                result = run(addresses)
+                outside = time.perf_counter() - start
+                return result
+
+            start = time.perf_counter()
+            result = take(timed_run)
+            self.inside += time.perf_counter() - start - outside + clock.value / 1e9
+            self.steps_at_once += 1
+            return result
+
+        step.take = timed_take  # type: ignore[method-assign]
+        return step
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

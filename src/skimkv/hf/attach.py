@@ -37,7 +37,8 @@ from ..methods.base import Method, check_whole
 from ..stores.base import Store, Workspace
 from ..stores.rotation import KeyRotation
 from .adapters import check_adapter, transformers_model
-from .attention_interface import LIBRARY_ATTENTION, attention, mask
+from .attention_interface import LIBRARY_ATTENTION, attention, left_padding, mask
+from .cache_step import CacheStep, begin_step
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import AttentionLayer, Layer
 from .positions import Positions, check_length, counts_in_cache, positions_of
@@ -113,12 +114,39 @@ class Cache(LibraryCache):
                     f"{n} tokens exceed this cache: layer {layer_idx} sees only the last {layer.window}, and is "
                     "decoded as a layer of full attention"
                 )
-            if self.positions is not None and n != self._checked:
-                in_chunks = getattr(layer, "prompt_end", None) is not None  # of a prompt that is kept whole
-                used = n if in_chunks else self.method.positions_used(layer.seen) + key_states.shape[2] - 1
-                self.positions.check(n, used)
-                self._checked = n
+            in_chunks = getattr(layer, "prompt_end", None) is not None  # of a prompt that is kept whole
+            self._check_positions(layer.seen, key_states.shape[2], in_chunks)
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _check_positions(self, seen: int, more: int, in_chunks: bool = False) -> None:
+        if self.positions is not None and seen + more != self._checked:
+            used = seen + more if in_chunks else self.method.positions_used(seen) + more - 1
+            self.positions.check(seen + more, used)
+            self._checked = seen + more
+
+    def begin_step(self, attention_mask: Tensor | None, rows: int) -> CacheStep | None:
+        """Begin a decode step of all layers at once, with one token in each of so many rows.
+
+        attention_mask: (rows,tokens), as a model's forward takes it. None where a layer must attend by itself, and
+        where `update` or the attention function would refuse the token. Warns and raises ValueError as `update` does.
+        """
+        layers: list[Any] = self.layers
+        seen, updated = self.get_seq_length(), self._updated
+        if not seen or (updated is not None and updated.pending is not None):
+            return None
+        if attention_mask is not None and attention_mask.shape[0] != rows:
+            return None
+        pads, error = left_padding(attention_mask, seen + 1, rows)
+        if error or max(pads) > seen:
+            return None
+        step = begin_step(layers, [seen - pad for pad in pads])
+        if step is not None:
+            try:
+                self._check_positions(seen, 1)
+            except BaseException:
+                step.release()
+                raise
+        return step
 
     def _begin_generation(self, prefill_until: int | None, prompt_end: int | None, keep_recording: bool) -> None:
         """Prepare for a new call of generate(). prefill_until, prompt_end: as of Layer."""

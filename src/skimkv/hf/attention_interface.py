@@ -105,19 +105,28 @@ def mask(library_name: str, **kwargs: Any) -> Tensor | None:
     if not is_causal or not is_growing or not allows_skip:
         library_mask: Tensor | None = make_library_mask()
         return library_mask
-    pads, error = [0] * kwargs["batch_size"], None
-    if given is not None and given.shape[1] < n:
-        error = f"the attention mask covers {given.shape[1]} of {n} positions"
-    elif given is not None and not given[:, :n].all():
-        real = given[:, :n].bool()
-        pads = torch.where(real.any(1), real.int().argmax(1), n).tolist()
-        gaps = ~real & (torch.arange(n, device=real.device) >= torch.tensor(pads, device=real.device)[:, None])
-        if gaps.any():
-            row, position = gaps.nonzero()[0].tolist()
-            error = f"attention mask, row {row}, position {position}: masked after a real token; pad on the left only"
+    pads, error = left_padding(given, n, kwargs["batch_size"])
     counts: Any = torch.tensor(pads, device=kwargs.get("device", "cpu"))
     counts.pads, counts.error, counts.start, counts.make_library_mask = pads, error, start, make_library_mask
     return counts  # type: ignore[no-any-return]
+
+
+def left_padding(given: Tensor | None, n: int, rows: int) -> tuple[list[int], str | None]:
+    """How many of n positions are padding in every row, by an attention mask (rows,n), and what is wrong with it."""
+    pads = [0] * rows
+    if given is None:
+        return pads, None
+    if given.shape[1] < n:
+        return pads, f"the attention mask covers {given.shape[1]} of {n} positions"
+    if given[:, :n].all():
+        return pads, None
+    real = given[:, :n].bool()
+    pads = torch.where(real.any(1), real.int().argmax(1), n).tolist()
+    gaps = ~real & (torch.arange(n, device=real.device) >= torch.tensor(pads, device=real.device)[:, None])
+    if gaps.any():
+        row, position = gaps.nonzero()[0].tolist()
+        return pads, f"attention mask, row {row}, position {position}: masked after a real token; pad on the left only"
+    return pads, None
 
 
 def _is_causal(mask_function: Any, n: int) -> bool:

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from .. import ops
 from .joint_operation import JointOperation
-from .norms import code_of, is_norm, replace_norms
+from .norms import code_of, is_norm
 
 SILU = {nn.SiLU, type(ACT2FN["silu"])}
 
@@ -40,7 +40,7 @@ def _matrices(x: Tensor, layers: Sequence[nn.Module]) -> list[ops.Matrix] | None
     return matrices if len(matrices) == len(layers) else None
 
 
-def _norm(layer: nn.Module, x: Tensor) -> ops.Norm | None:
+def norm_of(layer: nn.Module, x: Tensor) -> ops.Norm | None:
     """The normalisation that a layer is, for x and its like; None if it is another layer, or of another type."""
     norm: Any = layer
     return ops.Norm(norm.weight, norm.variance_epsilon) if is_norm(norm) and norm.weight.dtype == x.dtype else None
@@ -74,7 +74,7 @@ class GatedMLP(LlamaMLP):
 def _projections(x: Tensor, layers: Sequence[nn.Module], norm: ops.Norm | None = None) -> ops.Projections | None:
     """layers: the attention layer, its three projections, and the normalisations of q's and k's heads, if any."""
     attention: Any = layers[0]
-    matrices, head_norms = _matrices(x, layers[1:4]), [_norm(layer, x) for layer in layers[4:]]
+    matrices, head_norms = _matrices(x, layers[1:4]), [norm_of(layer, x) for layer in layers[4:]]
     if not matrices or None in head_norms:
         return None
     q, k, v = matrices
@@ -149,6 +149,11 @@ class ProjectedAttention(nn.Module):
         y, weights = function(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return y.reshape(y.shape[0], y.shape[1], -1).contiguous(), weights
 
+    def window(self: Any) -> int | None:
+        """How many tokens it sees; None: all."""
+        size: int | None = self._window().get("sliding_window")
+        return size
+
     def _window(self: Any) -> dict[str, Any]:
         """What the class passes to its attention function besides."""
         return {"sliding_window": self.sliding_window}
@@ -186,12 +191,12 @@ class ProjectedQwen3(ProjectedAttention, Qwen3Attention):
 
 
 def _beginning(x: Tensor, layers: Sequence[nn.Module]) -> ops.Projections | None:
-    norm = _norm(layers[0], x)
+    norm = norm_of(layers[0], x)
     return None if norm is None else _projections(x, layers[1:], norm)
 
 
 def _ending(x: Tensor, layers: Sequence[nn.Module]) -> ops.LayerEnd | None:
-    mlp, o, last, norm = _gated_mlp(x, layers[3:7]), None, layers[0], _norm(layers[1], x)
+    mlp, o, last, norm = _gated_mlp(x, layers[3:7]), None, layers[0], norm_of(layers[1], x)
     if isinstance(inputs := getattr(last, "in_features", None), int):
         o = _matrix(last, x.new_empty(*x.shape[:-1], inputs))
     return ops.LayerEnd(o, norm, mlp) if o and norm and mlp else None
@@ -243,13 +248,32 @@ class DecoderLayer(nn.Module):
     def operations(self, x: Tensor) -> tuple[ops.Projections, ops.LayerEnd] | None:
         """What comes before attention, and what after it, for x (B,n,in) and its like; None if it goes one by one."""
         modules: Any = self._modules
-        attention, mlp = modules["self_attn"], modules["mlp"]
-        if not (isinstance(attention, ProjectedAttention) and isinstance(mlp, GatedMLP) and attention.takes_steps()):
+        if not self.is_ours() or not modules["self_attn"].takes_steps():
             return None
-        parts: Any = attention._modules
-        after = self._after.operation(x, [parts["o_proj"], modules["post_attention_layernorm"], mlp, *mlp.layers()])
-        before = after and self._before.operation(x, [modules["input_layernorm"], *attention.layers()])
+        after = self._after.operation(x, self._layers_after())
+        before = after and self._before.operation(x, self._layers_before())
         return (before, after) if before and after else None
+
+    def prepared(self, x: Tensor) -> tuple[ops.Projections, ops.LayerEnd] | None:
+        """The same for an operation of several layers, which looks itself for what has changed and who wants to see."""
+        if not self.is_ours():
+            return None
+        before, after = _beginning(x, self._layers_before()), _ending(x, self._layers_after())
+        return (before, after) if before and after else None
+
+    def is_ours(self) -> bool:
+        """Whether attention and the feed-forward layer are modules of this file."""
+        modules: Any = self._modules
+        return isinstance(modules["self_attn"], ProjectedAttention) and isinstance(modules["mlp"], GatedMLP)
+
+    def _layers_before(self) -> list[nn.Module]:
+        modules: Any = self._modules
+        return [modules["input_layernorm"], *modules["self_attn"].layers()]
+
+    def _layers_after(self) -> list[nn.Module]:
+        modules: Any = self._modules
+        mlp = modules["mlp"]
+        return [modules["self_attn"]._modules["o_proj"], modules["post_attention_layernorm"], mlp, *mlp.layers()]
 
 
 class LlamaLayer(DecoderLayer, LlamaDecoderLayer):  # type: ignore[no-untyped-call]
@@ -310,10 +334,3 @@ def decode_module(module: nn.Module) -> nn.Module | None:
 def decode_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Our module for every one of a model's that has one, by name."""
     return {name: ours for name, part in model.named_modules() if (ours := decode_module(part)) is not None}
-
-
-def replace_modules(model: nn.Module) -> None:
-    """Put our modules in the places of a model's normalisations, feed-forward and attention layers, and layers."""
-    replace_norms(model)
-    for name, ours in decode_modules(model).items():
-        model.set_submodule(name, ours)

@@ -28,7 +28,7 @@ from transformers import (
 
 from ..ops import block_weights, packed_weights
 from .block_modules import BlockEmbedding, BlockLinear, Blocks
-from .decode_modules import replace_modules
+from .decode_step import replace_modules
 from .errors import as_value_error
 from .float_modules import FloatLinear
 from .gguf import FLOATS, GGUFFile, TensorEntry

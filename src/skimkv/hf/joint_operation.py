@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .. import ops
 
 Operation = TypeVar("Operation")
+_hooks_of_all = torch.nn.modules.module._global_forward_hooks
+_hooks_before_all = torch.nn.modules.module._global_forward_pre_hooks
 MOST_TOKENS = 15  # more are a prompt, whose products are large enough to be called one by one
 
 
@@ -37,10 +39,10 @@ class JointOperation(Generic[Operation]):
     def operation(self, x: Tensor, layers: Sequence[nn.Module]) -> Operation | None:
         """The operation for x (...,in), or None. Layers with a hook, or a forward of their own, are called one by one.
 
-        A gradient that is wanted is left to them, too.
+        A gradient that is wanted, and a type that autocast chooses, are left to them, too.
         """
         size, numbers = x.shape[-1], x.numel()
-        if not x.is_cpu or not numbers or numbers > MOST_TOKENS * size:
+        if not x.is_cpu or not numbers or numbers > MOST_TOKENS * size or torch.is_autocast_enabled("cpu"):
             return None
         wants_gradient = x.requires_grad and torch.is_grad_enabled()
         inputs = size, x.dtype, wants_gradient, ops.forced_backend.get()
@@ -70,7 +72,9 @@ class JointOperation(Generic[Operation]):
 
     def _is_seen(self) -> bool:
         """Whether a hook, or a forward that took the place of a layer's, wants to see one of the layers called."""
-        return any(self._hooks) or any("forward" in attributes for attributes in self._attributes)
+        if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
+            return True
+        return bool(_hooks_of_all or _hooks_before_all)
 
     def __getstate__(self) -> dict[str, object]:
         """A copy is of other tensors: it is prepared anew."""

@@ -25,7 +25,7 @@ from .. import ops
 from ..ops import block_weights, packed_weights
 from ..stores import memory
 from .block_modules import BlockEmbedding, BlockLinear, Blocks
-from .decode_modules import replace_modules
+from .decode_step import replace_modules
 from .float_modules import FloatEmbedding, FloatLinear, Floats
 
 SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read

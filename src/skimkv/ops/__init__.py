@@ -5,7 +5,8 @@ are declared in `protocol.py`.
 """
 
 from .backends import BACKENDS, backend, forced_backend, graphable, kernels_for, select_backend
-from .cpu.layer_parts import GatedMLP, LayerEnd, Norm, Projections
+from .cpu.backend import RepeatedStep
+from .cpu.layer_parts import GatedMLP, LayerEnd, Layers, Norm, Projections
 from .cpu.linear import Matrix
 from .key_scores import key_scores
 from .linear import Product, block_linear, block_matrix, float_linear, float_matrix, linear8, packed_matrix
@@ -14,8 +15,8 @@ from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 from .rms_norm import norm_matrix, rms_norm
 
 __all__ = [
-    "BACKENDS", "Again", "GatedMLP", "Kernels", "LayerEnd", "Matrix", "Norm", "Product", "Projections", "SkimKernels",
-    "SoftmaxOptions", "Token", "append_block", "backend", "block_linear", "block_matrix", "causal_attention",
-    "float_linear", "float_matrix", "forced_backend", "graphable", "kernels_for", "key_scores", "linear8",
-    "norm_matrix", "packed_matrix", "rms_norm", "select_backend",
+    "BACKENDS", "Again", "GatedMLP", "Kernels", "LayerEnd", "Layers", "Matrix", "Norm", "Product", "Projections",
+    "RepeatedStep", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend", "block_linear", "block_matrix",
+    "causal_attention", "float_linear", "float_matrix", "forced_backend", "graphable", "kernels_for", "key_scores",
+    "linear8", "norm_matrix", "packed_matrix", "rms_norm", "select_backend",
 ]  # fmt: skip

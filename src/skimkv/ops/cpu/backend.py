@@ -200,16 +200,17 @@ class RepeatedStep:
 
     After a model has read its weights, nothing of this is in the processor's caches, and all that is touched costs: a
     call of a Python function, or of a class's `isinstance`, several microseconds each. So it does what `_step_full`,
-    `ring_slots` and `scored_slots` do, in one function, and what it needs lies together in its slots.
+    `ring_slots` and `scored_slots` do, in two functions, and what it needs lies together in its slots.
 
     places, shape: of the store, as `CacheView` has them. budget: of a store of slots, whose budgets are another list
     once they were set anew; None: the store keeps every token. recent: what a method made of these budgets, for a store
-    with scores. spare: the outputs' list.
+    with scores. spare: the outputs' list. contiguous: (dtype, scale) if q, k and v are contiguous and of one type, and
+    nothing caps the logits; otherwise None.
     """
 
     __slots__ = (
-        "address", "arguments", "budget", "capacity", "counts_rows", "forms", "in_use", "lengths", "lock", "outputs",
-        "places", "pool", "recent", "shape", "spare", "view",
+        "address", "arguments", "budget", "capacity", "contiguous", "counts_rows", "forms", "in_use", "lengths", "lock",
+        "outputs", "places", "pool", "recent", "shape", "spare", "view",
     )  # fmt: skip
 
     def __init__(self, store: Full | Slots, view: CacheView, arguments: Arguments) -> None:
@@ -222,6 +223,11 @@ class RepeatedStep:
         self.counts_rows = arguments.settings[0] == library.SKIM
         self.budget = store.budget if isinstance(store, Slots) else None
         self.recent = list(view.recent) if isinstance(store, Slots) and store.score is not None else None
+        B, H, G, D = store.shape
+        dtype, scale = self.forms[2], self.forms[-2]
+        token = (B, H, D), (H * D, D, 1), dtype, True
+        forms = (B, H, G, D), (H * G * D, G * D, D, 1), dtype, True, *token, *token, scale, None
+        self.contiguous = (dtype, scale) if self.forms == forms else None
 
     def __call__(
         self, store: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
@@ -236,44 +242,10 @@ class RepeatedStep:
         if not self.lock.acquire(False):
             self.in_use.refuse()
         try:
-            view = self.view
-            if view.arguments is not self.arguments or store.shape is not self.shape:
+            if not self.prepare(store):
                 return None
-            if self.budget is None:
-                chunks, tail, v_mean, projection, rows_read = self.places
-                if (
-                    store.chunks is not chunks
-                    or store.tail is not tail
-                    or store.v_mean is not v_mean
-                    or store.projection is not projection
-                    or store.rows_read is not rows_read
-                ):
-                    return None
-                lengths = next_places = store.lengths
-            else:
-                keys, values, score, pos = self.places
-                if (
-                    store.k is not keys
-                    or store.v is not values
-                    or store.score is not score
-                    or store.pos is not pos
-                    or store.budget is not self.budget
-                ):
-                    return None
-                lengths = store.filled
-                if self.recent is None:
-                    next_places = store.next_slots()
-                else:
-                    next_places = store.free_slots()
-                    view.now[:], view.recent[:] = store.lengths, self.recent
-                view.slots[:] = next_places
-            if max(next_places) >= self.capacity:
-                return None
-            self.lengths[:] = lengths
-            if self.counts_rows:
-                view.forget_rows_read()
             y: Tensor = self.spare.pop() if self.spare else self.outputs.take(q.dtype)
-            error = view.take_step(
+            error = self.view.take_step(
                 self.address, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr(), torch.get_num_threads(), self.pool
             )
             if error is not None:
@@ -282,6 +254,49 @@ class RepeatedStep:
             return y
         finally:
             self.lock.release()
+
+    def prepare(self, store: Any) -> bool:
+        """Set the lengths and places of the next token of a store whose lock is held; False if the store has changed.
+
+        The token itself has the forms of the last one. Once a kernel has taken it, the store advances.
+        """
+        view = self.view
+        if view.arguments is not self.arguments or store.shape is not self.shape:
+            return False
+        if self.budget is None:
+            chunks, tail, v_mean, projection, rows_read = self.places
+            if (
+                store.chunks is not chunks
+                or store.tail is not tail
+                or store.v_mean is not v_mean
+                or store.projection is not projection
+                or store.rows_read is not rows_read
+            ):
+                return False
+            lengths = next_places = store.lengths
+        else:
+            keys, values, score, pos = self.places
+            if (
+                store.k is not keys
+                or store.v is not values
+                or store.score is not score
+                or store.pos is not pos
+                or store.budget is not self.budget
+            ):
+                return False
+            lengths = store.filled
+            if self.recent is None:
+                next_places = store.next_slots()
+            else:
+                next_places = store.free_slots()
+                view.now[:], view.recent[:] = store.lengths, self.recent
+            view.slots[:] = next_places
+        if max(next_places) >= self.capacity:
+            return False
+        self.lengths[:] = lengths
+        if self.counts_rows:
+            view.forget_rows_read()
+        return True
 
 
 def _settings(method: int, r: int = 0, k: int = 0, local: int = 0, temperature: int = 0, use_mean: int = 0) -> Settings:

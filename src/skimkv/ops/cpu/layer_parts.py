@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -35,6 +36,18 @@ class CLayerEnd(Structure):
     """The structure skimkv_layer_end of skimkv.h."""
 
     _fields_ = library.structure_fields(("o", CMatrix), ("norm", c_void_p), ("eps", c_float), ("mlp", CGatedMLP))
+
+
+class CLayer(Structure):
+    """The structure skimkv_layer of skimkv.h."""
+
+    _fields_ = library.structure_fields(("before after", c_void_p))
+
+
+class CLayers(Structure):
+    """The structure skimkv_layers of skimkv.h."""
+
+    _fields_ = library.structure_fields(("layers", c_void_p), ("count", c_int64), ("norm", c_void_p), ("eps", c_float))
 
 
 class GatedMLP:
@@ -163,12 +176,61 @@ class Projections:
         return q, k, v
 
 
+class Layers:
+    """All layers of a model, with attention inside, prepared for one token of one type in every row of a batch.
+
+    layers: what comes before attention, and what after it, in each. norm: of the last layer's tokens.
+    Raises ValueError if the weights of the normalisation do not fit.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Projections, LayerEnd]], norm: Norm) -> None:
+        first = layers[0][0].matrices[0]
+        self.parts, self.norm, self.count = layers, norm.check(first.inputs, first.op.dtype), len(layers)
+        self.list = (CLayer * self.count)(*(CLayer(before.address, after.address) for before, after in layers))
+        self.op = CLayers(ctypes.addressof(self.list), self.count, norm.weight.data_ptr(), norm.eps)
+        self.address, self.run = ctypes.addressof(self.op), _library().skimkv_layers_run
+        self.D, self.pool = layers[0][0].D, library.thread_pool()
+
+    def fits(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether cos and sin are (B,1,D) or (1,1,D) for x (B,1,in), and of its type on its device."""
+        shape = cos.shape
+        if shape != sin.shape or not cos.dtype == sin.dtype == x.dtype or not (cos.is_cpu and sin.is_cpu):
+            return False
+        return shape in ((x.shape[0], 1, self.D), (1, 1, self.D))
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, steps: Sequence[int] | None, attention_ns: c_int64 | None = None
+    ) -> Tensor:
+        """Compute all layers of x (B,1,in), which `fits` cos and sin, -> (B,1,in).
+
+        steps: the address of each layer's step of attention; None: attention gives zeros, so that the rest can be
+        timed. attention_ns: where to put the nanoseconds that attention took. Raises ValueError with the library's
+        reason: before the first layer runs, unless memory ran out.
+        """
+        B = x.shape[0]
+        if cos.shape[0] != B:
+            cos, sin = cos.expand(B, 1, self.D), sin.expand(B, 1, self.D)
+        if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+            x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        if steps is not None and len(steps) != self.count:
+            raise ValueError(f"there are {len(steps)} steps of attention for {self.count} layers")
+        y = torch.empty_like(x)
+        addresses = None if steps is None else (c_void_p * self.count)(*steps)
+        clock = None if attention_ns is None else ctypes.addressof(attention_ns)
+        threads = torch.get_num_threads() if self.pool else 1
+        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+        _raise(self.run(self.address, addresses, *pointers, B, threads, self.pool, clock))
+        return y
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     lib = library.library()
     lib.skimkv_gated_mlp_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
     lib.skimkv_layer_end_run.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
     lib.skimkv_layer_end_run.restype = c_char_p
+    lib.skimkv_layers_run.argtypes = [c_void_p] * 6 + [c_int64, c_int, c_void_p, c_void_p]
+    lib.skimkv_layers_run.restype = c_char_p
     lib.skimkv_projections_run.argtypes = [c_void_p] * 7 + [c_int64, c_int, c_void_p]
     lib.skimkv_gated_mlp_run.restype = lib.skimkv_projections_run.restype = c_char_p
     return lib
