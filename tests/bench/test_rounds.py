@@ -82,3 +82,13 @@ def test_a_ratio_is_taken_within_rounds():
 def test_a_long_call_may_wait_longer():
     timings = Timings({"a": [1e-3, 1e-3, 1.0, 1.0]}, {"a": [99e-6, 100e-6, 9.9e-3, 1e-2]})
     assert timings.kept("a") == [True, False, True, False] and timings.undelayed("a") == 2
+
+
+def test_a_part_of_the_calls_counts_as_the_whole_calls_do():
+    """A wait of 1 ms is little of 0.2 s, and much of the part that took 0.05 s."""
+    timings = Timings({"a": [0.2, 0.3, 0.4]}, {"a": [1e-3, 1e-3, 1e-2]})
+    assert timings.kept("a") == [True, True, False]
+    assert timings.ms("a") == pytest.approx(250)
+    assert timings.ms_of_part("a", [0.05, 0.07, 0.4]) == pytest.approx(60)
+    with pytest.raises(ValueError, match="zip"):
+        timings.ms_of_part("a", [0.05])

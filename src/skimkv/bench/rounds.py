@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .machine import Call, nothing
@@ -50,6 +50,13 @@ class Timings:
     def ms(self, name: str) -> float:
         """Return the median of the candidate's calls that count, in milliseconds."""
         return statistics.median(self._kept_seconds(name)) * 1e3
+
+    def ms_of_part(self, name: str, seconds: Sequence[float]) -> float:
+        """Return the median, in milliseconds, of a part of the candidate's calls: the seconds of those that count.
+
+        Whether a call counts is decided by all of its time, so that no part is longer than the whole.
+        """
+        return statistics.median(s for s, keep in zip(seconds, self.kept(name), strict=True) if keep) * 1e3
 
     def ms_range(self, name: str) -> tuple[float, float]:
         """Return the shortest and the longest time of the candidate's calls that count, in milliseconds."""

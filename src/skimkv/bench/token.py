@@ -558,7 +558,7 @@ def _rows(
             for method in (spec, None)
         )
         if attention:
-            ms_attention = Timings({name: attention}, waited).ms(name)
+            ms_attention = timings.ms_of_part(name, attention)
         else:
             few = measured[Decoder(spec, FEW).label].steps
             ms_attention = timings.ms(name) - statistics.median(few) * 1e3
