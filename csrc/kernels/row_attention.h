@@ -16,21 +16,25 @@ constexpr int BLOCK_ROWS = 64;                  // rows of one update of the sof
 constexpr int ACCUMULATORS = W == 16 ? 16 : 8;  // vector registers for the weighted sum
 
 // The rows that come next, which are prefetched while others are worked on: where a row meets several queries, the
-// arithmetic takes so long that the memory would have nothing to do. Queries are worked on in `groups` of them; group
-// number `group` prefetches its share of the cache lines that begin in channels from .. to-1 of row j.
+// arithmetic takes so long that the memory would have nothing to do. Queries are worked on in `groups`; group number
+// `group` prefetches its share of a row's cache lines, which is every line from the `group`th on in steps of `groups`.
+// A single query prefetches none: there the hardware's prefetcher is fast enough.
 template <class T> struct NextRows {
+    static constexpr int LINE_CHANNELS = 64 / (int)sizeof(T);
     const T *const *rows = nullptr;
-    int group = 0, groups = 1;
-    inline void prefetch_line(int j, int from, int to) const {
-        constexpr int LINE = 64 / (int)sizeof(T);
+    int first = 0, step = LINE_CHANNELS;  // in channels
+    NextRows() = default;
+    NextRows(const T *const *next, int group, int groups)
+        : rows(next), first(group * LINE_CHANNELS), step(groups * LINE_CHANNELS) {}
+    // Prefetches this group's share of the channels from .. end-1 of row j; `from` begins a cache line.
+    inline void prefetch_share(int j, int from, int end) const {
         if (rows)
-            for (int line = (from + LINE - 1) / LINE; line * LINE < to; line++)
-                if (line % groups == group) prefetch(rows[j] + line * LINE);
+            for (int i = from + first; i < end; i += step) prefetch(rows[j] + i);
     }
 };
-// How many groups of 4 and of 2 queries there are. A single query is none: there the hardware's prefetcher is fast
-// enough.
-static inline int query_groups(int G) { return G / 4 + (G % 4 >= 2); }
+
+// How many groups G queries are worked on in, `most` or two at once; the last one alone is none.
+static inline int groups_of(int G, int most) { return G / most + (G % most >= 2); }
 
 // s[g*ld + j] = q_g . row_j for GB queries and W rows.
 template <class T, int D_, int GB>
@@ -40,7 +44,7 @@ static inline void dot_block(const float *q, int P, int D, const T *const *rows,
     const int whole = (D_ ? D_ : D) / W * W;
     for (int j = 0; j < W; j++) {
         const T *x = rows[j];
-        if (GB > 1) next.prefetch_line(j, 0, D_ ? D_ : D);
+        next.prefetch_share(j, 0, D_ ? D_ : D);
         vf a[GB] = {}, b[GB] = {};
         int i = 0;
         if constexpr (D_ / W >= 2) {
@@ -81,12 +85,13 @@ static void dot_rows(const float *q, int P, int G, int D, const T *const *rows, 
         }
     } else {
         for (int j = 0; j < n; j += W) {
-            NextRows<T> ahead{next ? next + j : next, 0, query_groups(G)};
+            const auto ahead = [&](int g) {
+                return next && G > 1 ? NextRows<T>(next + j, g / 4, groups_of(G, 4)) : NextRows<T>();
+            };
             int g = 0;
-            for (; g + 4 <= G; g += 4, ahead.group++)
-                dot_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
-            if (g + 2 <= G) dot_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead), g += 2;
-            if (g < G) dot_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
+            for (; g + 4 <= G; g += 4) dot_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead(g));
+            if (g + 2 <= G) dot_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead(g)), g += 2;
+            if (g < G) dot_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld, {});
         }
     }
 }
@@ -101,7 +106,7 @@ static inline void add_row_channels(float *acc, int P, const T *const *rows, int
         for (int i = 0; i < NV; i++) a[g][i] = load(acc + g * P + at + i * W);
     for (int j = 0; j < n; j++) {
         const T *x = rows[j] + at;
-        if (GB > 1) next.prefetch_line(j, at, at + (HALF ? 8 : NV * W));
+        next.prefetch_share(j, at, at + NV * W);
 #pragma GCC unroll 16
         for (int i = 0; i < NV; i++) {
             vf v = HALF ? load8(x + i * W) : load(x + i * W);
@@ -132,6 +137,11 @@ static inline void add_rows_of_queries(float *acc, int P, int D, const T *const 
                 for (int g = 0; g < GB; g++) acc[g * P + at] += w[g * ld + j] * as_float(rows[j][at]);
 }
 
+// How many queries a row is added for at once: four if there are registers for all of its channels, else two, because
+// rows that are read whole, one after the other, come from memory faster than parts of rows. The next two read them
+// again, from the L1 cache. A block of rows of floats does not fit there, so it is read once, in parts.
+template <class T, int D_> constexpr int queries_at_once = sizeof(T) == 4 || (D_ && 4 * D_ <= ACCUMULATORS * W) ? 4 : 2;
+
 // acc_g += sum_j w[g*ld + j] row_j for G queries and n rows; acc is [G][P]. `next` are rows to be prefetched.
 template <class T, int D_>
 static void add_rows(float *acc, int P, int G, int D, const T *const *rows, const float *w, int64_t ld, int n,
@@ -139,12 +149,16 @@ static void add_rows(float *acc, int P, int G, int D, const T *const *rows, cons
     if constexpr (row_bits<T> != 0) {
         add_quantised_rows<row_bits<T>, D_>(acc, P, G, D, rows, w, ld, n, next);
     } else {
-        NextRows<T> ahead{next, 0, query_groups(G)};
+        constexpr int MOST = queries_at_once<T, D_>;
+        const auto ahead = [&](int g) {
+            return next && G > 1 ? NextRows<T>(next, g / MOST, groups_of(G, MOST)) : NextRows<T>();
+        };
         int g = 0;
-        for (; g + 4 <= G; g += 4, ahead.group++)
-            add_rows_of_queries<T, D_, 4>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead);
-        if (g + 2 <= G) add_rows_of_queries<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead), g += 2;
-        if (g < G) add_rows_of_queries<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead);
+        for (; g + MOST <= G; g += MOST)
+            add_rows_of_queries<T, D_, MOST>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead(g));
+        if (MOST > 2 && g + 2 <= G)
+            add_rows_of_queries<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead(g)), g += 2;
+        if (g < G) add_rows_of_queries<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, {});
     }
 }
 

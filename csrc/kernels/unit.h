@@ -110,13 +110,13 @@ static void prefetch_rows(const skimkv_op *op, const Unit &u, const int32_t *lis
 static inline float softcap_log2(const skimkv_op *op) { return op->softcap * LOG2E; }
 
 // Copies the query as it came, if its products can be taken in bfloat16: if query and keys are bfloat16, the CPU
-// multiplies them, and a key meets several queries (with one query, memory is the bound).
+// multiplies them, and a key meets four queries or more: with fewer, memory is the bound.
 static void load_bf16_query([[maybe_unused]] const skimkv_op *op, Unit &u) {
     u.bf16_query = nullptr;
 #ifdef SKIMKV_BF16_PRODUCTS
     const skimkv_cache *c = op->cache;
     const int D = c->D, P = padded_bf16(D);
-    if (c->G == 1 || c->bits || c->dtype != SKIMKV_BF16 || op->dtype != SKIMKV_BF16 || !multiplies_bf16()) return;
+    if (c->G < 4 || c->bits || c->dtype != SKIMKV_BF16 || op->dtype != SKIMKV_BF16 || !multiplies_bf16()) return;
     u.bf16_query = (bf16 *)(u.q + c->G * padded_head(D));
     for (int g = 0; g < c->G; g++) {
         const bf16 *q = (const bf16 *)op->q + u.b * op->q_b + u.h * op->q_h + g * op->q_g;
