@@ -91,7 +91,9 @@ def test_no_instruction_outside_the_set(isa, never, some, tmp_path):
             pytest.skip(f"{tool} is not installed")
     run("g++", "-O1", *COMMON, *flags(isa), *FOLDERS, "-c", SOURCE / f"isa/{isa}.cpp", "-o", tmp_path / "a.o")
     listing = run("objdump", "-d", "--no-show-raw-insn", tmp_path / "a.o")
-    needs_more = re.compile(r".*((dot_row|dot_block|dot_block_of_four|multiply_rows|multiply_prompt_tile|weigh_keys)_bf16|RoundedPairs)")
+    needs_more = re.compile(
+        r".*((dot_row|dot_block|dot_block_of_four|multiply_rows|multiply_prompt_tile|weigh_keys)_bf16|RoundedPairs)"
+    )
     functions = [text for text in re.split(r"\n(?=[0-9a-f]+ <)", listing) if not needs_more.match(text)]
     lines = "\n".join(functions).splitlines()
     found = [line.split("\t", 1)[1] for line in lines if line.startswith(" ") and "\t" in line]
