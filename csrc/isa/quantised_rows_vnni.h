@@ -31,14 +31,14 @@ static inline __mmask64 mask_of_column(int D, int bits, int column) {
     return bytes >= COLUMN_BYTES ? ~0ull : (1ull << bytes) - 1;
 }
 
-// Writes the digits, of BITS each, of sixteen integers to to[0], to[ld] and to[2*ld], the highest first.
-template <int BITS> static inline void store_digits(__m512i x, int8_t *to, int64_t ld) {
-    const __m512i half = _mm512_set1_epi32(1 << (BITS - 1)), digit = _mm512_set1_epi32((1 << BITS) - 1);
+// Writes the digits of sixteen integers of a query to to[0], to[ld] and to[2*ld], the highest first.
+static inline void store_query(__m512i x, int8_t *to, int64_t ld) {
+    const __m512i half = _mm512_set1_epi32(1 << (QUERY_BITS - 1)), digit = _mm512_set1_epi32((1 << QUERY_BITS) - 1);
     for (int i = DIGITS - 1; i > 0; i--) {
         const __m512i raised = _mm512_add_epi32(x, half);
         const __m512i low = _mm512_sub_epi32(_mm512_and_si512(raised, digit), half);
         _mm_storeu_si128((__m128i *)(to + i * ld), _mm512_cvtepi32_epi8(low));
-        x = _mm512_srai_epi32(raised, BITS);
+        x = _mm512_srai_epi32(raised, QUERY_BITS);
     }
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(x));
 }
@@ -96,11 +96,11 @@ static PreparedQuery prepare_query(const float *q, int P, int G, int D, int bits
                 const __m512i x = _mm512_cvtps_epi32(load(q + i) * splat(inverse));
                 total = _mm512_add_epi32(total, x);
                 if (end - from == SPAN_CHANNELS) {
-                    store_digits<QUERY_BITS>(x, to + place_of_channel(i, D, bits), COLUMN_BYTES);
+                    store_query(x, to + place_of_channel(i, D, bits), COLUMN_BYTES);
                     continue;
                 }
                 int8_t digit[DIGITS][W];
-                store_digits<QUERY_BITS>(x, digit[0], W);
+                store_query(x, digit[0], W);
                 for (int j = 0; j < W && i + j < end; j++)
                     for (int d = 0; d < DIGITS; d++)
                         to[place_of_channel(i + j, D, bits) + d * COLUMN_BYTES] = digit[d][j];
@@ -137,7 +137,7 @@ static inline void dot_block(const PreparedQuery &q, int D, const QuantisedRow<B
                              int64_t ld) {
     const int n = D_ ? D_ : D, columns = columns_of(n, BITS), spans = spans_of(n);
     float step[SKIMKV_MAX_HEAD / SPAN_CHANNELS + 1][W];
-    vf sum[GB], part[GB][W];
+    vf sum[GB], part[GB][4];
     for (int g = 0; g < GB; g++) sum[g] = splat(0.f);
     for (int i = 0; i < spans; i++) {
         vf low, x;
@@ -146,43 +146,58 @@ static inline void dot_block(const PreparedQuery &q, int D, const QuantisedRow<B
         for (int g = 0; g < GB; g++) sum[g] = fma(low, splat(q.sum[g * spans + i]), sum[g]);
     }
     if (spans % COLUMN_SPANS<BITS>) store(step[spans], splat(0.f));
-    for (int j = 0; j < W; j++) {
-        const uint8_t *code = (const uint8_t *)rows[j] + ranges_bytes(n);
-        vf a[GB];
-        for (int g = 0; g < GB; g++) a[g] = splat(0.f);
 #pragma GCC unroll 4
-        for (int i = 0; i < columns; i++) {
-            const __m512i x = _mm512_maskz_loadu_epi8(mask_of_column(n, BITS, i), code + i * COLUMN_BYTES);
-            const __m512i nibble = _mm512_set1_epi8(15), first = BITS == 8 ? x : _mm512_and_si512(x, nibble);
-            const __m512i second = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
-            const float *steps = step[i * COLUMN_SPANS<BITS>] + j;
-            const vf of_lanes = splat_spans<BITS>(steps, steps + W);
-            for (int g = 0; g < GB; g++) {
-                const int8_t *digits = q.digits + g * q.digits_ld + i * (8 / BITS) * DIGITS * COLUMN_BYTES;
-                __m512i dot = _mm512_setzero_si512();
-                for (int d = 0; d < DIGITS; d++) {
-                    dot = _mm512_dpbusd_epi32(_mm512_slli_epi32(dot, QUERY_BITS), first,
-                                              _mm512_loadu_si512(digits + d * COLUMN_BYTES));
-                    if (BITS == 4)
-                        dot =
-                            _mm512_dpbusd_epi32(dot, second, _mm512_loadu_si512(digits + (DIGITS + d) * COLUMN_BYTES));
+    for (int k = 0; k < 4; k++) {
+        vf a[GB][4];  // of four rows, which are joined at once, so that they need not wait in memory
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const uint8_t *code = (const uint8_t *)rows[4 * k + j] + ranges_bytes(n);
+            for (int g = 0; g < GB; g++) a[g][j] = splat(0.f);
+#pragma GCC unroll 4
+            for (int i = 0; i < columns; i++) {
+                const __m512i x = _mm512_maskz_loadu_epi8(mask_of_column(n, BITS, i), code + i * COLUMN_BYTES);
+                const __m512i nibble = _mm512_set1_epi8(15), first = BITS == 8 ? x : _mm512_and_si512(x, nibble);
+                const __m512i second = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
+                const float *steps = step[i * COLUMN_SPANS<BITS>] + 4 * k + j;
+                const vf of_lanes = splat_spans<BITS>(steps, steps + W);
+#pragma GCC unroll 4
+                for (int g = 0; g < GB; g++) {
+                    const int8_t *digits = q.digits + g * q.digits_ld + i * (8 / BITS) * DIGITS * COLUMN_BYTES;
+                    __m512i dot = _mm512_setzero_si512();
+#pragma GCC unroll 3
+                    for (int d = 0; d < DIGITS; d++) {
+                        dot = _mm512_dpbusd_epi32(_mm512_slli_epi32(dot, QUERY_BITS), first,
+                                                  _mm512_loadu_si512(digits + d * COLUMN_BYTES));
+                        if (BITS == 4)
+                            dot = _mm512_dpbusd_epi32(dot, second,
+                                                      _mm512_loadu_si512(digits + (DIGITS + d) * COLUMN_BYTES));
+                    }
+                    a[g][j] = fma(_mm512_cvtepi32_ps(dot), of_lanes, a[g][j]);
                 }
-                a[g] = fma(_mm512_cvtepi32_ps(dot), of_lanes, a[g]);
             }
         }
-        for (int g = 0; g < GB; g++) part[g][j] = a[g];
+        for (int g = 0; g < GB; g++) part[g][k] = sums_of_four(a[g]);
     }
-    for (int g = 0; g < GB; g++) store(s + g * ld, fma(sums_of(part[g]), splat(q.scale[g]), sum[g]));
+    for (int g = 0; g < GB; g++) store(s + g * ld, fma(join_sums(part[g]), splat(q.scale[g]), sum[g]));
 }
 
 constexpr int WEIGHTED_AT_ONCE = 256;  // rows whose weights are rounded together
 
 // The weights of rows times their steps, rounded, for the spans of one column and GB queries.
 template <int BITS, int GB> struct RowWeights {
-    alignas(64) int8_t digits[GB][COLUMN_SPANS<BITS>][DIGITS][WEIGHTED_AT_ONCE];
+    // Of every four rows, the lowest digits of all, then the next, then the highest; the last four bytes have no use.
+    alignas(64) int8_t digits[GB][COLUMN_SPANS<BITS>][WEIGHTED_AT_ONCE / 4][4][4];
     float scale[GB][COLUMN_SPANS<BITS>];   // weight * step = scale * integer
     float offset[GB][COLUMN_SPANS<BITS>];  // the sum of weight * low
 };
+
+// Writes the digits of sixteen integers into RowWeights.
+static inline void store_weights(__m512i x, int8_t *to) {
+    const __m512i half = _mm512_set1_epi32(0x808080);  // the bytes of x + half are the digits + 128
+    const __m512i order = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
+    const __m512i digits = _mm512_xor_si512(_mm512_add_epi32(x, half), half);
+    _mm512_storeu_si512(to, _mm512_shuffle_epi8(digits, order));
+}
 
 // Makes them of the weights w[g*ld + j] of n rows. `rows` is valid up to the next multiple of W.
 template <int BITS, int GB>
@@ -213,7 +228,7 @@ static inline void round_weights(const QuantisedRow<BITS> *const *rows, int n, i
                 const vf x = product[g][j / W] * splat(LARGEST_WEIGHT / largest);
                 const __m512i rounded = _mm512_cvtps_epi32(x);
                 rest = rest + (x - _mm512_cvtepi32_ps(rounded));
-                store_digits<WEIGHT_BITS>(rounded, to.digits[g][e][0] + j, WEIGHTED_AT_ONCE);
+                store_weights(rounded, to.digits[g][e][j / 4][0]);
             }
             // What rounding takes from the mean code is given back. If a product is infinite, the result is NaN.
             const float lost = sum_lanes(rest) * to.scale[g][e] * (LEVELS<BITS> / 2);
@@ -226,9 +241,9 @@ static inline void round_weights(const QuantisedRow<BITS> *const *rows, int n, i
 template <int BITS, int GB>
 static inline __m512i splat_weights(const RowWeights<BITS, GB> &w, int g, int digit, int row) {
     int32_t first, second;
-    __builtin_memcpy(&first, w.digits[g][0][digit] + row, 4);
+    __builtin_memcpy(&first, w.digits[g][0][row / 4][DIGITS - 1 - digit], 4);
     if (BITS == 8) return _mm512_set1_epi32(first);
-    __builtin_memcpy(&second, w.digits[g][COLUMN_SPANS<BITS> - 1][digit] + row, 4);
+    __builtin_memcpy(&second, w.digits[g][COLUMN_SPANS<BITS> - 1][row / 4][DIGITS - 1 - digit], 4);
     return _mm512_mask_blend_epi32(0xff00, _mm512_set1_epi32(first), _mm512_set1_epi32(second));
 }
 
@@ -243,13 +258,19 @@ static inline void restore_byte_order(vf *sum) {
 // How often the rows of a column are read: the sums must fit in the registers.
 template <int BITS, int GB> constexpr int passes_of_column = BITS == 8 && GB == 1 ? 1 : 2;
 
+// sum += the products of codes and weights.
+static inline void add_products(__m512i &sum, __m512i codes, __m512i weights) {
+    sum = _mm512_dpbusd_epi32(sum, codes, weights);
+    __asm__("" : "+v"(sum));  // without this the compiler copies every sum
+}
+
 // Sums the weighted codes of a column to y[g][part][j] for j from FROM to FROM + COUNT - 1: word e of 128-bit lane l
 // belongs to byte 16*l + 4*j + e. Part 0 are the codes or, of 4 bits, the low nibbles, and part 1 the high ones. Whole
 // bytes are multiplied, 16 * high nibble + low nibble, and then the low nibbles alone: the difference is 16 times the
 // product of the high nibbles.
 template <int BITS, int GB, int FROM, int COUNT>
-static inline void sum_column(const uint8_t *const *codes, int n, __mmask64 mask, const RowWeights<BITS, GB> &w,
-                              vf y[GB][8 / BITS][4], const NextQuantisedRows<BITS> &next) {
+static inline void sum_column(const QuantisedRow<BITS> *const *rows, int64_t at, int n, __mmask64 mask,
+                              const RowWeights<BITS, GB> &w, vf y[GB][8 / BITS][4], NextQuantisedRows<BITS> &next) {
     constexpr int PARTS = 8 / BITS;
     __m512i sum[GB][PARTS][DIGITS][COUNT];
 #pragma GCC unroll 2
@@ -261,11 +282,11 @@ static inline void sum_column(const uint8_t *const *codes, int n, __mmask64 mask
 #pragma GCC unroll 4
                 for (int j = 0; j < COUNT; j++) sum[g][i][d][j] = _mm512_setzero_si512();
     for (int row = 0; row < n; row += 4) {
-        next.prefetch_share(row, n);
-        const __m512i c0 = _mm512_maskz_loadu_epi8(mask, codes[row]);
-        const __m512i c1 = _mm512_maskz_loadu_epi8(mask, codes[row + 1]);
-        const __m512i c2 = _mm512_maskz_loadu_epi8(mask, codes[row + 2]);
-        const __m512i c3 = _mm512_maskz_loadu_epi8(mask, codes[row + 3]);
+        next.prefetch_share();
+        const __m512i c0 = _mm512_maskz_loadu_epi8(mask, rows[row] + at);
+        const __m512i c1 = _mm512_maskz_loadu_epi8(mask, rows[row + 1] + at);
+        const __m512i c2 = _mm512_maskz_loadu_epi8(mask, rows[row + 2] + at);
+        const __m512i c3 = _mm512_maskz_loadu_epi8(mask, rows[row + 3] + at);
         __m512i t[COUNT];
 #pragma GCC unroll 2
         for (int j = 0; j < COUNT; j += 2) {
@@ -281,10 +302,10 @@ static inline void sum_column(const uint8_t *const *codes, int n, __mmask64 mask
                 const __m512i weight = splat_weights<BITS, GB>(w, g, d, row);
 #pragma GCC unroll 4
                 for (int j = 0; j < COUNT; j++) {
-                    sum[g][0][d][j] = _mm512_dpbusd_epi32(sum[g][0][d][j], t[j], weight);
+                    add_products(sum[g][0][d][j], t[j], weight);
                     if (BITS == 8) continue;
                     const __m512i low = _mm512_and_si512(t[j], _mm512_set1_epi8(15));
-                    sum[g][PARTS - 1][d][j] = _mm512_dpbusd_epi32(sum[g][PARTS - 1][d][j], low, weight);
+                    add_products(sum[g][PARTS - 1][d][j], low, weight);
                 }
             }
     }
@@ -311,15 +332,15 @@ static inline void sum_column(const uint8_t *const *codes, int n, __mmask64 mask
 // Adds the weighted codes of one column to acc [GB][P], which begins at the column's first channel; `channels` is how
 // many of these there are.
 template <int BITS, int GB>
-static inline void add_column(float *acc, int P, int channels, const uint8_t *const *codes, int n, __mmask64 mask,
-                              const RowWeights<BITS, GB> &w, NextQuantisedRows<BITS> &next) {
+static inline void add_column(float *acc, int P, int channels, const QuantisedRow<BITS> *const *rows, int64_t at, int n,
+                              __mmask64 mask, const RowWeights<BITS, GB> &w, NextQuantisedRows<BITS> &next) {
     constexpr int PARTS = 8 / BITS;
     vf sums[GB][PARTS][4];
     if constexpr (passes_of_column<BITS, GB> == 1) {
-        sum_column<BITS, GB, 0, 4>(codes, n, mask, w, sums, next), next.pass++;
+        sum_column<BITS, GB, 0, 4>(rows, at, n, mask, w, sums, next);
     } else {
-        sum_column<BITS, GB, 0, 2>(codes, n, mask, w, sums, next), next.pass++;
-        sum_column<BITS, GB, 2, 2>(codes, n, mask, w, sums, next), next.pass++;
+        sum_column<BITS, GB, 0, 2>(rows, at, n, mask, w, sums, next);
+        sum_column<BITS, GB, 2, 2>(rows, at, n, mask, w, sums, next);
     }
     for (int g = 0; g < GB; g++) {
         vf(&y)[PARTS][4] = sums[g];
@@ -349,18 +370,18 @@ template <int BITS, int D_, int GB>
 static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> *const *rows, const float *w,
                              int64_t ld, int n, const QuantisedRow<BITS> *const *next) {
     const int size = D_ ? D_ : D, columns = columns_of(size, BITS), spans = spans_of(size);
-    NextQuantisedRows<BITS> ahead{next, size, passes_of_column<BITS, GB> * columns, 0};
+    NextQuantisedRows<BITS> ahead(next, n, size, (n + 3) / 4 * passes_of_column<BITS, GB> * columns);
     constexpr int CHANNELS = COLUMN_BYTES * 8 / BITS;
-    const QuantisedRow<BITS> *row[WEIGHTED_AT_ONCE];
-    const uint8_t *codes[WEIGHTED_AT_ONCE];
-    for (int j = 0; j < round_up(n, W); j++) row[j] = rows[min(j, n - 1)];
+    const QuantisedRow<BITS> *padded[WEIGHTED_AT_ONCE];
+    if (n % W) {
+        for (int j = 0; j < round_up(n, W); j++) padded[j] = rows[min(j, n - 1)];
+        rows = padded;
+    }
     for (int i = 0; i < columns; i++) {
         RowWeights<BITS, GB> weights;
-        for (int j = 0; j < round_up(n, 4); j++)
-            codes[j] = (const uint8_t *)row[j] + ranges_bytes(size) + i * COLUMN_BYTES;
-        round_weights<BITS, GB>(row, n, i * COLUMN_SPANS<BITS>, spans, w, ld, weights);
-        add_column<BITS, GB>(acc + i * CHANNELS, P, (int)min(size - i * CHANNELS, CHANNELS), codes, n,
-                             mask_of_column(size, BITS, i), weights, ahead);
+        round_weights<BITS, GB>(rows, n, i * COLUMN_SPANS<BITS>, spans, w, ld, weights);
+        add_column<BITS, GB>(acc + i * CHANNELS, P, (int)min(size - i * CHANNELS, CHANNELS), rows,
+                             ranges_bytes(size) + i * COLUMN_BYTES, n, mask_of_column(size, BITS, i), weights, ahead);
     }
 }
 

@@ -78,18 +78,23 @@ static inline void restore_order(const bf16 *, vf &a, vf &b) {
     b = _mm512_permutex2var_ps(a, high, b), a = x;
 }
 
+// The sums of the lanes of four vectors, in four parts: lane 4*l + j of the result is that of x[j]'s 128-bit lane l.
+static inline vf sums_of_four(const vf *x) {
+    const vf a = _mm512_unpacklo_ps(x[0], x[1]) + _mm512_unpackhi_ps(x[0], x[1]);
+    const vf b = _mm512_unpacklo_ps(x[2], x[3]) + _mm512_unpackhi_ps(x[2], x[3]);
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+}
+// Joins the parts of four times four vectors: lane i of the result is the sum of the lanes of vector i.
+static inline vf join_sums(const vf *x) {
+    const vf a = _mm512_shuffle_f32x4(x[0], x[1], 0x88) + _mm512_shuffle_f32x4(x[0], x[1], 0xdd);
+    const vf b = _mm512_shuffle_f32x4(x[2], x[3], 0x88) + _mm512_shuffle_f32x4(x[2], x[3], 0xdd);
+    return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+}
 // Lane i of the result is the sum of the lanes of x[i], for W vectors.
 static inline vf sums_of(const vf *x) {
-    vf t[8], u[4];
-    for (int i = 0; i < 8; i++)
-        t[i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
-    for (int i = 0; i < 4; i++) {
-        __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
-        u[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    }
-    vf v0 = _mm512_shuffle_f32x4(u[0], u[1], 0x88) + _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
-    vf v1 = _mm512_shuffle_f32x4(u[2], u[3], 0x88) + _mm512_shuffle_f32x4(u[2], u[3], 0xdd);
-    return _mm512_shuffle_f32x4(v0, v1, 0x88) + _mm512_shuffle_f32x4(v0, v1, 0xdd);
+    const vf parts[4] = {sums_of_four(x), sums_of_four(x + 4), sums_of_four(x + 8), sums_of_four(x + 12)};
+    return join_sums(parts);
 }
 
 // Makes lane j of x[i] lane i of x[j], for W vectors.

@@ -107,9 +107,9 @@ template <int BITS, int D_, int GB>
 static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> *const *rows, const float *w,
                              int64_t ld, int n, const QuantisedRow<BITS> *const *next) {
     const int size = D_ ? D_ : D, spans = spans_of(size);
-    NextQuantisedRows<BITS> ahead{next, size, spans, 0};
+    NextQuantisedRows<BITS> ahead(next, n, size, (n + 3) / 4 * spans);
     constexpr int PART = W == 4 ? SPAN_CHANNELS / 2 : SPAN_CHANNELS;  // channels whose sums are in registers
-    for (int i = 0; i < spans; i++, ahead.pass++) {
+    for (int i = 0; i < spans; i++) {
         const int channels = (int)min(size - i * SPAN_CHANNELS, SPAN_CHANNELS);
         float weight[GB][WEIGHTED_AT_ONCE], offset[GB];
         for (int g = 0; g < GB; g++) offset[g] = 0;
@@ -128,7 +128,7 @@ static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> 
             for (int j = 0; j < n; j++) {
                 const uint8_t *code = (const uint8_t *)rows[j] + ranges_bytes(size) + i * (SPAN_CHANNELS * BITS / 8);
                 uint8_t unpacked[SPAN_CHANNELS];
-                if (from == 0 && j % 4 == 0) ahead.prefetch_share(j, n);
+                if (from == 0 && j % 4 == 0) ahead.prefetch_share();
                 const uint8_t *x = unpack_codes<BITS>(code, channels, unpacked) + from;
 #pragma GCC unroll 8
                 for (int c = 0; c < PART / W; c++) {

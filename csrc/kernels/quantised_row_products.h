@@ -16,9 +16,9 @@ namespace skimkv::SKIMKV_NS {
 template <int BITS, int D_>
 static void dot_quantised_rows(const PreparedQuery &q, int G, int D, const QuantisedRow<BITS> *const *rows, int n,
                                float *s, int64_t ld, const QuantisedRow<BITS> *const *next = nullptr) {
-    const NextQuantisedRows<BITS> ahead{next, D_ ? D_ : D, 1, 0};
+    NextQuantisedRows<BITS> ahead(next, n, D_ ? D_ : D, (n + 3) / 4);
     for (int j = 0; j < n; j += W) {
-        for (int i = j; next && i < min(j + W, n); i++) ahead.prefetch_row(i);
+        for (int i = j; i < min(j + W, n); i += 4) ahead.prefetch_share();
         int g = 0;
         for (; g + 4 <= G; g += 4) dot_block<BITS, D_, 4>(query_at(q, g, D), D, rows + j, s + g * ld + j, ld);
         if (g + 2 <= G) dot_block<BITS, D_, 2>(query_at(q, g, D), D, rows + j, s + g * ld + j, ld), g += 2;
