@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skimkv.bench.rounds import Timings, take_turns
+from skimkv.bench.rounds import SELDOM, Timings, take_turns
 
 
 def test_candidates_take_turns_and_warm_up_rounds_do_not_count():
@@ -92,3 +92,32 @@ def test_a_part_of_the_calls_counts_as_the_whole_calls_do():
     assert timings.ms_of_part("a", [0.05, 0.07, 0.4]) == pytest.approx(60)
     with pytest.raises(ValueError, match="zip"):
         timings.ms_of_part("a", [0.05])
+
+
+def test_a_candidate_may_take_its_turn_in_some_rounds_only():
+    """Which one is chosen by the last warm-up; in the rounds between, all others take their turns."""
+    log: list[str] = []
+    took = {"fast": 1.0, "slow": 9.0}
+
+    def seconds(name: str, call) -> float:
+        log.append(name)
+        return took[name]
+
+    def seldom(warm_up):
+        assert warm_up == took and log.count("slow") == 2  # the warm-ups
+        return [name for name in warm_up if warm_up[name] > 4]
+
+    rounds, tick = 2 * SELDOM + 1, lambda: log.append(".")
+    timings = take_turns(dict.fromkeys(took, print), rounds, seconds, warm_up=2, tick=tick, seldom=seldom)
+    assert [len(timings.seconds[name]) for name in took] == [rounds, 3] and timings.seldom == {"slow"}
+    assert timings.ratio("slow", "fast") == 9 and timings.ms("slow") == 9000
+    in_rounds = ["".join(sorted(names)) for names in "".join(name[0] for name in log).split(".")[2:-1]]
+    assert in_rounds == ["f" if i % SELDOM else "fs" for i in range(rounds)]
+
+
+def test_a_ratio_to_a_candidate_that_is_seldom_called_is_of_the_rounds_of_both():
+    """The machine became ten times slower for one round in which the slow candidate was not called."""
+    fast = [1.0] + [10.0] * (SELDOM - 1) + [2.0]
+    timings = Timings({"slow": [5.0, 10.0], "fast": fast, "other": fast}, seldom=["slow"])
+    assert timings.ratio("slow", "fast") == timings.ratio("other", "fast") * 5 == 5
+    assert timings.ratio("fast", "slow") == 0.2

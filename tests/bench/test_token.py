@@ -13,6 +13,7 @@ from skimkv.bench import rivals
 from skimkv.bench import token as bench
 from skimkv.bench.machine import Cpu
 from skimkv.bench.rivals import KINDS
+from skimkv.bench.rounds import SELDOM
 from skimkv.bench.shapes import MODELS, reads_of_sizes
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
@@ -22,7 +23,7 @@ from support.stand_in_machine import StandInGpu
 
 ROW = {
     "method", "shape", "layers", "weights", "length", "compiled", "interleaved", "ms", "ms_min", "ms_max",
-    "kept", "ms_attention", "ms_weights", "ms_linear", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes",
+    "calls", "kept", "ms_attention", "ms_weights", "ms_linear", "floor_ms", "cache_bytes", "bytes_read", "weight_bytes",
     "speedup_dense", "speedup_allowed", "speedup_transformers",
 }  # fmt: skip
 METHODS = ["Dense()", "SparQ(r=8, k=32)", "H2O(k=64)"]
@@ -62,6 +63,14 @@ def test_rows_keep_the_contract(machine, weights, compile):
     if machine is Cpu:  # transformers has layers of its own, unless their weights are quantised
         of_transformers, *of_ours = (row["ms_linear"] for row in out["rows"][:4])
         assert len(set(of_ours)) == 1 and of_transformers != of_ours[0] and min(of_transformers, of_ours[0]) > 0
+
+
+def test_steps_that_are_many_times_as_slow_are_seldom_taken(monkeypatch: pytest.MonkeyPatch):
+    """Transformers' own are, if they are slow; with 0 as the limit they always are."""
+    monkeypatch.setattr(bench, "SLOW", 0.0)
+    out = bench.token(Cpu(), "tiny", 1, "bfloat16", [300], ["SparQ(r=8, k=32)"], SELDOM + 1)
+    assert [row["calls"] for row in out["rows"]] == [2, SELDOM + 1, SELDOM + 1]
+    assert all(row["kept"] <= row["calls"] and row["speedup_transformers"] > 0 for row in out["rows"])
 
 
 def test_dense_is_always_measured():

@@ -2,17 +2,20 @@
 
 Two blocks of runs a second apart see different machines; two calls of one round see nearly the same one. In every round
 the candidates come in another order, so that none always follows the same other one. A call during which threads of
-this process waited for a processor tells how busy the machine was with something else: it is left out.
+this process waited for a processor tells how busy the machine was with something else: it is left out. A candidate that
+is many times as slow as the others may take its turn in some rounds only.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .machine import Call, nothing
+
+SELDOM = 4  # a candidate that is seldom called takes its turn in the first of so many rounds
 
 # What the threads of a call may wait for a processor, all together: so many seconds, or this share of a longer call.
 LONGEST_WAIT, LARGEST_SHARE = 100e-6, 0.01
@@ -25,13 +28,15 @@ def is_delayed(seconds: float, waited: float) -> bool:
 
 @dataclass(frozen=True)
 class Timings:
-    """The seconds of every candidate, one entry for each round.
+    """The seconds of every candidate, one entry for each of its calls.
 
     waited: the seconds that the process's threads waited for a processor during each call, as far as they are known.
+    seldom: the candidates that took their turn in the first of every SELDOM rounds; the others did in every round.
     """
 
     seconds: dict[str, list[float]]
     waited: dict[str, list[float]] = field(default_factory=dict)
+    seldom: Collection[str] = ()
 
     def kept(self, name: str) -> list[bool]:
         """Return which of the candidate's calls count: those that were not delayed, or all if all were."""
@@ -67,9 +72,15 @@ class Timings:
 
         If there is no such round, it is the ratio of the medians.
         """
-        pairs = zip(self.seconds[slow], self.seconds[fast], self.kept(slow), self.kept(fast), strict=True)
-        ratios = [a / b for a, b, keep_a, keep_b in pairs if keep_a and keep_b]
+        either_seldom = slow in self.seldom or fast in self.seldom
+        pairs = zip(self._in_rounds(slow, either_seldom), self._in_rounds(fast, either_seldom), strict=True)
+        ratios = [a / b for (a, keep_a), (b, keep_b) in pairs if keep_a and keep_b]
         return statistics.median(ratios) if ratios else self.ms(slow) / self.ms(fast)
+
+    def _in_rounds(self, name: str, seldom: bool) -> list[tuple[float, bool]]:
+        """The candidate's seconds, and which count, in all rounds or in those of candidates that are seldom called."""
+        calls = list(zip(self.seconds[name], self.kept(name), strict=True))
+        return calls[::SELDOM] if seldom and name not in self.seldom else calls
 
     def _kept_seconds(self, name: str) -> list[float]:
         return [s for s, keep in zip(self.seconds[name], self.kept(name), strict=True) if keep]
@@ -83,28 +94,35 @@ def take_turns(
     warm_up: int = 1,
     tick: Call = nothing,
     waited: Callable[[], float] | None = None,
+    seldom: Callable[[Mapping[str, float]], Collection[str]] = lambda seconds: (),
 ) -> Timings:
     """Time all calls in turn, in `warm_up` rounds that do not count and in `rounds` that do.
 
     clock(name, call) runs the call and returns its seconds. before(name) runs in front of each call, outside the clock.
     tick is called after each round. waited() returns the seconds that the process's threads have waited for a processor
-    so far; None: that is not known.
+    so far; None: that is not known. seldom(seconds of the last warm-up) names the calls that take their turn in the
+    first of every SELDOM rounds only.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     waits: dict[str, list[float]] = {name: [] for name in calls} if waited else {}
     shuffle = random.Random(0).shuffle
-    for i in range(warm_up + rounds):
+    took, seldom_called = dict[str, float](), frozenset[str]()
+    for i in range(-warm_up, rounds):
         order = list(calls)
-        if i:
+        if i > -warm_up:
             shuffle(order)
+        if i == 0 and took:
+            seldom_called = frozenset(seldom(took))
         for name in order:
+            if i % SELDOM and name in seldom_called:
+                continue
             before(name)
             start = waited() if waited else 0.0
-            took = clock(name, calls[name])
+            took[name] = clock(name, calls[name])
             wait = waited() - start if waited else 0.0
-            if i >= warm_up:
-                seconds[name].append(took)
+            if i >= 0:
+                seconds[name].append(took[name])
                 if waited:
                     waits[name].append(wait)
         tick()
-    return Timings(seconds, waits)
+    return Timings(seconds, waits, seldom_called)

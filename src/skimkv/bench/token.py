@@ -2,11 +2,12 @@
 
 The model has the shape of a real one and random weights; its caches hold random keys and values, and no prompt is run.
 All ways to decode take turns, call by call, where their caches fit in memory together; other programs on the same GGUF
-file take turns with them (`rivals`). `ms_attention` is timed around
-every layer's cache and attention on a CPU. A GPU runs ahead of its host, so there it is what a token takes longer than
-one after a few tokens. `ms_weights` is the rest. `ms_linear` is how long the linear layers alone take on a CPU, one
-after the other, with their part of Python, and with what is between them where several are one operation: what is left
-of `ms_weights` is the rest of the model.
+file take turns with them (`rivals`). Where transformers' own step is many times as slow as ours, it takes its turn in
+some rounds only: it takes gigabytes from the system and gives them back, and the system is busy with them while the
+next steps run. `ms_attention` is timed around every layer's cache and attention on a CPU. A GPU runs ahead of its host,
+so there it is what a token takes longer than one after a few tokens. `ms_weights` is the rest. `ms_linear` is how long
+the linear layers alone take on a CPU, one after the other, with their part of Python, and with what is between them
+where several are one operation: what is left of `ms_weights` is the rest of the model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from .shapes import check_model
 FEW = 16  # tokens in the cache of a step on a GPU whose time is that of the weights
 WARM_UP = 4  # steps before the clock: memory is touched, kernels are compiled and captured
 COMPILE: bool | str = True  # attach(compile=...)
+SLOW = 4.0  # a step of transformers' that takes so many times as long as the fastest of ours is seldom taken
 PLAIN, OURS = "linear layers of transformers", "linear layers of ours"  # what is timed beside tokens on a CPU
 
 
@@ -288,16 +290,17 @@ class AttentionClock:
 
 
 class Measured(NamedTuple):
-    """Seconds of a decoder's steps, one entry for each round.
+    """Seconds of a decoder's steps.
 
     attention: of those in attention, where it was timed. waited: for a processor, where that is known. linear: of the
-    linear layers alone, where they were timed.
+    linear layers alone, where they were timed. seldom: whether it took its turn in some rounds only, as in `Timings`.
     """
 
     steps: list[float]
     attention: list[float]
     waited: list[float]
     linear: Sequence[float] = ()
+    seldom: bool = False
 
 
 def time_together(
@@ -353,11 +356,16 @@ def time_together(
         """The seconds that our threads have waited, and those of the rivals."""
         return (own_wait() if own_wait else 0.0) + sum(waits.values())
 
+    def slow_steps(seconds: Mapping[str, float]) -> list[str]:
+        """Return the steps of transformers' that are many times as slow as the fastest of all."""
+        fastest = min((seconds[name] for name in named), default=0.0)
+        return [name for name in named if named[name].method is None and seconds[name] > SLOW * fastest]
+
     if clocks:
         calls |= layers.calls()
     calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
-    timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None)
+    timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None, slow_steps)
     layers.use(layers.plain)
     detach(model)
     timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
@@ -367,6 +375,7 @@ def time_together(
             clocks[name].seconds[WARM_UP:] if name in clocks else [],
             timings.waited.get(name, []),
             timings.seconds.get(PLAIN if name in named and named[name].method is None else OURS, []),
+            name in timings.seldom,
         )
         for name in (*named, *others)
     }
@@ -412,8 +421,9 @@ def time_tokens(
     """Return the rows of the JSON contract; `transformers` is the library's own cache and attention, not compiled.
 
     interleaved: all rows of this length were measured in turn, call by call; where programs do not fit in memory
-    together, ours were measured in turn with each of them. kept: as in `attention`. speedup_dense:
-    over our dense attention, measured; speedup_allowed: what the bytes of weights and caches allow.
+    together, ours were measured in turn with each of them. calls: how many steps were timed. kept: how many of them
+    count, as in `attention`. speedup_dense: over our dense attention, measured; speedup_allowed: what the bytes of
+    weights and caches allow.
     against: the path of a program by its kind (rivals.KINDS). Then its rows follow ours, `transformers` is left out,
     and every row has `speedup_rivals`, how many times as fast it is as each of the rivals. Of llama.cpp's rows, that of
     the better setting has `better`.
@@ -547,8 +557,10 @@ def _rows(
     ours = {Decoder(spec, n).name: measured[Decoder(spec, n).label] for spec in specs}
     labels = {Decoder(spec, tokens).label for spec in specs for tokens in (n, FEW)}
     rivals = {name: x for name, x in measured.items() if name not in labels}
-    waited = {name: x.waited for name, x in {**ours, **rivals}.items() if x.waited}
-    timings = Timings({name: x.steps for name, x in {**ours, **rivals}.items()}, waited)
+    both = {**ours, **rivals}
+    waited = {name: x.waited for name, x in both.items() if x.waited}
+    seldom = [name for name, x in both.items() if x.seldom]
+    timings = Timings({name: x.steps for name, x in both.items()}, waited, seldom)
     rows = []
     for spec in specs:
         name, attention = Decoder(spec, n).name, ours[Decoder(spec, n).name].attention
@@ -585,6 +597,7 @@ def _times(timings: Timings, name: str) -> dict[str, Any]:
     """What a row says of the times of a candidate."""
     ms_min, ms_max = timings.ms_range(name)
     return {
-        "method": name, "kept": timings.undelayed(name), "ms": timings.ms(name), "ms_min": ms_min, "ms_max": ms_max,
+        "method": name, "calls": len(timings.seconds[name]), "kept": timings.undelayed(name),
+        "ms": timings.ms(name), "ms_min": ms_min, "ms_max": ms_max,
         "speedup_dense": timings.ratio("Dense()", name),
     }  # fmt: skip

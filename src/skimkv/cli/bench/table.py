@@ -95,7 +95,8 @@ def print_kept(result: Mapping[str, Any], rounds: int) -> None:
             print("This system does not tell how long threads wait for a processor: all calls count.")
         return
     kept = sum(row["kept"] for row in rows)
-    print(f"{kept} of {len(rows) * rounds} calls count: their threads waited less than 100 µs, or 1%, for a processor.")
+    calls = sum(row.get("calls", rounds) for row in rows)
+    print(f"{kept} of {calls} calls count: their threads waited less than 100 µs, or 1%, for a processor.")
     for row in rows:
         if not row["kept"]:
             where = f"{row['method']} at {row['length']} tokens"
