@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "isa/simd_avx512.h"
+#include "kernels/next_rows.h"
 #include "kernels/quantised_rows.h"
 #include "kernels/vector_math.h"
 
@@ -270,7 +271,7 @@ static inline void add_products(__m512i &sum, __m512i codes, __m512i weights) {
 // product of the high nibbles.
 template <int BITS, int GB, int FROM, int COUNT>
 static inline void sum_column(const QuantisedRow<BITS> *const *rows, int64_t at, int n, __mmask64 mask,
-                              const RowWeights<BITS, GB> &w, vf y[GB][8 / BITS][4], NextQuantisedRows<BITS> &next) {
+                              const RowWeights<BITS, GB> &w, vf y[GB][8 / BITS][4], NextRows &next) {
     constexpr int PARTS = 8 / BITS;
     __m512i sum[GB][PARTS][DIGITS][COUNT];
 #pragma GCC unroll 2
@@ -333,7 +334,7 @@ static inline void sum_column(const QuantisedRow<BITS> *const *rows, int64_t at,
 // many of these there are.
 template <int BITS, int GB>
 static inline void add_column(float *acc, int P, int channels, const QuantisedRow<BITS> *const *rows, int64_t at, int n,
-                              __mmask64 mask, const RowWeights<BITS, GB> &w, NextQuantisedRows<BITS> &next) {
+                              __mmask64 mask, const RowWeights<BITS, GB> &w, NextRows &next) {
     constexpr int PARTS = 8 / BITS;
     vf sums[GB][PARTS][4];
     if constexpr (passes_of_column<BITS, GB> == 1) {
@@ -365,12 +366,16 @@ static inline void add_column(float *acc, int P, int channels, const QuantisedRo
     }
 }
 
+// How often add_block reads rows of D channels.
+template <int BITS, int GB> static inline int passes_of_block(int D) {
+    return passes_of_column<BITS, GB> * columns_of(D, BITS);
+}
+
 // acc_g += sum_j w[g*ld + j] row_j for GB queries and n rows, at most WEIGHTED_AT_ONCE.
 template <int BITS, int D_, int GB>
 static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> *const *rows, const float *w,
-                             int64_t ld, int n, const QuantisedRow<BITS> *const *next) {
+                             int64_t ld, int n, NextRows &next) {
     const int size = D_ ? D_ : D, columns = columns_of(size, BITS), spans = spans_of(size);
-    NextQuantisedRows<BITS> ahead(next, n, size, (n + 3) / 4 * passes_of_column<BITS, GB> * columns);
     constexpr int CHANNELS = COLUMN_BYTES * 8 / BITS;
     const QuantisedRow<BITS> *padded[WEIGHTED_AT_ONCE];
     if (n % W) {
@@ -381,7 +386,7 @@ static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> 
         RowWeights<BITS, GB> weights;
         round_weights<BITS, GB>(rows, n, i * COLUMN_SPANS<BITS>, spans, w, ld, weights);
         add_column<BITS, GB>(acc + i * CHANNELS, P, (int)min(size - i * CHANNELS, CHANNELS), rows,
-                             ranges_bytes(size) + i * COLUMN_BYTES, n, mask_of_column(size, BITS, i), weights, ahead);
+                             ranges_bytes(size) + i * COLUMN_BYTES, n, mask_of_column(size, BITS, i), weights, next);
     }
 }
 

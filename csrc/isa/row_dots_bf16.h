@@ -32,11 +32,10 @@ __attribute__((target("avx512bf16"))) static inline void dot_row_bf16(const bf16
 // s[g*ld + j] = scale * (q_g . row_j) for GB queries and W rows.
 template <int D_, int GB>
 __attribute__((target("avx512bf16"))) static void dot_block_bf16(const bf16 *q, int P, int D, const bf16 *const *rows,
-                                                                 float scale, float *s, int64_t ld,
-                                                                 const NextRows<bf16> &next) {
+                                                                 float scale, float *s, int64_t ld, NextRows &next) {
     vf part[GB][W], sum[GB];
     for (int j = 0; j < W; j++) {
-        next.prefetch_share(j, 0, D_ ? D_ : D);
+        next.prefetch_share();
         dot_row_bf16<D_, GB>(q, P, D, rows[j], sum);
         for (int g = 0; g < GB; g++) part[g][j] = sum[g];
     }
@@ -47,7 +46,7 @@ __attribute__((target("avx512bf16"))) static void dot_block_bf16(const bf16 *q, 
 template <int D_>
 __attribute__((target("avx512bf16"))) static void dot_block_of_four_bf16(const bf16 *q, int P, int D,
                                                                          const bf16 *const *rows, float scale, float *s,
-                                                                         int64_t ld, const NextRows<bf16> &next) {
+                                                                         int64_t ld, NextRows &next) {
     const auto pairs = [](vf a, vf b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
     const auto fours = [](vf a, vf b) {
         const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
@@ -63,7 +62,7 @@ __attribute__((target("avx512bf16"))) static void dot_block_of_four_bf16(const b
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             vf sum[4];
-            next.prefetch_share(4 * i + j, 0, D_ ? D_ : D);
+            next.prefetch_share();
             dot_row_bf16<D_, 4>(q, P, D, rows[4 * i + j], sum);
             row[j] = fours(pairs(sum[0], sum[1]), pairs(sum[2], sum[3]));
         }
@@ -81,15 +80,13 @@ __attribute__((target("avx512bf16"))) static void dot_block_of_four_bf16(const b
 template <int D_>
 static void dot_rows_bf16(const bf16 *q, int P, int G, int D, const bf16 *const *rows, int n, float scale, float *s,
                           int64_t ld, const bf16 *const *next) {
+    NextRows ahead(next, n, (D_ ? D_ : D) * 2, n * blocks_of_queries(G));
     for (int j = 0; j < n; j += W) {
-        const auto ahead = [&](int g) {
-            return next ? NextRows<bf16>(next + j, g / 4, groups_of(G, 4)) : NextRows<bf16>();
-        };
         int g = 0;
         for (; g + 4 <= G; g += 4)
-            dot_block_of_four_bf16<D_>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead(g));
-        if (g + 2 <= G) dot_block_bf16<D_, 2>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead(g)), g += 2;
-        if (g < G) dot_block_bf16<D_, 1>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, {});
+            dot_block_of_four_bf16<D_>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead);
+        if (g + 2 <= G) dot_block_bf16<D_, 2>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead), g += 2;
+        if (g < G) dot_block_bf16<D_, 1>(q + g * P, P, D, rows + j, scale, s + g * ld + j, ld, ahead);
     }
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "kernels/next_rows.h"
 #include "kernels/quantised_rows.h"
 #include "kernels/vector_math.h"
 
@@ -102,12 +103,14 @@ static inline void dot_block(const PreparedQuery &q, int D, const QuantisedRow<B
 
 constexpr int WEIGHTED_AT_ONCE = 256;  // rows that are added at once
 
+// How often add_block reads rows of D channels.
+template <int BITS, int GB> static inline int passes_of_block(int D) { return spans_of(D); }
+
 // acc_g += sum_j w[g*ld + j] row_j for GB queries and n rows, at most WEIGHTED_AT_ONCE.
 template <int BITS, int D_, int GB>
 static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> *const *rows, const float *w,
-                             int64_t ld, int n, const QuantisedRow<BITS> *const *next) {
+                             int64_t ld, int n, NextRows &next) {
     const int size = D_ ? D_ : D, spans = spans_of(size);
-    NextQuantisedRows<BITS> ahead(next, n, size, (n + 3) / 4 * spans);
     constexpr int PART = W == 4 ? SPAN_CHANNELS / 2 : SPAN_CHANNELS;  // channels whose sums are in registers
     for (int i = 0; i < spans; i++) {
         const int channels = (int)min(size - i * SPAN_CHANNELS, SPAN_CHANNELS);
@@ -128,7 +131,7 @@ static inline void add_block(float *acc, int P, int D, const QuantisedRow<BITS> 
             for (int j = 0; j < n; j++) {
                 const uint8_t *code = (const uint8_t *)rows[j] + ranges_bytes(size) + i * (SPAN_CHANNELS * BITS / 8);
                 uint8_t unpacked[SPAN_CHANNELS];
-                if (from == 0 && j % 4 == 0) ahead.prefetch_share();
+                if (from == 0 && j % 4 == 0) next.prefetch_share();
                 const uint8_t *x = unpack_codes<BITS>(code, channels, unpacked) + from;
 #pragma GCC unroll 8
                 for (int c = 0; c < PART / W; c++) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "kernels/next_rows.h"
 #include "kernels/quantised_rows.h"
 #include "kernels/vector_math.h"
 #ifdef SKIMKV_SIMD_VNNI
@@ -16,7 +17,7 @@ namespace skimkv::SKIMKV_NS {
 template <int BITS, int D_>
 static void dot_quantised_rows(const PreparedQuery &q, int G, int D, const QuantisedRow<BITS> *const *rows, int n,
                                float *s, int64_t ld, const QuantisedRow<BITS> *const *next = nullptr) {
-    NextQuantisedRows<BITS> ahead(next, n, D_ ? D_ : D, (n + 3) / 4);
+    NextRows ahead(next, n, quantised_row_bytes(D_ ? D_ : D, BITS), (n + 3) / 4);
     for (int j = 0; j < n; j += W) {
         for (int i = j; i < min(j + W, n); i += 4) ahead.prefetch_share();
         int g = 0;
@@ -32,9 +33,11 @@ static void add_quantised_rows(float *acc, int P, int G, int D, const QuantisedR
                                int64_t ld, int n, const QuantisedRow<BITS> *const *next = nullptr) {
     for (int j = 0; j < n; j += WEIGHTED_AT_ONCE) {
         const int count = (int)min(n - j, WEIGHTED_AT_ONCE);
+        const int size = D_ ? D_ : D,
+                  passes = G / 2 * passes_of_block<BITS, 2>(size) + G % 2 * passes_of_block<BITS, 1>(size);
+        NextRows ahead(next ? next + j : nullptr, count, quantised_row_bytes(size, BITS), (count + 3) / 4 * passes);
         int g = 0;
-        const QuantisedRow<BITS> *const *ahead = next ? next + j : nullptr;
-        for (; g + 2 <= G; g += 2, ahead = nullptr)
+        for (; g + 2 <= G; g += 2)
             add_block<BITS, D_, 2>(acc + g * P, P, D, rows + j, w + g * ld + j, ld, count, ahead);
         if (g < G) add_block<BITS, D_, 1>(acc + g * P, P, D, rows + j, w + g * ld + j, ld, count, ahead);
     }

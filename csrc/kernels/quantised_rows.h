@@ -29,37 +29,6 @@ static inline int spans_of(int D) { return (D + SPAN_CHANNELS - 1) / SPAN_CHANNE
 static inline int ranges_bytes(int D) { return spans_of(D) * 4; }
 static inline int64_t quantised_row_bytes(int D, int bits) { return ranges_bytes(D) + D * bits / 8; }
 
-// The rows that come next. They are prefetched while others are worked on, a share with every four of these: a row
-// crosses so many cache lines with so little arithmetic that the hardware's prefetcher alone reads at a third of the
-// bandwidth. Where one row follows the other in memory, no line is prefetched twice, because every prefetch takes one
-// of the few places that the L1 cache has for lines on their way.
-template <int BITS> class NextQuantisedRows {
-    const QuantisedRow<BITS> *const *rows;
-    const char *first = nullptr;                  // the first row, if the others follow it in memory
-    int64_t bytes, count = 0, share = 0, at = 0;  // count, share and at are lines, or rows if these are apart
-
-   public:
-    // `next` are n rows, or nullptr; prefetch_share is called `calls` times.
-    NextQuantisedRows(const QuantisedRow<BITS> *const *next, int n, int D, int calls)
-        : rows(next), bytes(quantised_row_bytes(D, BITS)) {
-        if (!next) return;
-        const bool together = (const char *)next[n - 1] - (const char *)next[0] == (n - 1) * bytes;
-        if (together) first = (const char *)next[0];
-        count = together ? (n * bytes + 63) / 64 : n;
-        share = (count + calls - 1) / calls;
-    }
-    inline void prefetch_share() {
-        const int64_t end = min(at + share, count);
-        const char *const *row = (const char *const *)rows;
-        if (first)
-            for (int64_t i = at; i < end; i++) prefetch(first + 64 * i);
-        else
-            for (int64_t j = at; j < end; j++)
-                for (int64_t i = 0; i < bytes; i += 64) prefetch(row[j] + i);
-        at = end;
-    }
-};
-
 // Quantises the D channels of x into the row at `to`.
 template <class T> static void quantise_row(const T *x, int D, int bits, uint8_t *to) {
     const float levels = (float)((1 << bits) - 1);

@@ -6,6 +6,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "kernels/next_rows.h"
 #include "kernels/quantised_row_products.h"
 #include "kernels/quantised_rows.h"
 #include "kernels/vector_math.h"
@@ -15,36 +16,14 @@ namespace skimkv::SKIMKV_NS {
 constexpr int BLOCK_ROWS = 64;                  // rows of one update of the softmax
 constexpr int ACCUMULATORS = W == 16 ? 16 : 8;  // vector registers for the weighted sum
 
-// The rows that come next, which are prefetched while others are worked on: where a row meets several queries, the
-// arithmetic takes so long that the memory would have nothing to do. Queries are worked on in `groups`; group number
-// `group` prefetches its share of a row's cache lines, which is every line from the `group`th on in steps of `groups`.
-// A single query prefetches none: there the hardware's prefetcher is fast enough.
-template <class T> struct NextRows {
-    static constexpr int LINE_CHANNELS = 64 / (int)sizeof(T);
-    const T *const *rows = nullptr;
-    int first = 0, step = LINE_CHANNELS;  // in channels
-    NextRows() = default;
-    NextRows(const T *const *next, int group, int groups)
-        : rows(next), first(group * LINE_CHANNELS), step(groups * LINE_CHANNELS) {}
-    // Prefetches this group's share of the channels from .. end-1 of row j; `from` begins a cache line.
-    inline void prefetch_share(int j, int from, int end) const {
-        if (rows)
-            for (int i = from + first; i < end; i += step) prefetch(rows[j] + i);
-    }
-};
-
-// How many groups G queries are worked on in, `most` or two at once; the last one alone is none.
-static inline int groups_of(int G, int most) { return G / most + (G % most >= 2); }
-
 // s[g*ld + j] = q_g . row_j for GB queries and W rows.
 template <class T, int D_, int GB>
-static inline void dot_block(const float *q, int P, int D, const T *const *rows, float *s, int64_t ld,
-                             const NextRows<T> &next) {
+static inline void dot_block(const float *q, int P, int D, const T *const *rows, float *s, int64_t ld, NextRows &next) {
     vf part[GB][W];
     const int whole = (D_ ? D_ : D) / W * W;
     for (int j = 0; j < W; j++) {
         const T *x = rows[j];
-        next.prefetch_share(j, 0, D_ ? D_ : D);
+        next.prefetch_share();
         vf a[GB] = {}, b[GB] = {};
         int i = 0;
         if constexpr (D_ / W >= 2) {
@@ -71,6 +50,9 @@ static inline void dot_block(const float *q, int P, int D, const T *const *rows,
     for (int g = 0; g < GB; g++) store(s + g * ld, sums_of(part[g]));
 }
 
+// The blocks of four, two and one that dot_rows makes of G queries.
+static inline int blocks_of_queries(int G) { return G / 4 + G % 4 / 2 + G % 2; }
+
 // s[g*ld + j] = q_g . row_j for G queries and n rows. It writes s up to the next multiple of W, and the pointers in
 // `rows` and in `next`, the rows to be prefetched, must be valid that far.
 template <class T, int D_>
@@ -84,29 +66,32 @@ static void dot_rows(const float *q, int P, int G, int D, const T *const *rows, 
             dot_quantised_rows<row_bits<T>, D_>(prepared, count, D, rows, n, s + g * ld, ld, g ? nullptr : next);
         }
     } else {
+        NextRows ahead(next, n, (D_ ? D_ : D) * (int64_t)sizeof(T), n * blocks_of_queries(G));
         for (int j = 0; j < n; j += W) {
-            const auto ahead = [&](int g) {
-                return next && G > 1 ? NextRows<T>(next + j, g / 4, groups_of(G, 4)) : NextRows<T>();
-            };
             int g = 0;
-            for (; g + 4 <= G; g += 4) dot_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead(g));
-            if (g + 2 <= G) dot_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead(g)), g += 2;
-            if (g < G) dot_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld, {});
+            for (; g + 4 <= G; g += 4) dot_block<T, D_, 4>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
+            if (g + 2 <= G) dot_block<T, D_, 2>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead), g += 2;
+            if (g < G) dot_block<T, D_, 1>(q + g * P, P, D, rows + j, s + g * ld + j, ld, ahead);
         }
     }
 }
+
+// Vectors of channels whose sums for GB queries are in registers, and how often a row of D channels is read for them,
+// at least.
+template <int GB> constexpr int vectors_at_once = ACCUMULATORS / GB < 8 ? ACCUMULATORS / GB : 8;
+template <int GB> static inline int passes_of_row(int D) { return (int)max(1, D / (vectors_at_once<GB> * W)); }
 
 // acc_g += sum_j w[g*ld + j] row_j for GB queries, n rows and NV vectors of channels from `at` on. The sums are in
 // registers. HALF: the one vector has 8 channels only.
 template <class T, int GB, int NV, bool HALF = false>
 static inline void add_row_channels(float *acc, int P, const T *const *rows, int at, const float *w, int64_t ld, int n,
-                                    const NextRows<T> &next) {
+                                    NextRows &next) {
     vf a[GB][NV];
     for (int g = 0; g < GB; g++)
         for (int i = 0; i < NV; i++) a[g][i] = load(acc + g * P + at + i * W);
     for (int j = 0; j < n; j++) {
         const T *x = rows[j] + at;
-        next.prefetch_share(j, at, at + NV * W);
+        next.prefetch_share();
 #pragma GCC unroll 16
         for (int i = 0; i < NV; i++) {
             vf v = HALF ? load8(x + i * W) : load(x + i * W);
@@ -120,8 +105,8 @@ static inline void add_row_channels(float *acc, int P, const T *const *rows, int
 // The same for all channels.
 template <class T, int D_, int GB>
 static inline void add_rows_of_queries(float *acc, int P, int D, const T *const *rows, const float *w, int64_t ld,
-                                       int n, const NextRows<T> &next) {
-    constexpr int NV = ACCUMULATORS / GB < 8 ? ACCUMULATORS / GB : 8;
+                                       int n, NextRows &next) {
+    constexpr int NV = vectors_at_once<GB>;
     const int whole = (D_ ? D_ : D) / W * W;
     int at = 0;
     for (; at + NV * W <= whole; at += NV * W) add_row_channels<T, GB, NV>(acc, P, rows, at, w, ld, n, next);
@@ -150,15 +135,15 @@ static void add_rows(float *acc, int P, int G, int D, const T *const *rows, cons
         add_quantised_rows<row_bits<T>, D_>(acc, P, G, D, rows, w, ld, n, next);
     } else {
         constexpr int MOST = queries_at_once<T, D_>;
-        const auto ahead = [&](int g) {
-            return next && G > 1 ? NextRows<T>(next, g / MOST, groups_of(G, MOST)) : NextRows<T>();
-        };
+        const int size = D_ ? D_ : D, passes = G / MOST * passes_of_row<MOST>(size) +
+                                               G % MOST / 2 * passes_of_row<2>(size) + G % 2 * passes_of_row<1>(size);
+        NextRows ahead(next, n, size * (int64_t)sizeof(T), n * passes);
         int g = 0;
         for (; g + MOST <= G; g += MOST)
-            add_rows_of_queries<T, D_, MOST>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead(g));
+            add_rows_of_queries<T, D_, MOST>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead);
         if (MOST > 2 && g + 2 <= G)
-            add_rows_of_queries<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead(g)), g += 2;
-        if (g < G) add_rows_of_queries<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, {});
+            add_rows_of_queries<T, D_, 2>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead), g += 2;
+        if (g < G) add_rows_of_queries<T, D_, 1>(acc + g * P, P, D, rows, w + g * ld, ld, n, ahead);
     }
 }
 
