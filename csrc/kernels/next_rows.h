@@ -20,7 +20,7 @@ class NextRows {
     template <class R>
     NextRows(const R *const *next, int n, int64_t bytes, int calls) : rows((const char *const *)next), bytes(bytes) {
         if (!next) return;
-        const bool together = rows[n - 1] - rows[0] == (n - 1) * bytes;
+        const bool together = (intptr_t)rows[n - 1] - (intptr_t)rows[0] == (n - 1) * bytes;
         if (together) first = rows[0];
         count = together ? (n * bytes + 63) / 64 : n;
         share = (count + calls - 1) / calls;

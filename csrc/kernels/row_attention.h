@@ -54,7 +54,7 @@ static inline void dot_block(const float *q, int P, int D, const T *const *rows,
 static inline int blocks_of_queries(int G) { return G / 4 + G % 4 / 2 + G % 2; }
 
 // s[g*ld + j] = q_g . row_j for G queries and n rows. It writes s up to the next multiple of W, and the pointers in
-// `rows` and in `next`, the rows to be prefetched, must be valid that far.
+// `rows` must be valid that far. `next` are n rows to be prefetched.
 template <class T, int D_>
 static void dot_rows(const float *q, int P, int G, int D, const T *const *rows, int n, float *s, int64_t ld,
                      const T *const *next = nullptr) {
