@@ -10,11 +10,11 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Multiplies R rows, `apart` weights from each other, with N tokens: y[R][N]. `in` is a multiple of 32. What is `ahead`
-// bytes after a weight is prefetched. A sum does not depend on R and N.
+// Multiplies R rows, `apart` weights from each other, with N tokens: the lanes of to[R*N] are the parts of a product,
+// which do not depend on R and N. `in` is a multiple of 32. What is `ahead` bytes after a weight is prefetched.
 template <int R, int N>
 __attribute__((target("avx512bf16"))) static void multiply_rows_bf16(const bf16 *w, int64_t apart, int64_t in,
-                                                                     int64_t ahead, const bf16 *x, float *y) {
+                                                                     int64_t ahead, const bf16 *x, vf *to) {
     vf sum[R][N];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < N; t++) sum[r][t] = splat(0.f);
@@ -30,7 +30,7 @@ __attribute__((target("avx512bf16"))) static void multiply_rows_bf16(const bf16 
         }
     }
     for (int r = 0; r < R; r++)
-        for (int t = 0; t < N; t++) y[r * N + t] = sum_lanes(sum[r][t]);
+        for (int t = 0; t < N; t++) to[r * N + t] = sum[r][t];
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -35,9 +35,10 @@ template <class T> static void load_inputs(const T *x, int64_t count, float *to)
     }
 }
 
-// Multiplies R rows, `apart` weights from each other, with N tokens: y[R][N]. A sum does not depend on R and N.
+// Multiplies R rows, `apart` weights from each other, with N tokens: the lanes of to[R*N] are the parts of a product,
+// which do not depend on R and N.
 template <class T, int R, int N>
-static inline void multiply_float_rows(const T *w, int64_t apart, int64_t in, const float *x, float *y) {
+static inline void multiply_float_rows(const T *w, int64_t apart, int64_t in, const float *x, vf *to) {
     constexpr int64_t AHEAD = FLOATS_AHEAD_BYTES / (int64_t)sizeof(T);
     vf sum[R][N];
     for (int r = 0; r < R; r++)
@@ -55,14 +56,14 @@ static inline void multiply_float_rows(const T *w, int64_t apart, int64_t in, co
         }
     }
     for (int r = 0; r < R; r++)
-        for (int t = 0; t < N; t++) y[r * N + t] = sum_lanes(sum[r][t]);
+        for (int t = 0; t < N; t++) to[r * N + t] = sum[r][t];
 }
 
 #ifdef SKIMKV_BF16_PRODUCTS
 // The same with inputs as they came.
 template <class, int R, int N>
-static inline void multiply_float_rows(const bf16 *w, int64_t apart, int64_t in, const bf16 *x, float *y) {
-    multiply_rows_bf16<R, N>(w, apart, in, FLOATS_AHEAD_BYTES, x, y);
+static inline void multiply_float_rows(const bf16 *w, int64_t apart, int64_t in, const bf16 *x, vf *to) {
+    multiply_rows_bf16<R, N>(w, apart, in, FLOATS_AHEAD_BYTES, x, to);
 }
 #endif
 
@@ -75,22 +76,37 @@ static inline bool multiplies_inputs_as_they_are([[maybe_unused]] const skimkv_f
 #endif
 }
 
-// Multiplies R rows with the tokens first .. last-1, at most N of them, and stores the results.
+// The results of neighbouring rows, which are stored together: in y the results of one row are far apart.
+struct Results {
+    static constexpr int ROWS = 16;
+    float value[SKIMKV_MAX_FLOAT_TOKENS][ROWS];
+};
+
+// Multiplies R rows with the tokens first .. last-1, at most N of them: into to[R].value[token][place].
 template <class T, int R, int N, class X>
-static void multiply_some_tokens(const skimkv_float_linear *op, const Tokens &tokens, const X *x, int64_t row,
-                                 int64_t apart, int64_t first, int64_t last) {
+static void multiply_some_tokens(const skimkv_float_linear *op, const X *x, int64_t row, int64_t apart, int64_t first,
+                                 int64_t last, Results *to, int place) {
     if constexpr (N > 1)
-        if (last - first < N) return multiply_some_tokens<T, R, N - 1>(op, tokens, x, row, apart, first, last);
-    float y[R * N];
-    multiply_float_rows<T, R, N>((const T *)op->w + row * op->in, apart * op->in, op->in, x + first * op->in, y);
-    for (int r = 0; r < R; r++) {
-        const int64_t to = row + r * apart;
-        float bias = 0;
-        if (op->bias) to_float(op->dtype, op->bias, to, &bias, 1);
-        for (int t = 0; t < N; t++) {
-            const float sum = y[r * N + t] + bias;
-            from_float(op->dtype, &sum, tokens.y, (first + t) * op->out + to, 1);
-        }
+        if (last - first < N) return multiply_some_tokens<T, R, N - 1>(op, x, row, apart, first, last, to, place);
+    constexpr int COUNT = (R * N + W - 1) / W * W;
+    vf sum[COUNT];
+    float y[COUNT];
+    multiply_float_rows<T, R, N>((const T *)op->w + row * op->in, apart * op->in, op->in, x + first * op->in, sum);
+    for (int i = R * N; i < COUNT; i++) sum[i] = splat(0.f);
+    for (int i = 0; i < COUNT; i += W) store(y + i, sums_of(sum + i));
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < N; t++) to[r].value[first + t][place] = y[r * N + t];
+}
+
+// Stores the results of the rows first .. first+rows-1, after it has added their bias.
+static void store_results(const skimkv_float_linear *op, const Tokens &tokens, int64_t first, int rows,
+                          Results &results) {
+    float bias[Results::ROWS] = {};
+    if (op->bias) to_float(op->dtype, op->bias, first, bias, rows);
+    for (int64_t t = 0; t < tokens.n; t++) {
+        float *value = results.value[t];
+        for (int i = 0; i < rows; i++) value[i] += bias[i];
+        from_float(op->dtype, value, tokens.y, t * op->out + first, rows);
     }
 }
 
@@ -100,9 +116,14 @@ template <class T, int R, int N, class X>
 static void multiply_streams(const skimkv_float_linear *op, const Tokens &tokens, const X *x, int64_t first,
                              int64_t last) {
     const int64_t apart = (last - first) / R;
-    for (int64_t row = first; row < first + apart; row++)
-        for (int64_t t = 0; t < tokens.n; t += N)
-            multiply_some_tokens<T, R, N>(op, tokens, x, row, apart, t, min(tokens.n, t + N));
+    Results results[R];
+    for (int64_t row = first; row < first + apart; row += Results::ROWS) {
+        const int rows = (int)min(Results::ROWS, first + apart - row);
+        for (int i = 0; i < rows; i++)
+            for (int64_t t = 0; t < tokens.n; t += N)
+                multiply_some_tokens<T, R, N>(op, x, row + i, apart, t, min(tokens.n, t + N), results, i);
+        for (int r = 0; r < R; r++) store_results(op, tokens, row + r * apart, rows, results[r]);
+    }
     if constexpr (R > 1) multiply_streams<T, 1, N>(op, tokens, x, first + apart * R, last);
 }
 
