@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 9
+#define SKIMKV_VERSION 10
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -189,6 +189,33 @@ enum {
 /* The same as skimkv_step, and the nanoseconds of all threads in every stage are added to stage_ns[SKIMKV_STAGES]. */
 SKIMKV_API const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
                                          int threads, skimkv_parallel parallel, int64_t *stage_ns);
+
+/* A step for a caller in Python whose tensors have the forms of an earlier step's. They are objects of a library that
+ * describes them in C, as DLPack's DLPackExchangeAPI says: so all that is left of a step in Python is one call. */
+typedef struct skimkv_tensor_form {
+    int32_t dtype, dimensions;
+    int64_t shape[4], strides[4]; /* of at most 4 dimensions */
+} skimkv_tensor_form;
+
+typedef struct skimkv_tensor_step {
+    skimkv_op *op;
+    skimkv_tensor_form q, k, v;
+    skimkv_parallel parallel;
+    int64_t *stage_ns; /* as for skimkv_step_timed, or NULL */
+    const char *error; /* what is wrong, after SKIMKV_REFUSED */
+    /* dltensor_from_py_object_no_sync of that interface; PyEval_SaveThread, PyEval_RestoreThread and PyErr_Clear. */
+    int (*describe)(void *object, void *to);
+    void *(*release_python)(void);
+    void (*take_python)(void *);
+    void (*clear_error)(void);
+} skimkv_tensor_step;
+
+/* SKIMKV_OTHER_FORM: q, k or v has another type, shape, strides or device, or is no such object; nothing was done. */
+enum { SKIMKV_TAKEN, SKIMKV_OTHER_FORM, SKIMKV_REFUSED };
+
+/* The same as skimkv_step for tensors q, k, v and y. Python's lock is held when this begins and when it returns, and
+ * released while the kernels work. y has the operation's type and strides. */
+SKIMKV_API int skimkv_step_tensors(skimkv_tensor_step *step, void *q, void *k, void *v, void *y, int threads);
 
 /* Appends tokens to a cache. */
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);

@@ -302,16 +302,77 @@ def test_a_repeated_step_enters_few_functions(spec):
     assert names[:3] == ["decode", "__call__", "prepare"] and names[-1] == "advance" and len(names) <= 5, names
 
 
-def test_every_step_uses_the_threads_that_torch_is_set_to(monkeypatch):
+@pytest.fixture(params=["in C", "in Python"])
+def described(request, monkeypatch):
+    """Both ways to compare a step's tensors with those of the last one; before PyTorch 2.10 there is one."""
+    if request.param == "in Python":
+        monkeypatch.setattr(views.library, "tensor_descriptions", lambda: None)
+    elif views.library.tensor_descriptions() is None:
+        pytest.skip("this PyTorch does not describe its tensors in C")
+    return request.param
+
+
+def test_every_step_uses_the_threads_that_torch_is_set_to(described):
     method = Dense()
     store, tokens, seen = read(method), steps(6), []
     method.decode(store, *tokens[0], scale=SCALE)
-    take_step = store.view.take_step
-    monkeypatch.setattr(store.view, "take_step", lambda *a: seen.append(a[5]) or take_step(*a))
+    again = store.choice.again
+    assert again.run.__name__ == ("skimkv_step_tensors" if described == "in C" else "_run_in_python")
+    run, again.run = again.run, lambda *a: seen.append(a[5]) or run(*a)
     for threads, token in zip([1, 2, 2, 3, 1], tokens[1:], strict=True):
         torch.set_num_threads(threads)
         method.decode(store, *token, scale=SCALE)
-    assert seen == [1, 2, 2, 3, 1] and repeats(store)
+    assert seen == [1, 2, 2, 3, 1] and store.choice.again is again
+
+
+OTHER_FORMS = {
+    "type": lambda q, k, v: (q.bfloat16(), k, v),
+    "type of the token": lambda q, k, v: (q, k.double(), v.double()),
+    "shape": lambda q, k, v: (q[:1], k, v),
+    "dimensions": lambda q, k, v: (q, k, v[0]),
+    "strides": lambda q, k, v: (q, k.mT.contiguous().mT, v),
+    "device": lambda q, k, v: (q, k, v.to("meta")),
+    "no tensor": lambda q, k, v: (None, k, v),
+    "no tensor of PyTorch": lambda q, k, v: (q, k.numpy(), v),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_FORMS)
+def test_tensors_of_another_form_are_left_to_others(what, described):
+    """The repeated step does nothing, leaves no error behind, and is taken with the next tensors of its own form."""
+    method = Dense()
+    store, tokens = read(method), steps(4)
+    twin = store.fork()
+    for token in tokens[:2]:
+        method.decode(store, *token, scale=SCALE), method.decode(twin, *token, scale=SCALE)
+    again, spare = store.choice.again, len(store.view.outputs.spare)
+    other = OTHER_FORMS[what](*tokens[2])
+    if described == "in Python" and what.startswith("no tensor"):
+        with pytest.raises(AttributeError):
+            again(store, *other, SCALE, None)
+    else:
+        assert again(store, *other, SCALE, None) is None
+        assert len(store.view.outputs.spare) == spare
+    assert again(store, *tokens[2], SCALE, 1.5) is None and again(store, *tokens[2], SCALE / 2, None) is None
+    assert store.lengths == [272, 272] and not store.exclusive().lock.locked()
+    assert torch.equal(again(store, *tokens[3], SCALE, None), method.decode(twin, *tokens[3], scale=SCALE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("strides", ["contiguous", "others"])
+def test_tensors_of_every_type_and_stride_are_described(dtype, strides, described):
+    """With one row, head and query too, where a dimension's stride does not matter."""
+    method, form = Dense(), (lambda t: t) if strides == "contiguous" else lambda t: t.repeat(1, 2, *[1] * (t.ndim - 2))
+    for B, H, G, D in [(2, 3, 2, 16), (1, 1, 1, 64)]:
+        store = method.store(Shape(B, H, G, D), dtype)
+        store.append(*torch.randn(2, B, H, 9, D).to(dtype))
+        twin, run = store.fork(), []
+        for _ in range(6):
+            q, k, v = (form(t.to(dtype))[:, :H] for t in (torch.randn(B, H, G, D), *torch.randn(2, B, H, D)))
+            y = method.decode(store, q, k, v, scale=SCALE)
+            run.append(store.choice.again)
+            assert torch.equal(y, Dense().decode(twin, q, k, v, scale=SCALE))
+        assert len({*map(id, run)}) == 1  # each step after the first was the repeated one
 
 
 @pytest.mark.parametrize("spec", ["Dense()", "LMInfinite(k=12, initial=4)"])

@@ -18,7 +18,7 @@ from ...stores.slots import Slots
 from ..blocks import check_sinks
 from ..protocol import SoftmaxOptions, Token
 from . import library
-from .views import Arguments, CacheView, Settings, clusters_view_of, dtype_number, expect, view_of
+from .views import Arguments, CacheView, Settings, clusters_view_of, dtype_number, expect, tensor_form, view_of
 
 
 def unavailable() -> str | None:
@@ -160,6 +160,8 @@ class CpuKernels:
             raise ValueError(f"recent = {recent} must be {store.shape.B} numbers, one for each row of the batch")
         store.reserve()
         view = view_of(store, store.filled)
+        if [*view.recent] != [*recent]:
+            view.arguments = None  # the last step had others, and is not to be repeated
         view.slots[:] = [*store.free_slots()]
         view.now[:], view.recent[:] = [*store.lengths], [*recent]
         return _step_slots(store, view, q, token, softmax)
@@ -204,56 +206,72 @@ class RepeatedStep:
 
     places, shape: of the store, as `CacheView` has them. budget: of a store of slots, whose budgets are another list
     once they were set anew; None: the store keeps every token. recent: what a method made of these budgets, for a store
-    with scores. spare: the outputs' list. contiguous: (dtype, scale) if q, k and v are contiguous and of one type, and
-    nothing caps the logits; otherwise None.
+    with scores. no_slots: of a store whose rows are full. spare: the outputs' list. run: skimkv_step_tensors, or what
+    does the same in Python. contiguous: (dtype, scale) if q, k and v are contiguous and of one type, and nothing caps
+    the logits; otherwise None.
     """
 
     __slots__ = (
-        "address", "arguments", "budget", "capacity", "contiguous", "counts_rows", "forms", "in_use", "lengths", "lock",
-        "outputs", "places", "pool", "recent", "shape", "spare", "view",
+        "address", "arguments", "budget", "capacity", "contiguous", "counts_rows", "dtype", "forms", "in_use", "lock",
+        "no_slots", "numbers", "outputs", "places", "pool", "recent", "run", "scale", "shape", "softcap", "spare",
+        "tensor_step", "view",
     )  # fmt: skip
 
     def __init__(self, store: Full | Slots, view: CacheView, arguments: Arguments) -> None:
         self.view, self.arguments, self.forms = view, arguments, arguments.forms
         self.shape, self.places, self.capacity = view.shape, view.places, view.capacity
-        self.address, self.pool, self.lengths = view.address, view.pool, view.lengths
+        self.address, self.pool, self.numbers = view.address, view.pool, view.numbers
         self.outputs, self.spare = view.outputs, view.outputs.spare
         self.in_use = store.exclusive()
         self.lock = self.in_use.lock
         self.counts_rows = arguments.settings[0] == library.SKIM
         self.budget = store.budget if isinstance(store, Slots) else None
-        self.recent = list(view.recent) if isinstance(store, Slots) and store.score is not None else None
+        self.recent, self.no_slots = list(view.recent), [-1] * store.shape.B
+        tensors: Sequence[Any] = arguments.forms[:-2]
+        self.scale, self.softcap = arguments.forms[-2:]
+        q, k, v = (tensor_form(*tensors[i : i + 3]) for i in (0, 4, 8))
+        self.dtype: torch.dtype = tensors[2]
+        self.tensor_step = ctypes.addressof(view.tensor_step)
+        self.run: Any = library.step_tensors() if view.expect_forms(q, k, v) else self._run_in_python
         B, H, G, D = store.shape
-        dtype, scale = self.forms[2], self.forms[-2]
-        token = (B, H, D), (H * D, D, 1), dtype, True
-        forms = (B, H, G, D), (H * G * D, G * D, D, 1), dtype, True, *token, *token, scale, None
-        self.contiguous = (dtype, scale) if self.forms == forms else None
+        token = (B, H, D), (H * D, D, 1), self.dtype, True
+        forms = (B, H, G, D), (H * G * D, G * D, D, 1), self.dtype, True, *token, *token, self.scale, None
+        self.contiguous = (self.dtype, self.scale) if self.forms == forms else None
 
     def __call__(
         self, store: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
     ) -> Tensor | None:
         """Take the token k and v (B,H,D), and attend with q (B,H,G,D); None if anything has changed since."""
-        forms = (
-            q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
-            v.dtype, v.is_cpu, scale, softcap,
-        )  # fmt: skip
-        if forms != self.forms:
+        if scale != self.scale or softcap != self.softcap:
             return None
         if not self.lock.acquire(False):
             self.in_use.refuse()
         try:
             if not self.prepare(store):
                 return None
-            y: Tensor = self.spare.pop() if self.spare else self.outputs.take(q.dtype)
-            error = self.view.take_step(
-                self.address, q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr(), torch.get_num_threads(), self.pool
-            )
-            if error is not None:
-                raise ValueError(error.decode())
+            y: Tensor = self.spare.pop() if self.spare else self.outputs.take(self.dtype)
+            status = self.run(self.tensor_step, q, k, v, y, torch.get_num_threads())
+            if status:
+                self.spare.append(y)
+                if status == library.OTHER_FORM:
+                    return None
+                raise ValueError(self.view.tensor_step.error.decode())
             store.advance()
             return y
         finally:
             self.lock.release()
+
+    def _run_in_python(self, _: int, q: Tensor, k: Tensor, v: Tensor, y: Tensor, threads: int) -> int:
+        """Do what skimkv_step_tensors does, where PyTorch does not describe its tensors in C."""
+        forms = (
+            q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
+            v.dtype, v.is_cpu, self.scale, self.softcap,
+        )  # fmt: skip
+        if forms != self.forms:
+            return library.OTHER_FORM
+        addresses = q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr()
+        self.view.tensor_step.error = self.view.take_step(self.address, *addresses, threads, self.pool)
+        return library.TAKEN if self.view.tensor_step.error is None else library.REFUSED
 
     def prepare(self, store: Any) -> bool:
         """Set the lengths and places of the next token of a store whose lock is held; False if the store has changed.
@@ -273,7 +291,12 @@ class RepeatedStep:
                 or store.rows_read is not rows_read
             ):
                 return False
-            lengths = next_places = store.lengths
+            lengths = store.lengths
+            if max(lengths) >= self.capacity:
+                return False
+            self.numbers[: len(lengths)] = lengths
+            if self.counts_rows:
+                view.forget_rows_read()
         else:
             keys, values, score, pos = self.places
             if (
@@ -284,18 +307,16 @@ class RepeatedStep:
                 or store.budget is not self.budget
             ):
                 return False
-            lengths = store.filled
-            if self.recent is None:
-                next_places = store.next_slots()
+            filled = store.filled
+            if score is None:
+                slots = store.next_slots()
+            elif filled == self.budget:
+                slots = self.no_slots
             else:
-                next_places = store.free_slots()
-                view.now[:], view.recent[:] = store.lengths, self.recent
-            view.slots[:] = next_places
-        if max(next_places) >= self.capacity:
-            return False
-        self.lengths[:] = lengths
-        if self.counts_rows:
-            view.forget_rows_read()
+                slots = store.free_slots()
+            if max(slots) >= self.capacity:
+                return False
+            self.numbers[:] = [*filled, *slots, *store.lengths, *self.recent]
         return True
 
 

@@ -14,13 +14,14 @@ import torch
 from ... import __path__ as _package
 from ...stores.full import CHANNELS
 
-VERSION = 9
+VERSION = 10
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
 DENSE, SPARQ, LOWRANK, TOPK, ORACLE, SKIM = range(6)
 OUTSIDE, APPEND, SLOT = range(3)  # what happens to the current token: nothing, it is appended, it takes a slot
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
+TAKEN, OTHER_FORM, REFUSED = range(3)  # what skimkv_step_tensors returns
 
 
 def structure_fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
@@ -67,6 +68,24 @@ class COp(Structure):
         ("slot score pos", c_void_p),
         ("c_b c_h", c_int64),
         ("now recent rows_read sinks", c_void_p),
+    )
+
+
+class CTensorForm(Structure):
+    """The structure skimkv_tensor_form of skimkv.h."""
+
+    _fields_ = structure_fields(("dtype dimensions", c_int32), ("shape strides", c_int64 * 4))
+
+
+class CTensorStep(Structure):
+    """The structure skimkv_tensor_step of skimkv.h."""
+
+    _fields_ = structure_fields(
+        ("op", c_void_p),
+        ("q k v", CTensorForm),
+        ("parallel stage_ns", c_void_p),
+        ("error", c_char_p),
+        ("describe release_python take_python clear_error", c_void_p),
     )
 
 
@@ -132,6 +151,34 @@ def library() -> ctypes.CDLL:
     lib.skimkv_stream.argtypes = [POINTER(CClusters), c_int, c_void_p]
     lib.skimkv_stream_append.argtypes = [POINTER(CClusters), c_int, c_void_p]
     return lib
+
+
+@functools.cache
+def tensor_descriptions() -> tuple[int | None, ...] | None:
+    """The addresses of the functions that a skimkv_tensor_step needs, from `describe` on.
+
+    None where this PyTorch does not describe its tensors in C as version 1 of DLPack does: before PyTorch 2.10.
+    """
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    pointer_of = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+    table = pointer_of(capsule, b"dlpack_exchange_api")
+    if c_uint32.from_address(table).value != 1:  # the major version
+        return None
+    # Before it in the table: the version, an older table, and the functions that own what they describe.
+    describe = c_void_p.from_address(table + 5 * ctypes.sizeof(c_void_p)).value
+    python = (ctypes.pythonapi.PyEval_SaveThread, ctypes.pythonapi.PyEval_RestoreThread, ctypes.pythonapi.PyErr_Clear)
+    return describe, *(ctypes.cast(function, c_void_p).value for function in python)
+
+
+@functools.cache
+def step_tensors() -> Any:
+    """The function skimkv_step_tensors, which is called with Python's lock held."""
+    library()  # of the right version
+    function = ctypes.PyDLL(_path()).skimkv_step_tensors
+    function.argtypes = [c_void_p, *[ctypes.py_object] * 4, c_int]
+    return function
 
 
 def isas() -> list[str]:

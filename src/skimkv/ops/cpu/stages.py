@@ -29,8 +29,9 @@ def stage_times(store: Store) -> Iterator[dict[str, float]]:
     timed, plain = library.library().skimkv_step_timed, view.take_step
     timed.argtypes, timed.restype = [*plain.argtypes, ctypes.POINTER(ctypes.c_int64)], ctypes.c_char_p
     view.take_step = lambda *arguments: timed(*arguments, nanoseconds)
+    view.tensor_step.stage_ns = ctypes.addressof(nanoseconds)
     try:
         yield seconds
     finally:
-        view.take_step = plain
+        view.take_step, view.tensor_step.stage_ns = plain, None
         seconds.update((stage, ns / 1e9) for stage, ns in zip(STAGES, nanoseconds, strict=True))

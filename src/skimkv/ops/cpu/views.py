@@ -19,7 +19,7 @@ from ...stores.full import Full
 from ...stores.quantise import GROUP
 from ...stores.slots import Slots
 from . import library
-from .library import CBlock, CCache, CChunk, CClusters, COp, CTokens
+from .library import CBlock, CCache, CChunk, CClusters, COp, CTensorForm, CTensorStep, CTokens
 
 
 def expect(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype, rows: bool = True) -> None:
@@ -40,6 +40,13 @@ def dtype_number(what: str, dtype: torch.dtype) -> int:
     if dtype not in library.DTYPES:
         raise ValueError(f"no CPU kernel for {what} of {dtype}; there are some for float32, bfloat16 and float16")
     return library.DTYPES[dtype]
+
+
+def tensor_form(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> CTensorForm:
+    """The form of a tensor of at most 4 dimensions whose type the library has."""
+    form = CTensorForm(dtype_number("a tensor", dtype), len(shape))
+    form.shape[: len(shape)], form.strides[: len(shape)] = shape, strides
+    return form
 
 
 SPARE_BYTES = 1 << 17  # of outputs that are allocated together
@@ -87,17 +94,19 @@ class CacheView:
     """A Full or Slots store as one skimkv_cache, with an operation and an append that point to it.
 
     It stays right as long as the store's shape and tensors are the same objects, which `is_current` tells.
-    arguments: all that was checked before the last step; while they are the same, so are the operation's fields.
+    numbers: lengths, and for a store of slots those that the token takes, the token's position and the recent tokens,
+    of every row: all in one array, so that they can be set at once. arguments: all that was checked before the last
+    step; while they are the same, so are the operation's fields.
     """
 
     def __init__(self, store: Full | Slots) -> None:
         self.shape, self.places = store.shape, places_of(store)
-        self.lengths = (ctypes.c_int64 * store.shape.B)()
         B, H, G, D = store.shape
         if D > library.MAX_HEAD_SIZE:
             raise ValueError(f"no CPU kernel for D = {D}; it must be at most {library.MAX_HEAD_SIZE}")
         self.cache, self.op, self.tokens = CCache(), COp(), CTokens()
-        self.slots, self.now, self.recent = ((ctypes.c_int64 * B)() for _ in range(3))
+        self.numbers, row = (ctypes.c_int64 * (4 * B))(), ctypes.c_int64 * B
+        self.lengths, self.slots, self.now, self.recent = (row.from_buffer(self.numbers, 8 * B * i) for i in range(4))
         c = self.cache
         c.B, c.H, c.G, c.D, c.dtype = B, H, G, D, dtype_number("a cache", store.dtype)
         c.bits = store.row_format.bits or 0
@@ -115,10 +124,20 @@ class CacheView:
         self.outputs = Outputs(tuple(store.shape))
         self.pool = library.thread_pool()
         self.take_step: Any = library.library().skimkv_step
+        self.tensor_step = CTensorStep(op=self.address, parallel=self.pool)
 
     def is_current(self, store: Full | Slots) -> bool:
         """Whether the store still has the shape and the tensors that this view points into."""
         return store.shape is self.shape and all(map(is_, self.places, places_of(store)))
+
+    def expect_forms(self, q: CTensorForm, k: CTensorForm, v: CTensorForm) -> bool:
+        """Let `tensor_step` expect tensors of these forms. False if PyTorch cannot describe tensors to it."""
+        functions, step = library.tensor_descriptions(), self.tensor_step
+        if functions is None:
+            return False
+        step.q, step.k, step.v = q, k, v
+        step.describe, step.release_python, step.take_python, step.clear_error = functions
+        return True
 
     def forget_rows_read(self) -> None:
         """Set the rows that a step read to none, for a step that counts them."""
