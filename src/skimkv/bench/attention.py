@@ -263,7 +263,7 @@ def race(
 
     both = {**calls, **{name: move for name, (move, _) in moves.items()}}
     clock = machine.waiting_clock()
-    theirs = [name for name in candidates if name.startswith("torch:") and machine.device.type == "cpu"]
+    theirs = [name for name in candidates if name.startswith("torch:") and machine.threads]
     measured = take_turns(
         both, rounds, lambda _, call: machine.seconds(call), before, tick=tick, waited=clock, seldom=lambda _: theirs
     )
