@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "kernels/hash.h"
+#include "kernels/next_rows.h"
 #include "kernels/row_attention.h"
 #include "kernels/scratch_arena.h"
 #include "kernels/unit.h"
@@ -24,88 +25,130 @@ static int64_t largest_cluster_count(const skimkv_clusters *c) {
     return m;
 }
 
-// Scratch memory of one unit: the queries, and for every query one logit per sample and per pair of the reservoir.
+// The logits of one query: of every sample, of every pair of the reservoir, and room for what dot_rows writes beyond.
+static inline int64_t logits_of_query(const skimkv_clusters *c, int64_t clusters) {
+    return round_up(clusters * c->t + c->s, W) + W;
+}
+
+// Scratch memory of one unit.
+struct ClusterScratch {
+    float *q;       // [G][padded_head(D)]
+    float *online;  // the state of an online softmax
+    float *s;       // [G][logits_of_query] logits, then 2^(logit - maximum)
+    float *weight;  // [logits_of_query] of every sample and pair
+};
+static ClusterScratch take_cluster_scratch(Arena &a, const skimkv_clusters *c, int64_t clusters) {
+    const int P = padded_head(c->D);
+    const int64_t ld = logits_of_query(c, clusters);
+    return {a.take<float>((int64_t)c->G * P), a.take<float>(online_softmax_floats(c->G, P)), a.take<float>(c->G * ld),
+            a.take<float>(ld)};
+}
 static size_t cluster_scratch_bytes(const skimkv_clusters *c) {
     Arena a{nullptr};
-    a.take<float>((int64_t)c->G * padded_head(c->D));
-    a.take<float>(online_softmax_floats(c->G, padded_head(c->D)));
-    a.take<float>(c->G * (largest_cluster_count(c) * c->t + c->s + 2 * BLOCK_ROWS));
+    take_cluster_scratch(a, c, largest_cluster_count(c));
     return a.used;
 }
 
-// s[g*ld + j] = q_g . x_j for n rows that follow each other.
-template <class T>
-static void dot_samples(const float *q, int P, int G, int D, const T *x, int64_t n, float *s, int64_t ld) {
-    const T *rows[BLOCK_ROWS + W];
-    for (int64_t from = 0; from < n; from += BLOCK_ROWS) {
+// Calls f(from, m, rows, next) for every block of n rows of D elements that follow each other: m rows from `from` on.
+// `next` are the rows of the next whole block, or nullptr.
+template <class T, class F> static void for_each_block_of_rows(const T *x, int64_t n, int D, const F &f) {
+    const T *rows[2][BLOCK_ROWS + W];
+    const auto point = [&](int64_t from, const T **to) {
         const int m = (int)min(BLOCK_ROWS, n - from);
-        for (int j = 0; j < (int)round_up(m, W); j++) rows[j] = x + (from + (j < m ? j : m - 1)) * D;
-        float block[BLOCK_ROWS];
-        for (int g = 0; g < G; g++) {
-            dot_rows<T, 0>(q + g * P, P, 1, D, rows, m, block, BLOCK_ROWS);
-            for (int j = 0; j < m; j++) s[g * ld + from + j] = block[j];
-        }
+        for (int j = 0; j < (int)round_up(m, W); j++) to[j] = x + (from + (j < m ? j : m - 1)) * D;
+    };
+    if (n > 0) point(0, rows[0]);
+    for (int64_t from = 0, i = 0; from < n; from += BLOCK_ROWS, i ^= 1) {
+        if (from + BLOCK_ROWS < n) point(from + BLOCK_ROWS, rows[i ^ 1]);
+        f(from, (int)min(BLOCK_ROWS, n - from), rows[i], from + 2 * BLOCK_ROWS <= n ? rows[i ^ 1] : nullptr);
     }
 }
 
+// s[g*ld + j] = q_g . x_j for n rows that follow each other.
+template <class T, int D_>
+static void dot_samples(const float *q, int P, int G, int D, const T *x, int64_t n, float *s, int64_t ld) {
+    for_each_block_of_rows(x, n, D, [&](int64_t from, int m, const T *const *rows, const T *const *next) {
+        dot_rows<T, D_>(q, P, G, D, rows, m, s + from, ld, next);
+    });
+}
+
+// |v|^2, and 0 only if v is zero.
+template <class T> static double squared_norm(const T *v, int D) {
+    vf squares = splat(0.f);
+    int d = 0;
+    for (; d + W <= D; d += W) squares = fma(load(v + d), load(v + d), squares);
+    float norm = sum_lanes(squares);
+    for (; d < D; d++) norm += as_float(v[d]) * as_float(v[d]);
+    if (norm > 1e-30f && norm < 1e30f) return norm;
+    double sum = 0;  // of numbers whose squares are no floats
+    for (d = 0; d < D; d++) sum += (double)as_float(v[d]) * as_float(v[d]);
+    return sum;
+}
+
+// Makes powers of two of n logits, relative to their maximum, which it returns: NaN if one of them is NaN. The logits
+// up to the next multiple of W are overwritten.
+static float take_powers(float *x, int64_t n) {
+    for (int64_t j = n; j < round_up(n, W); j++) x[j] = LOWEST;
+    vf top = splat(LOWEST);
+    bool has_nan = false;
+    for (int64_t j = 0; j < n; j += W) {
+        const vf y = load(x + j);
+        has_nan |= at_least(y, y) != (unsigned)((1ull << W) - 1);
+        top = vmax(top, y);
+    }
+    const float most = max_lanes(top);
+    for (int64_t j = 0; j < n; j += W) store(x + j, exp2(load(x + j) - splat(most)));
+    return has_nan ? __builtin_nanf("") : most;
+}
+
 // Estimates the attention of one unit.
-template <class T> static void estimate_unit(const skimkv_clusters *c, char *work, int64_t unit) {
-    const int D = c->D, P = padded_head(D), G = c->G, t = c->t;
-    const int64_t m = c->m[unit], ld = m * t + c->s;
+template <class T, int D_> static void estimate_unit(const skimkv_clusters *c, char *work, int64_t unit) {
+    const int D = D_ ? D_ : c->D, P = padded_head(D), G = c->G, t = c->t;
+    const int64_t m = c->m[unit], samples = m * t, ld = logits_of_query(c, m);
     Arena a{work};
-    float *q = a.take<float>((int64_t)G * P);
-    const OnlineSoftmax o = online_softmax_at(a.take<float>(online_softmax_floats(G, P)), G);
-    float *s = a.take<float>(G * (ld + 2 * BLOCK_ROWS));
+    const ClusterScratch x = take_cluster_scratch(a, c, m);
+    const OnlineSoftmax o = online_softmax_at(x.online, G);
     for (int g = 0; g < G; g++) {
-        to_float(c->q_dtype, c->q, (unit * G + g) * D, q + g * P, D);
-        for (int i = 0; i < P; i++) q[g * P + i] = i < D ? q[g * P + i] * c->scale * LOG2E : 0;
+        float *q = x.q + g * P;
+        to_float(c->q_dtype, c->q, (unit * G + g) * D, q, D);
+        for (int i = 0; i < P; i++) q[i] = i < D ? q[i] * c->scale * LOG2E : 0;
     }
     reset_softmax(o, G, P);
     for (int i = 0; i < c->n_blocks && c->blocks[i].start < m; i++) {
         const skimkv_block *block = c->blocks + i;
-        dot_samples<T>(q, P, G, D, (const T *)block->samples + unit * block->cap * t * D,
-                       min(m - block->start, block->cap) * t, s + block->start * t, ld);
+        const int64_t count = min(m - block->start, block->cap);
+        const int32_t *size = block->size + unit * block->cap;
+        dot_samples<T, D_>(x.q, P, G, D, (const T *)block->samples + unit * block->cap * t * D, count * t,
+                           x.s + block->start * t, ld);
+        for (int64_t j = 0; j < count; j++)
+            for (int e = 0; e < t; e++) x.weight[(block->start + j) * t + e] = (float)size[j] / (float)t;
     }
     const T *k = (const T *)c->k + unit * c->s * D, *v = (const T *)c->v + unit * c->s * D;
-    dot_samples<T>(q, P, G, D, k, c->s, s + m * t, ld);
-    for (int64_t j = 0; j < c->s; j++) {  // a pair of weight zero, or none yet, must not be the maximum
-        bool zero = true;
-        for (int i = 0; i < D; i++) zero &= as_float(v[j * D + i]) == 0;
-        for (int g = 0; zero && g < G; g++) s[g * ld + m * t + j] = LOWEST;
-    }
-    float weight[BLOCK_ROWS];
-    const T *rows[BLOCK_ROWS];
-    for (int g = 0; g < G; g++) {
-        float top = LOWEST, *x = s + g * ld;
-        bool nan = false;
-        for (int64_t j = 0; j < ld; j++) nan |= x[j] != x[j], top = x[j] > top ? x[j] : top;
-        double tau = 0;
-        for (int i = 0; i < c->n_blocks && c->blocks[i].start < m; i++) {
-            const skimkv_block *block = c->blocks + i;
-            const int32_t *size = block->size + unit * block->cap;
-            for (int64_t j = 0; j < min(m - block->start, block->cap); j++) {
-                float sum = 0;
-                for (int e = 0; e < t; e++) sum += exp2_scalar(x[(block->start + j) * t + e] - top);
-                tau += (double)sum * size[j] / t;
-            }
-        }
-        tau += sink_weight(c->sinks, unit % c->H * G + g, top);
-        o.m[g] = top, o.l[g] = nan ? __builtin_nanf("") : (float)tau;
-    }
-    for (int64_t from = 0; from < c->s; from += BLOCK_ROWS) {
-        const int n = (int)min(BLOCK_ROWS, c->s - from);
+    dot_samples<T, D_>(x.q, P, G, D, k, c->s, x.s + samples, ld);
+    for_each_block_of_rows(v, c->s, D, [&](int64_t from, int n, const T *const *rows, const T *const *next) {
+        NextRows ahead(next, n, D * (int64_t)sizeof(T), n);
         for (int j = 0; j < n; j++) {
-            rows[j] = v + (from + j) * D;
-            double norm = 0;
-            for (int i = 0; i < D; i++) norm += (double)as_float(rows[j][i]) * as_float(rows[j][i]);
-            weight[j] = norm > 0 ? (float)(c->mu[unit] / (c->s * norm)) : 0;
+            ahead.prefetch_share();
+            const double norm = squared_norm(rows[j], D);
+            x.weight[samples + from + j] = norm > 0 ? (float)(c->mu[unit] / (c->s * norm)) : 0;
+            for (int g = 0; norm == 0 && g < G; g++)  // a pair of weight zero, or none yet, must not be the maximum
+                x.s[g * ld + samples + from + j] = LOWEST;
         }
-        for (int g = 0; g < G; g++) {
-            float w[BLOCK_ROWS];
-            for (int j = 0; j < n; j++) w[j] = weight[j] * exp2_scalar(s[g * ld + m * t + from + j] - o.m[g]);
-            add_rows<T, 0>(o.acc + g * P, P, 1, D, rows, w, BLOCK_ROWS, n);
-        }
+    });
+    for (int g = 0; g < G; g++) {
+        float *s = x.s + g * ld;
+        const float top = take_powers(s, samples + c->s);
+        vf sum = splat(0.f);
+        int64_t j = 0;
+        for (; j + W <= samples; j += W) sum = fma(load(s + j), load(x.weight + j), sum);
+        float tau = sum_lanes(sum) + sink_weight(c->sinks, unit % c->H * G + g, top);
+        for (; j < samples; j++) tau += s[j] * x.weight[j];
+        o.l[g] = top == top ? tau : top;
+        for (j = samples; j < samples + c->s; j++) s[j] *= x.weight[j];
     }
+    for_each_block_of_rows(v, c->s, D, [&](int64_t from, int n, const T *const *rows, const T *const *) {
+        add_rows<T, D_>(o.acc, P, G, D, rows, x.s + samples + from, ld, n);
+    });
     const float limit = c->q_dtype == SKIMKV_F16 ? 65504.f : 0x1p63f;  // a NaN stays NaN
     for (int g = 0; g < G; g++) {
         const float tau = o.l[g] < __FLT_MIN__ ? __FLT_MIN__ : o.l[g];
@@ -139,15 +182,7 @@ template <class T> static void append_to_clusters_of_unit(const skimkv_clusters 
         const skimkv_block *block = c->blocks + i;
         for (int64_t j = 0; j < min(m - block->start, block->cap); j++) {
             const T *rep = (const T *)block->rep + (unit * block->cap + j) * D;
-            vf sum = splat(0.f);
-            int d = 0;
-            for (; d + W <= D; d += W) {
-                vf x = load(rep + d) - load(key + d);
-                sum = fma(x, x, sum);
-            }
-            float rest = 0;
-            for (; d < D; d++) rest += (as_float(rep[d]) - key[d]) * (as_float(rep[d]) - key[d]);
-            const float distance = __builtin_sqrtf(sum_lanes(sum) + rest);
+            const float distance = __builtin_sqrtf(squared_distance(rep, key, D));
             if (distance <= c->delta && (!home || distance < best)) home = block, at = j, best = distance;
         }
     }
@@ -173,10 +208,16 @@ template <class T> static void append_to_clusters_of_unit(const skimkv_clusters 
         }
 }
 
+// Compiles the estimate for the head sizes of common models, and for any other.
+template <class T> static void estimate_head_size(const skimkv_clusters *c, void *work, int64_t unit) {
+    if (c->D == 64) estimate_unit<T, 64>(c, (char *)work, unit);
+    else if (c->D == 128) estimate_unit<T, 128>(c, (char *)work, unit);
+    else estimate_unit<T, 0>(c, (char *)work, unit);
+}
 static void cluster_attention(const skimkv_clusters *c, void *work, int64_t unit) {
-    if (c->dtype == SKIMKV_F32) estimate_unit<float>(c, (char *)work, unit);
-    else if (c->dtype == SKIMKV_BF16) estimate_unit<bf16>(c, (char *)work, unit);
-    else estimate_unit<f16>(c, (char *)work, unit);
+    if (c->dtype == SKIMKV_F32) estimate_head_size<float>(c, work, unit);
+    else if (c->dtype == SKIMKV_BF16) estimate_head_size<bf16>(c, work, unit);
+    else estimate_head_size<f16>(c, work, unit);
 }
 static void cluster_append(const skimkv_clusters *c, int64_t unit) {
     if (c->dtype == SKIMKV_F32) append_to_clusters_of_unit<float>(c, unit);

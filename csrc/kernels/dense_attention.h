@@ -102,18 +102,44 @@ static void finish_dense(const skimkv_op *op, int64_t b, int64_t h, const Online
     store_result(op, b, h, o.acc, P);
 }
 
+// The lowest score of the tokens with a position from 0 to `edge`: NaN if one of them is NaN, infinity without any.
+static float lowest_score(const float *score, const int32_t *pos, int64_t n, int64_t edge) {
+    const float infinity = __builtin_inff();
+    const vi all_of_infinity = (vi)splat(infinity);
+    const int last = (int)edge;
+    vf lowest = splat(infinity);
+    bool has_nan = false;
+    for (int64_t p = 0; p < n; p += W) {
+        float some[W];
+        vi at;
+        int32_t places[W];
+        const bool whole = p + W <= n;
+        for (int64_t i = 0; i < W && !whole; i++)
+            some[i] = p + i < n ? score[p + i] : 0, places[i] = p + i < n ? pos[p + i] : -1;
+        __builtin_memcpy(&at, whole ? pos + p : places, sizeof at);
+        const vi hidden = (at < 0) | (at > last);
+        const vi bits = ((vi)load(whole ? score + p : some) & ~hidden) | (all_of_infinity & hidden);
+        const vf x = (vf)bits;
+        has_nan |= at_least(x, x) != (unsigned)((1ull << W) - 1);
+        lowest = vmin(lowest, x);
+    }
+    return has_nan ? __builtin_nanf("") : -max_lanes(splat(0.f) - lowest);
+}
+
 // The slot that the new row of unit (b, h) overwrites: the one that the caller named, or the one with the lowest score
-// outside the recent window, of equal ones the oldest. -1: the new row itself is dropped, because its weight is lowest.
+// outside the recent window, of equal ones the oldest; a NaN is lower than any number. -1: the new row itself is
+// dropped, because its weight is lowest.
 static int64_t slot_to_overwrite(const skimkv_op *op, int64_t b, int64_t h, float new_weight) {
     if (op->slot[b] >= 0) return op->slot[b];
     const float *score = op->score + b * op->c_b + h * op->c_h;
     const int32_t *pos = op->pos + b * op->c_b + h * op->c_h;
-    const int64_t n = op->cache->lengths[b], edge = op->now[b] - op->recent[b];
+    const int64_t n = op->cache->lengths[b], edge = max(op->now[b] - op->recent[b], -1);
+    const float lowest = lowest_score(score, pos, n, edge);
     int64_t at = -1;
     for (int64_t p = 0; p < n; p++) {
-        if (pos[p] > edge || pos[p] < 0) continue;
-        const bool older = score[p] == score[at < 0 ? p : at] && pos[p] < pos[at < 0 ? p : at];
-        if (at < 0 || score[p] < score[at] || older || (score[p] != score[p] && score[at] == score[at])) at = p;
+        if (lowest == lowest ? score[p] != lowest : score[p] == score[p]) continue;
+        if (pos[p] > edge || pos[p] < 0 || (at >= 0 && (lowest != lowest || pos[p] > pos[at]))) continue;
+        at = p;
     }
     if (at < 0) at = 0;  // all slots are recent
     return op->recent[b] == 0 && new_weight < score[at] ? -1 : at;
@@ -157,8 +183,15 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
         }
     };
     reset_softmax(o, G, P);
-    for_each_block([&](int64_t p, int m, const R **k, const R **, auto next) {
-        dot_query_with_keys<R, D_>(op, u, k, m, x.s + p, ld, next ? next[0] : nullptr);
+    // What follows the products with keys is prefetched with them.
+    float *score = op->score + b * op->c_b + h * op->c_h;
+    const int32_t *pos = op->pos + b * op->c_b + h * op->c_h;
+    const R *first_values[BLOCK_ROWS];
+    for_each_block([&](int64_t p, int m, const R **k, const R **v, auto next) {
+        for (int j = 0; j < m && p == 0; j++) first_values[j] = v[j];
+        for (int64_t i = p; i < p + m; i += 16) prefetch_to_write(score + i), prefetch(pos + i);
+        const R *const *ahead = next ? next[0] : m == BLOCK_ROWS ? first_values : nullptr;
+        dot_query_with_keys<R, D_>(op, u, k, m, x.s + p, ld, ahead);
     });
     for (int g = 0; g < G; g++) {
         float *s = x.s + g * ld, m = LOWEST, l = 0;
@@ -178,16 +211,14 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
     for_each_block([&](int64_t p, int m, const R **, const R **v, auto next) {
         add_rows<R, D_>(o.acc, P, G, c->D, v, x.s + p, ld, m, next ? next[1] : nullptr);
     });
-    float *score = op->score + b * op->c_b + h * op->c_h;
-    float w = 0;
-    for (int64_t p = 0; p < n; p++) {
-        w = 0;
-        for (int g = 0; g < G; g++) w += x.s[g * ld + p];
-        w /= (float)G;
-        if (p + 1 < n) score[p] += w;
+    for (int64_t p = 0; p < n; p += W) {  // the mean of the weights takes the place of the first query's
+        vf sum = splat(0.f);
+        for (int g = 0; g < G; g++) sum = sum + load(x.s + g * ld + p);
+        store(x.s + p, sum / splat((float)G));
     }
+    for (int64_t p = 0; p + 1 < n; p++) score[p] += x.s[p];
     store_result(op, b, h, o.acc, P);
-    put_into_slot<T, R>(op, b, h, x, w);
+    put_into_slot<T, R>(op, b, h, x, x.s[n - 1]);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -50,6 +50,25 @@ static inline void dot_block(const float *q, int P, int D, const T *const *rows,
     for (int g = 0; g < GB; g++) store(s + g * ld, sums_of(part[g]));
 }
 
+// |row - x|^2.
+template <class R> static inline float squared_distance(const R *row, const float *x, int D) {
+    if constexpr (row_bits<R> != 0) {
+        float values[SKIMKV_MAX_HEAD];
+        dequantise_row(row, D, values);
+        return squared_distance(values, x, D);
+    } else {
+        vf sum = splat(0.f);
+        int i = 0;
+        for (; i + W <= D; i += W) {
+            const vf d = load(row + i) - load(x + i);
+            sum = fma(d, d, sum);
+        }
+        float rest = 0;
+        for (; i < D; i++) rest += (as_float(row[i]) - x[i]) * (as_float(row[i]) - x[i]);
+        return sum_lanes(sum) + rest;
+    }
+}
+
 // The blocks of four, two and one that dot_rows makes of G queries.
 static inline int blocks_of_queries(int G) { return G / 4 + G % 4 / 2 + G % 2; }
 

@@ -171,25 +171,6 @@ static void draw_values(const skimkv_op *op, Unit &u, const SelectionScratch &s,
     count_rows(op, u, 1);
 }
 
-// The squared distance of a row from `mean`.
-template <class R> static inline float squared_distance(const R *row, const float *mean, int D) {
-    if constexpr (row_bits<R> != 0) {
-        float x[SKIMKV_MAX_HEAD];
-        dequantise_row(row, D, x);
-        return squared_distance(x, mean, D);
-    } else {
-        vf sum = splat(0.f);
-        int i = 0;
-        for (; i + W <= D; i += W) {
-            const vf d = load(row + i) - load(mean + i);
-            sum = fma(d, d, sum);
-        }
-        float rest = 0;
-        for (; i < D; i++) rest += (as_float(row[i]) - mean[i]) * (as_float(row[i]) - mean[i]);
-        return sum_lanes(sum) + rest;
-    }
-}
-
 // Reads the values at u.chosen, and shrinks what was drawn at random towards the mean value as far as it is noise: see
 // `shrink` in skim.py.
 template <class R, int D_>
