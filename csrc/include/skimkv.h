@@ -191,7 +191,7 @@ SKIMKV_API const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, 
                                          int threads, skimkv_parallel parallel, int64_t *stage_ns);
 
 /* A step for a caller in Python whose tensors have the forms of an earlier step's. They are objects of a library that
- * describes them in C, as DLPack's DLPackExchangeAPI says: so all that is left of a step in Python is one call. */
+ * describes them in C, as DLPack's DLPackExchangeAPI says: so they are compared and the step is taken in one call. */
 typedef struct skimkv_tensor_form {
     int32_t dtype, dimensions;
     int64_t shape[4], strides[4]; /* of at most 4 dimensions */
@@ -203,7 +203,8 @@ typedef struct skimkv_tensor_step {
     skimkv_parallel parallel;
     int64_t *stage_ns; /* as for skimkv_step_timed, or NULL */
     const char *error; /* what is wrong, after SKIMKV_REFUSED */
-    /* dltensor_from_py_object_no_sync of that interface; PyEval_SaveThread, PyEval_RestoreThread and PyErr_Clear. */
+    /* dltensor_from_py_object_no_sync of that interface, which must refuse what is no such object, as PyTorch's does;
+     * PyEval_SaveThread, PyEval_RestoreThread and PyErr_Clear. */
     int (*describe)(void *object, void *to);
     void *(*release_python)(void);
     void (*take_python)(void *);

@@ -52,7 +52,7 @@ static size_t cluster_scratch_bytes(const skimkv_clusters *c) {
 // Calls f(from, m, rows, next) for every block of n rows of D elements that follow each other: m rows from `from` on.
 // `next` are the rows of the next whole block, or nullptr.
 template <class T, class F> static void for_each_block_of_rows(const T *x, int64_t n, int D, const F &f) {
-    const T *rows[2][BLOCK_ROWS + W];
+    const T *rows[2][BLOCK_ROWS];
     const auto point = [&](int64_t from, const T **to) {
         const int m = (int)min(BLOCK_ROWS, n - from);
         for (int j = 0; j < (int)round_up(m, W); j++) to[j] = x + (from + (j < m ? j : m - 1)) * D;
@@ -80,20 +80,20 @@ template <class T> static double squared_norm(const T *v, int D) {
     float norm = sum_lanes(squares);
     for (; d < D; d++) norm += as_float(v[d]) * as_float(v[d]);
     if (norm > 1e-30f && norm < 1e30f) return norm;
-    double sum = 0;  // of numbers whose squares are no floats
+    double sum = 0;  // the sum of the squares is zero, too small or too large for a float, or NaN
     for (d = 0; d < D; d++) sum += (double)as_float(v[d]) * as_float(v[d]);
     return sum;
 }
 
-// Makes powers of two of n logits, relative to their maximum, which it returns: NaN if one of them is NaN. The logits
-// up to the next multiple of W are overwritten.
+// Makes powers of two of n logits, relative to their maximum, which it returns: NaN if one of them is NaN. What lies
+// between them and the next multiple of W is padding, and is overwritten.
 static float take_powers(float *x, int64_t n) {
     for (int64_t j = n; j < round_up(n, W); j++) x[j] = LOWEST;
     vf top = splat(LOWEST);
     bool has_nan = false;
     for (int64_t j = 0; j < n; j += W) {
         const vf y = load(x + j);
-        has_nan |= at_least(y, y) != (unsigned)((1ull << W) - 1);
+        has_nan |= any_nan(y);
         top = vmax(top, y);
     }
     const float most = max_lanes(top);

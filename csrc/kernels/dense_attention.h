@@ -110,17 +110,15 @@ static float lowest_score(const float *score, const int32_t *pos, int64_t n, int
     vf lowest = splat(infinity);
     bool has_nan = false;
     for (int64_t p = 0; p < n; p += W) {
-        float some[W];
-        vi at;
         int32_t places[W];
-        const bool whole = p + W <= n;
-        for (int64_t i = 0; i < W && !whole; i++)
-            some[i] = p + i < n ? score[p + i] : 0, places[i] = p + i < n ? pos[p + i] : -1;
-        __builtin_memcpy(&at, whole ? pos + p : places, sizeof at);
+        for (int64_t i = 0; i < W; i++) places[i] = p + i < n ? pos[p + i] : -1;
+        vi at;
+        __builtin_memcpy(&at, places, sizeof at);
         const vi hidden = (at < 0) | (at > last);
-        const vi bits = ((vi)load(whole ? score + p : some) & ~hidden) | (all_of_infinity & hidden);
+        const vi bits =
+            ((vi)(p + W <= n ? load(score + p) : load_first(score + p, n - p)) & ~hidden) | (all_of_infinity & hidden);
         const vf x = (vf)bits;
-        has_nan |= at_least(x, x) != (unsigned)((1ull << W) - 1);
+        has_nan |= any_nan(x);
         lowest = vmin(lowest, x);
     }
     return has_nan ? __builtin_nanf("") : -max_lanes(splat(0.f) - lowest);
@@ -138,7 +136,7 @@ static int64_t slot_to_overwrite(const skimkv_op *op, int64_t b, int64_t h, floa
     int64_t at = -1;
     for (int64_t p = 0; p < n; p++) {
         if (lowest == lowest ? score[p] != lowest : score[p] == score[p]) continue;
-        if (pos[p] > edge || pos[p] < 0 || (at >= 0 && (lowest != lowest || pos[p] > pos[at]))) continue;
+        if (pos[p] > edge || pos[p] < 0 || (at >= 0 && pos[p] > pos[at])) continue;
         at = p;
     }
     if (at < 0) at = 0;  // all slots are recent

@@ -45,6 +45,9 @@ static inline float exp2_scalar(float x) {
     return y[0];
 }
 
+// Whether a lane is NaN.
+static inline bool any_nan(vf x) { return at_least(x, x) != (unsigned)((1ull << W) - 1); }
+
 // log2 e.
 constexpr float LOG2E = 1.44269504f;
 

@@ -65,9 +65,8 @@ def test_rows_keep_the_contract(machine):
 def test_pytorchs_paths_take_their_turn_in_some_rounds_only_on_a_cpu(machine):
     """They disturb the calls that follow them there; a GPU's graph takes no memory."""
     out = bench.attention(machine(), Shape(1, 1, 1, 16), [300], [], torch.float32, SELDOM + 2)
-    calls = {row["method"].split(":")[0]: row["calls"] for row in out["rows"]}
-    assert calls == {"torch": 2 if machine is Cpu else SELDOM + 2, "Dense()": SELDOM + 2}
-    assert all(row["speedup_torch"] > 0 and row["speedup_dense"] > 0 for row in out["rows"])
+    calls = {(row["method"].split(":")[0], row["calls"]) for row in out["rows"]}
+    assert calls == {("torch", 2 if machine is Cpu else SELDOM + 2), ("Dense()", SELDOM + 2)}
 
 
 def test_slow_paths_of_pytorch_are_named_and_not_timed(monkeypatch):

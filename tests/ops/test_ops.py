@@ -258,6 +258,22 @@ def test_stream_and_its_append(isa, D, delta, scale, dtype):
     torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e20])
+def test_the_stream_weighs_values_whose_squares_are_no_floats(isa, size):
+    """Their squared norms are below the smallest or above the largest float; a value of zero has no weight."""
+    one = SubGenStream(delta=4.0, t=2, s=9, seed=3).store(Shape(1, 2, 2, 40), torch.float32)
+    for _ in range(30):
+        k, v = torch.randn(2, 1, 2, 40)
+        ref.append(one, k, v * size)
+    one.v[:, :, 4] = 0
+    q = torch.randn(1, 2, 2, 40)
+    want = ref.stream(exact(one), q.double(), 0.2)
+    with on(isa):
+        got = steps.stream(one, q, 0.2)
+    torch.testing.assert_close(got.double() / size, want / size, rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_shape_stride_and_type(data):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -124,6 +126,29 @@ def test_other_budgets_and_other_recent_tokens_are_seen():
         other(store, token), other(twin, token)
     assert_same_slots(store, twin)
     assert store.k is k and store.score is score and store.budget == [12, 9]
+
+
+@pytest.mark.parametrize("nan", [[], [3], [2, 9], range(12)], ids=str)
+def test_the_token_that_h2o_drops_is_the_same_with_scores_that_are_not_numbers(nan):
+    """A score that is NaN is the lowest; of several the oldest token goes, wherever it lies."""
+    method = parse("H2O(k=12, local=0)")
+    store = method.store(SHAPE, torch.float32)
+    store = prompt(method, store, 20)
+    order = torch.randperm(12)
+    store.pos.copy_(store.pos[:, :, order])
+    store.score.copy_(torch.rand(store.score.shape) + 1)
+    store.score[:, :, 5:8] = -0.5  # equal ones: the oldest goes
+    store.score[:, :, list(nan)] = torch.nan
+    pos = store.pos.clone()
+    candidates = list(nan) or [5, 6, 7]
+    oldest = pos[:, :, candidates].argmin(-1)
+    q, k, v = steps(1)[0]
+    method.decode(store, 0 * q, k, v, scale=SCALE)
+    now = store.lengths[0] - 1
+    for b in range(SHAPE.B):
+        for h in range(SHAPE.H):
+            changed = (store.pos[b, h] == now).nonzero().flatten().tolist()
+            assert changed == [candidates[oldest[b, h]]]
 
 
 def test_slots_that_were_replaced_are_found():
@@ -291,17 +316,6 @@ def test_a_copy_remembers_no_step_of_the_store_that_it_was_made_of():
     assert torch.equal(store.uncounted("k"), before)
 
 
-@pytest.mark.parametrize("spec", ["Dense()", "SparQ(r=4, k=12)", "LMInfinite(k=12, initial=4)", "H2O(k=12)"])
-def test_a_repeated_step_enters_few_functions(spec):
-    """Each takes microseconds once a model has read its weights; so does `isinstance` of an abstract class."""
-    method = parse(spec)
-    store, tokens = read(method, 20), steps(3)
-    for token in tokens[:2]:
-        method.decode(store, *token, scale=SCALE)
-    names = functions_entered(method.decode, store, *tokens[2], scale=SCALE)
-    assert names[:3] == ["decode", "__call__", "prepare"] and names[-1] == "advance" and len(names) <= 5, names
-
-
 @pytest.fixture(params=["in C", "in Python"])
 def described(request, monkeypatch):
     """Both ways to compare a step's tensors with those of the last one; before PyTorch 2.10 there is one."""
@@ -312,17 +326,47 @@ def described(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.parametrize("spec", ["Dense()", "SparQ(r=4, k=12)", "LMInfinite(k=12, initial=4)", "H2O(k=12)"])
+def test_a_repeated_step_enters_few_functions(spec, described):
+    """Each takes microseconds once a model has read its weights; so does `isinstance` of an abstract class."""
+    method = parse(spec)
+    store, tokens = read(method, 20), steps(3)
+    for token in tokens[:2]:
+        method.decode(store, *token, scale=SCALE)
+    names = functions_entered(method.decode, store, *tokens[2], scale=SCALE)
+    assert names[:3] == ["decode", "__call__", "prepare"] and names[-1] == "advance", names
+    assert len(names) <= (5 if described == "in C" else 6), names
+
+
 def test_every_step_uses_the_threads_that_torch_is_set_to(described):
     method = Dense()
     store, tokens, seen = read(method), steps(6), []
     method.decode(store, *tokens[0], scale=SCALE)
     again = store.choice.again
-    assert again.run.__name__ == ("skimkv_step_tensors" if described == "in C" else "_run_in_python")
-    run, again.run = again.run, lambda *a: seen.append(a[5]) or run(*a)
+    assert (again.run is None) == (described == "in Python")
+    run = again.run or again._run_in_python
+    again.run = lambda *a: seen.append(a[5]) or run(*a)
     for threads, token in zip([1, 2, 2, 3, 1], tokens[1:], strict=True):
         torch.set_num_threads(threads)
         method.decode(store, *token, scale=SCALE)
     assert seen == [1, 2, 2, 3, 1] and store.choice.again is again
+
+
+def test_the_memory_of_a_store_is_free_once_nobody_uses_it(described):
+    """What remembers a step is in no circle of references: memory need not wait for Python's collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        method = Dense()
+        store, tokens = read(method), steps(3)
+        for token in tokens:
+            method.decode(store, *token, scale=SCALE)
+        assert repeats(store)
+        keys = weakref.ref(store.chunks[0].k)
+        del store
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 OTHER_FORMS = {

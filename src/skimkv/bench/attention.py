@@ -85,6 +85,7 @@ def attention(
     `skipped` has a line for each length whose caches do not fit in memory, and for each length at which paths of
     PyTorch's were too slow to be timed. kept: the calls of a row that count, which
     are those that other processes did not delay (`rounds.is_delayed`); if all were delayed, all count and kept is 0.
+    calls: how many were timed: PyTorch's paths are called in some rounds only on a CPU.
     waits_known: whether the system tells how long threads waited. profile: `stages` has a row for each method, as
     `stage_row` gives it. against: "onnxruntime" adds rows of its dense attention, by the type of its cache; on a CPU.
     """
@@ -263,14 +264,14 @@ def race(
 
     both = {**calls, **{name: move for name, (move, _) in moves.items()}}
     clock = machine.waiting_clock()
-    theirs = [name for name in candidates if name.startswith("torch:") and machine.threads]
+    theirs = [name for name in candidates if name.startswith("torch:")] if machine.threads else []
     measured = take_turns(
         both, rounds, lambda _, call: machine.seconds(call), before, tick=tick, waited=clock, seldom=lambda _: theirs
     )
     for candidate in candidates.values():
         candidate.undo()
     steps = {name: [s / len(candidates[name]) for s in measured.seconds[name]] for name in candidates}
-    return Timings(steps, measured.waited, theirs), peak_bandwidth(moves, measured.seconds)
+    return Timings(steps, measured.waited, measured.seldom), peak_bandwidth(moves, measured.seconds)
 
 
 def repeat(call: Call, times: int) -> None:

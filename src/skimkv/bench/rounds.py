@@ -3,7 +3,7 @@
 Two blocks of runs a second apart see different machines; two calls of one round see nearly the same one. In every round
 the candidates come in another order, so that none always follows the same other one. A call during which threads of
 this process waited for a processor tells how busy the machine was with something else: it is left out. A candidate that
-is many times as slow as the others may take its turn in some rounds only.
+is many times as slow as the others, or that disturbs those that follow it, may take its turn in some rounds only.
 """
 
 from __future__ import annotations

@@ -160,8 +160,6 @@ class CpuKernels:
             raise ValueError(f"recent = {recent} must be {store.shape.B} numbers, one for each row of the batch")
         store.reserve()
         view = view_of(store, store.filled)
-        if [*view.recent] != [*recent]:
-            view.arguments = None  # the last step had others, and is not to be repeated
         view.slots[:] = [*store.free_slots()]
         view.now[:], view.recent[:] = [*store.lengths], [*recent]
         return _step_slots(store, view, q, token, softmax)
@@ -202,13 +200,13 @@ class RepeatedStep:
 
     After a model has read its weights, nothing of this is in the processor's caches, and all that is touched costs: a
     call of a Python function, or of a class's `isinstance`, several microseconds each. So it does what `_step_full`,
-    `ring_slots` and `scored_slots` do, in two functions, and what it needs lies together in its slots.
+    `ring_slots` and `scored_slots` do, in few functions, and what it needs lies together in its slots.
 
     places, shape: of the store, as `CacheView` has them. budget: of a store of slots, whose budgets are another list
     once they were set anew; None: the store keeps every token. recent: what a method made of these budgets, for a store
-    with scores. no_slots: of a store whose rows are full. spare: the outputs' list. run: skimkv_step_tensors, or what
-    does the same in Python. contiguous: (dtype, scale) if q, k and v are contiguous and of one type, and nothing caps
-    the logits; otherwise None.
+    with scores. no_slots: -1 for every row, as `free_slots` gives where all budgets are used up. spare: the outputs'
+    list. run: skimkv_step_tensors, or None where PyTorch does not describe its tensors in C. contiguous: (dtype, scale)
+    if q, k and v are contiguous and of one type, and nothing caps the logits; otherwise None.
     """
 
     __slots__ = (
@@ -232,7 +230,7 @@ class RepeatedStep:
         q, k, v = (tensor_form(*tensors[i : i + 3]) for i in (0, 4, 8))
         self.dtype: torch.dtype = tensors[2]
         self.tensor_step = ctypes.addressof(view.tensor_step)
-        self.run: Any = library.step_tensors() if view.expect_forms(q, k, v) else self._run_in_python
+        self.run: Any = library.step_tensors() if view.expect_forms(q, k, v) else None
         B, H, G, D = store.shape
         token = (B, H, D), (H * D, D, 1), self.dtype, True
         forms = (B, H, G, D), (H * G * D, G * D, D, 1), self.dtype, True, *token, *token, self.scale, None
@@ -250,7 +248,8 @@ class RepeatedStep:
             if not self.prepare(store):
                 return None
             y: Tensor = self.spare.pop() if self.spare else self.outputs.take(self.dtype)
-            status = self.run(self.tensor_step, q, k, v, y, torch.get_num_threads())
+            run = self.run or self._run_in_python
+            status = run(self.tensor_step, q, k, v, y, torch.get_num_threads())
             if status:
                 self.spare.append(y)
                 if status == library.OTHER_FORM:
@@ -265,9 +264,9 @@ class RepeatedStep:
         """Do what skimkv_step_tensors does, where PyTorch does not describe its tensors in C."""
         forms = (
             q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
-            v.dtype, v.is_cpu, self.scale, self.softcap,
+            v.dtype, v.is_cpu,
         )  # fmt: skip
-        if forms != self.forms:
+        if forms != self.forms[:-2]:
             return library.OTHER_FORM
         addresses = q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr()
         self.view.tensor_step.error = self.view.take_step(self.address, *addresses, threads, self.pool)

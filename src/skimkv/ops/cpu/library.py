@@ -166,8 +166,10 @@ def tensor_descriptions() -> tuple[int | None, ...] | None:
     table = pointer_of(capsule, b"dlpack_exchange_api")
     if c_uint32.from_address(table).value != 1:  # the major version
         return None
-    # Before it in the table: the version, an older table, and the functions that own what they describe.
+    # Before it in the table: the version, an older table, and three functions for tensors that own their memory.
     describe = c_void_p.from_address(table + 5 * ctypes.sizeof(c_void_p)).value
+    if describe is None:  # a library may leave it out
+        return None
     python = (ctypes.pythonapi.PyEval_SaveThread, ctypes.pythonapi.PyEval_RestoreThread, ctypes.pythonapi.PyErr_Clear)
     return describe, *(ctypes.cast(function, c_void_p).value for function in python)
 
