@@ -352,6 +352,12 @@ def test_every_step_uses_the_threads_that_torch_is_set_to(described):
     assert seen == [1, 2, 2, 3, 1] and store.choice.again is again
 
 
+@pytest.mark.parametrize("attribute", [None, 5, "text"])
+def test_a_pytorch_that_describes_its_tensors_in_another_way_is_asked_in_python(attribute, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", attribute, raising=False)
+    assert views.library.tensor_descriptions.__wrapped__() is None
+
+
 def test_the_memory_of_a_store_is_free_once_nobody_uses_it(described):
     """What remembers a step is in no circle of references: memory need not wait for Python's collector."""
     gc.collect()

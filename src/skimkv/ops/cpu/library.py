@@ -159,11 +159,12 @@ def tensor_descriptions() -> tuple[int | None, ...] | None:
 
     None where this PyTorch does not describe its tensors in C as version 1 of DLPack does: before PyTorch 2.10.
     """
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return None
+    capsule, name = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), b"dlpack_exchange_api"
+    is_valid = ctypes.PYFUNCTYPE(c_int, ctypes.py_object, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
     pointer_of = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-    table = pointer_of(capsule, b"dlpack_exchange_api")
+    if not is_valid(capsule, name):
+        return None
+    table = pointer_of(capsule, name)
     if c_uint32.from_address(table).value != 1:  # the major version
         return None
     # Before it in the table: the version, an older table, and three functions for tensors that own their memory.
