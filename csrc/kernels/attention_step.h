@@ -198,7 +198,8 @@ template <class R, int D_> static void finish_unit(const skimkv_op *op, ThreadSc
     x.clock.mark(SKIMKV_STAGE_FETCH);
     select_positions(op, u, z, x.selection);
     x.clock.mark(SKIMKV_STAGE_CHOOSE);
-    prefetch_rows(op, u, u.chosen, 0, u.chosen_count, keys, true);
+    const bool in_turn = prefetches_in_turn(op, u);
+    prefetch_rows(op, u, u.chosen, 0, in_turn ? min(u.chosen_count, ROWS_AHEAD) : u.chosen_count, keys, !in_turn);
     x.clock.mark(SKIMKV_STAGE_FETCH);
     if (op->use_mean) sum_selected_mass(op, u, z, x.selection);
     x.clock.mark(SKIMKV_STAGE_CHOOSE);

@@ -21,6 +21,17 @@ namespace skimkv::SKIMKV_NS {
 
 constexpr int ROWS_PER_UPDATE = 256;  // rows of one update of the softmax: usually all
 
+// In a cache of at most NEAR_TOKENS tokens, selected rows are prefetched ROWS_AHEAD before their turn, while others are
+// worked on. In larger ones rows take longer to come, and it is faster to prefetch all of them before the first is
+// used.
+constexpr int ROWS_AHEAD = 32;
+constexpr int64_t NEAR_TOKENS = 8192;
+// Exact scores have read the keys already, and a quantised row may begin and end inside a cache line.
+static inline bool prefetches_in_turn(const skimkv_op *op, const Unit &u) {
+    const bool reads_keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
+    return reads_keys && u.n <= NEAR_TOKENS && !op->cache->bits;
+}
+
 // Scratch memory of one thread.
 struct SelectionScratch {
     float *sum;       // [padded_n] softmax weights summed over the group, if G > 1
@@ -159,10 +170,15 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
     const int G = c->G, P = padded_head(c->D);
     const OnlineSoftmax o = online_softmax_at(x.online, G);
     const bool keeps_weights = op->method == SKIMKV_TOPK;
-    const T *k[ROWS_PER_UPDATE], *v[ROWS_PER_UPDATE];
+    const bool in_turn = prefetches_in_turn(op, u);
+    const T *rows[2 * ROWS_PER_UPDATE + ROWS_AHEAD];  // of K, and then of V: the order in which they are used
     reset_softmax(o, G, P);
     for (int64_t from = 0; from < u.chosen_count; from += ROWS_PER_UPDATE) {
-        const int n = (int)gather_selected_rows<T>(c, u, from, k, v);
+        const int n = (int)min(ROWS_PER_UPDATE, u.chosen_count - from);
+        const T **k = rows, **v = rows + round_up(n, W);
+        gather_selected_rows<T>(c, u, from, k, v);
+        for (int j = n; j < n + ROWS_AHEAD; j++) v[j] = v[n - 1];
+        if (in_turn && from) prefetch_rows(op, u, u.chosen, from, from + min(n, ROWS_AHEAD), true, false);
         if (keeps_weights) {
             for (int g = 0; g < G; g++)
                 for (int j = 0; j < n; j++) {
@@ -171,8 +187,9 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
                 }
             add_rows<T, D_>(o.acc, P, G, c->D, v, x.s, ROWS_PER_UPDATE, n);
         } else {
-            dot_query_with_keys<T, D_>(op, u, k, n, x.s, ROWS_PER_UPDATE);
-            update_softmax<T, D_>(o, P, G, c->D, v, n, x.s, ROWS_PER_UPDATE, softcap_log2(op));
+            dot_query_with_keys<T, D_>(op, u, k, n, x.s, ROWS_PER_UPDATE, in_turn ? k + ROWS_AHEAD : nullptr);
+            update_softmax<T, D_>(o, P, G, c->D, v, n, x.s, ROWS_PER_UPDATE, softcap_log2(op),
+                                  in_turn ? v + ROWS_AHEAD : nullptr);
         }
     }
     for (int g = 0; g < G; g++) {
