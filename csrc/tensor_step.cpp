@@ -39,11 +39,27 @@ void *address_of(const skimkv_tensor_step *step, void *object, const skimkv_tens
     return same ? (char *)t.data + t.byte_offset : nullptr;
 }
 
+// Copies the numbers of a step from a list. Whether all are there, and the token has room.
+bool copy_numbers(const skimkv_tensor_step *step, void *list) {
+    for (int i = 0; i < step->count; i++) {
+        void *item = step->item_of_list(list, i);
+        if (!item) {
+            step->clear_error();
+            return false;
+        }
+        step->numbers[i] = step->integer(item);
+        if (step->numbers[i] == -1) step->clear_error();  // it is -1 for what is no integer, too
+        if (i >= step->place && i < step->place + step->rows && step->numbers[i] >= step->room) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 extern "C" {
 
-int skimkv_step_tensors(skimkv_tensor_step *step, void *q, void *k, void *v, void *y, int threads) {
+int skimkv_step_tensors(skimkv_tensor_step *step, void *numbers, void *q, void *k, void *v, void *y, int threads) {
+    if (!copy_numbers(step, numbers)) return SKIMKV_OTHER_FORM;
     const void *of_q = address_of(step, q, step->q);
     const void *of_k = of_q ? address_of(step, k, step->k) : nullptr;
     const void *of_v = of_k ? address_of(step, v, step->v) : nullptr;

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 10
+#define SKIMKV_VERSION 11
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -191,7 +191,9 @@ SKIMKV_API const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, 
                                          int threads, skimkv_parallel parallel, int64_t *stage_ns);
 
 /* A step for a caller in Python whose tensors have the forms of an earlier step's. They are objects of a library that
- * describes them in C, as DLPack's DLPackExchangeAPI says: so they are compared and the step is taken in one call. */
+ * describes them in C, as DLPack's DLPackExchangeAPI says: so they are compared and the step is taken in one call. The
+ * lengths of the cache's rows, and for SKIMKV_SLOT the slots and op->now and op->recent, come from a list of Python's.
+ */
 typedef struct skimkv_tensor_form {
     int32_t dtype, dimensions;
     int64_t shape[4], strides[4]; /* of at most 4 dimensions */
@@ -200,23 +202,31 @@ typedef struct skimkv_tensor_form {
 typedef struct skimkv_tensor_step {
     skimkv_op *op;
     skimkv_tensor_form q, k, v;
+    /* The list's `count` integers are written to `numbers`, in its order, where op->cache->lengths and the others point
+     * to. Those of the `rows` rows from number `place` on say where the new token goes, and must be below `room`. */
+    int64_t *numbers, room;
+    int32_t count, place, rows;
     skimkv_parallel parallel;
     int64_t *stage_ns; /* as for skimkv_step_timed, or NULL */
     const char *error; /* what is wrong, after SKIMKV_REFUSED */
     /* dltensor_from_py_object_no_sync of that interface, which must refuse what is no such object, as PyTorch's does;
-     * PyEval_SaveThread, PyEval_RestoreThread and PyErr_Clear. */
+     * PyList_GetItem, PyLong_AsLongLong, PyEval_SaveThread, PyEval_RestoreThread and PyErr_Clear. */
     int (*describe)(void *object, void *to);
+    void *(*item_of_list)(void *list, intptr_t i);
+    long long (*integer)(void *object);
     void *(*release_python)(void);
     void (*take_python)(void *);
     void (*clear_error)(void);
 } skimkv_tensor_step;
 
-/* SKIMKV_OTHER_FORM: q, k or v has another type, shape, strides or device, or is no such object; nothing was done. */
+/* SKIMKV_OTHER_FORM: q, k or v has another type, shape, strides or device, or is no such object, or there is no room
+ * for the token; nothing was done. */
 enum { SKIMKV_TAKEN, SKIMKV_OTHER_FORM, SKIMKV_REFUSED };
 
 /* The same as skimkv_step for tensors q, k, v and y. Python's lock is held when this begins and when it returns, and
  * released while the kernels work. y has the operation's type and strides. */
-SKIMKV_API int skimkv_step_tensors(skimkv_tensor_step *step, void *q, void *k, void *v, void *y, int threads);
+SKIMKV_API int skimkv_step_tensors(skimkv_tensor_step *step, void *numbers, void *q, void *k, void *v, void *y,
+                                   int threads);
 
 /* Appends tokens to a cache. */
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);

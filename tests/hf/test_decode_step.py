@@ -370,7 +370,7 @@ def test_a_cache_that_another_thread_uses_is_refused():
         thread.start()
         thread.join()
     assert len(errors) == 1 and "in use by another thread" in errors[0]
-    assert not cache.stores[0].exclusive().lock.locked()
+    assert cache.stores[0].exclusive().free
 
 
 def test_threads_with_caches_of_their_own(steps_at_once):

@@ -334,8 +334,8 @@ def test_a_repeated_step_enters_few_functions(spec, described):
     for token in tokens[:2]:
         method.decode(store, *token, scale=SCALE)
     names = functions_entered(method.decode, store, *tokens[2], scale=SCALE)
-    assert names[:3] == ["decode", "__call__", "prepare"] and names[-1] == "advance", names
-    assert len(names) <= (5 if described == "in C" else 6), names
+    assert names[:3] == ["decode", "take", "next_numbers"] and names[-1] == "advance", names
+    assert len(names) <= (5 if described == "in C" else 7), names
 
 
 def test_every_step_uses_the_threads_that_torch_is_set_to(described):
@@ -345,7 +345,7 @@ def test_every_step_uses_the_threads_that_torch_is_set_to(described):
     again = store.choice.again
     assert (again.run is None) == (described == "in Python")
     run = again.run or again._run_in_python
-    again.run = lambda *a: seen.append(a[5]) or run(*a)
+    again.run = lambda *a: seen.append(a[6]) or run(*a)
     for threads, token in zip([1, 2, 2, 3, 1], tokens[1:], strict=True):
         torch.set_num_threads(threads)
         method.decode(store, *token, scale=SCALE)
@@ -399,13 +399,30 @@ def test_tensors_of_another_form_are_left_to_others(what, described):
     other = OTHER_FORMS[what](*tokens[2])
     if described == "in Python" and what.startswith("no tensor"):
         with pytest.raises(AttributeError):
-            again(store, *other, SCALE, None)
+            again.take(store, *other, SCALE, None)
     else:
-        assert again(store, *other, SCALE, None) is None
+        assert again.take(store, *other, SCALE, None) is None
         assert len(store.view.outputs.spare) == spare
-    assert again(store, *tokens[2], SCALE, 1.5) is None and again(store, *tokens[2], SCALE / 2, None) is None
-    assert store.lengths == [272, 272] and not store.exclusive().lock.locked()
-    assert torch.equal(again(store, *tokens[3], SCALE, None), method.decode(twin, *tokens[3], scale=SCALE))
+    assert again.take(store, *tokens[2], SCALE, 1.5) is None
+    assert again.take(store, *tokens[2], SCALE / 2, None) is None
+    assert store.lengths == [272, 272] and store.exclusive().free
+    assert torch.equal(again.take(store, *tokens[3], SCALE, None), method.decode(twin, *tokens[3], scale=SCALE))
+
+
+@pytest.mark.parametrize("numbers", [[20], [], None, [20, 4096], ["text", 20], [-1, 20], [20.5, 20]], ids=str)
+def test_numbers_that_do_not_fit_the_cache_are_refused(numbers):
+    """The list is read in C, where every item, its type and its size are checked."""
+    store, tokens = read(Dense(), 20), steps(3)
+    for token in tokens[:2]:
+        Dense().decode(store, *token, scale=SCALE)
+    again = store.choice.again
+    if again.run is None:
+        pytest.skip("this PyTorch does not describe its tensors in C")
+    before, y = store.chunks[0].k.clone(), torch.zeros(tokens[2][0].shape)
+    assert again.run(again.tensor_step, numbers, *tokens[2], y, 1) in (views.library.OTHER_FORM, views.library.REFUSED)
+    assert not y.any() and torch.equal(store.chunks[0].k, before)
+    again.take(store, *tokens[2], SCALE, None)
+    assert store.lengths == [23, 23]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -449,6 +466,6 @@ def test_a_store_that_another_thread_uses_refuses_a_repeated_step(spec):
     q, k, v = tokens[3]
     with pytest.raises(ValueError, match="not aligned"):
         method.decode(store, shifted(q), k, v, scale=SCALE)
-    assert store.lengths == [22, 22] and not store.exclusive().lock.locked()
+    assert store.lengths == [22, 22] and store.exclusive().free
     method.decode(store, *tokens[4], scale=SCALE)
     assert store.lengths == [23, 23]

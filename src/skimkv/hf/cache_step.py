@@ -41,7 +41,7 @@ class CacheStep:
     def release(self) -> None:
         """Let go of the stores."""
         for step in self.steps:
-            step.lock.release()
+            step.in_use.end()
 
 
 def begin_step(layers: Sequence[Any], lengths: Sequence[int]) -> CacheStep | None:
@@ -52,7 +52,7 @@ def begin_step(layers: Sequence[Any], lengths: Sequence[int]) -> CacheStep | Non
     steps, forced, seen = list[Any](), ops.forced_backend.get(), layers[0].seen
     for layer in layers:
         step = _repeated_step(layer, seen, lengths, forced)
-        if step is None or not step.lock.acquire(False):
+        if step is None or not step.in_use.begin_if_free():
             break
         steps.append(step)
         if not step.prepare(layer.store):
@@ -60,7 +60,7 @@ def begin_step(layers: Sequence[Any], lengths: Sequence[int]) -> CacheStep | Non
     else:
         return CacheStep(layers, steps)
     for step in steps:
-        step.lock.release()
+        step.in_use.end()
     return None
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from typing_extensions import TypeVar, Unpack
 
 from .. import ops
-from ..ops import Again, Kernels, SoftmaxOptions, Token
+from ..ops import Again, Kernels, SoftmaxOptions, Token, forced_backend
 from ..ops.blocks import check_sinks
 from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
@@ -132,7 +132,7 @@ class Method(abc.ABC, Generic[S]):
         store.validate(k, v, pad)
         softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
-            if torch.is_grad_enabled() and _needs_gradient(store, q, k, v, sinks):
+            if is_grad_enabled() and _needs_gradient(store, q, k, v, sinks):
                 store.detach_from_saved()
             y = ops.causal_attention(store, q, k, v, pad=pad, **softmax)
             self.take(store, q, k, v, pad=pad, **softmax)
@@ -172,11 +172,11 @@ class Method(abc.ABC, Generic[S]):
             choice is not None
             and choice.again is not None
             and choice.method is self
-            and choice.forced == ops.forced_backend.get()
+            and choice.forced == forced_backend.get()
             and sinks is None
-            and not torch.is_grad_enabled()
+            and not is_grad_enabled()
         ):
-            y = choice.again(store, q, k, v, scale, softcap)
+            y = choice.again.take(store, q, k, v, scale, softcap)
             if y is not None:
                 return y
         if sinks is None:
@@ -201,11 +201,10 @@ class Method(abc.ABC, Generic[S]):
         """
         softmax = self._softmax_options(store, scale, softcap, sinks)
         in_use = store.exclusive()
-        if not in_use.lock.acquire(blocking=False):
-            in_use.refuse()
+        in_use.begin()
         try:
             kernels = self._kernels(store)
-            if torch.is_grad_enabled() and _needs_gradient(store, q, *(token or ()), sinks):
+            if is_grad_enabled() and _needs_gradient(store, q, *(token or ()), sinks):
                 if self.kv is not None:
                     _warn_of_codes(self.kv)
                 if kernels is not None:
@@ -219,12 +218,12 @@ class Method(abc.ABC, Generic[S]):
                 store.choice.again = kernels.again(store)
             return y
         finally:
-            in_use.lock.release()
+            in_use.end()
 
     def _kernels(self, store: S) -> Kernels | None:
         """The kernels that decode this store, None for `step`; the store remembers them for its next step."""
         choice: Choice | None = store.choice
-        forced = ops.forced_backend.get()
+        forced = forced_backend.get()
         if choice is not None and choice.method is self and choice.forced == forced:
             return choice.kernels
         kernels = ops.kernels_for(store.device, store.shape.D) if self.uses_kernel() else None

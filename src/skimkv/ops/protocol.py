@@ -42,9 +42,7 @@ class SoftmaxOptions(TypedDict, total=False):
 class Again(Protocol):
     """A decode step of a store, with all of its settings, to be taken again."""
 
-    def __call__(
-        self, store: Store, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-    ) -> Tensor | None:
+    def take(self, store: Store, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor | None:
         """Take the token k and v (B,H,D), and attend with q (B,H,G,D) -> (B,H,G,D) in q's dtype.
 
         None, and nothing was done, if the store, its last step or the form of the tensors is no longer the same: then

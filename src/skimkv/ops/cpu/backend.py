@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 from typing_extensions import Unpack
 
 from ...stores.base import Store
@@ -202,26 +202,26 @@ class RepeatedStep:
     call of a Python function, or of a class's `isinstance`, several microseconds each. So it does what `_step_full`,
     `ring_slots` and `scored_slots` do, in few functions, and what it needs lies together in its slots.
 
-    places, shape: of the store, as `CacheView` has them. budget: of a store of slots, whose budgets are another list
-    once they were set anew; None: the store keeps every token. recent: what a method made of these budgets, for a store
-    with scores. no_slots: -1 for every row, as `free_slots` gives where all budgets are used up. spare: the outputs'
-    list. run: skimkv_step_tensors, or None where PyTorch does not describe its tensors in C. contiguous: (dtype, scale)
-    if q, k and v are contiguous and of one type, and nothing caps the logits; otherwise None.
+    places, shape: of the store, as `CacheView` has them. free: its item shows that no thread uses the store. budget: of
+    a store of slots, whose budgets are another list once they were set anew; None: the store keeps every token. recent:
+    what a method made of these budgets, for a store with scores. no_slots: -1 for every row, as `free_slots` gives
+    where all budgets are used up. spare: the outputs' list. run: skimkv_step_tensors, or None where PyTorch does not
+    describe its tensors in C. contiguous: (dtype, scale) if q, k and v are contiguous and of one type, and nothing caps
+    the logits; otherwise None.
     """
 
     __slots__ = (
-        "address", "arguments", "budget", "capacity", "contiguous", "counts_rows", "dtype", "forms", "in_use", "lock",
-        "no_slots", "numbers", "outputs", "places", "pool", "recent", "run", "scale", "shape", "softcap", "spare",
-        "tensor_step", "view",
+        "address", "arguments", "budget", "contiguous", "counts_rows", "dtype", "forms", "free", "in_use", "no_slots",
+        "outputs", "places", "pool", "recent", "run", "scale", "shape", "softcap", "spare", "tensor_step", "view",
     )  # fmt: skip
 
     def __init__(self, store: Full | Slots, view: CacheView, arguments: Arguments) -> None:
         self.view, self.arguments, self.forms = view, arguments, arguments.forms
-        self.shape, self.places, self.capacity = view.shape, view.places, view.capacity
-        self.address, self.pool, self.numbers = view.address, view.pool, view.numbers
+        self.shape, self.places = view.shape, view.places
+        self.address, self.pool = view.address, view.pool
         self.outputs, self.spare = view.outputs, view.outputs.spare
         self.in_use = store.exclusive()
-        self.lock = self.in_use.lock
+        self.free = self.in_use.free
         self.counts_rows = arguments.settings[0] == library.SKIM
         self.budget = store.budget if isinstance(store, Slots) else None
         self.recent, self.no_slots = list(view.recent), [-1] * store.shape.B
@@ -236,20 +236,23 @@ class RepeatedStep:
         forms = (B, H, G, D), (H * G * D, G * D, D, 1), self.dtype, True, *token, *token, self.scale, None
         self.contiguous = (self.dtype, self.scale) if self.forms == forms else None
 
-    def __call__(
-        self, store: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-    ) -> Tensor | None:
+    def take(self, store: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor | None:
         """Take the token k and v (B,H,D), and attend with q (B,H,G,D); None if anything has changed since."""
         if scale != self.scale or softcap != self.softcap:
             return None
-        if not self.lock.acquire(False):
+        try:
+            self.free.pop()
+        except IndexError:
             self.in_use.refuse()
         try:
-            if not self.prepare(store):
+            numbers = self.next_numbers(store)
+            if numbers is None:
                 return None
+            if self.counts_rows:
+                self.view.forget_rows_read()
             y: Tensor = self.spare.pop() if self.spare else self.outputs.take(self.dtype)
             run = self.run or self._run_in_python
-            status = run(self.tensor_step, q, k, v, y, torch.get_num_threads())
+            status = run(self.tensor_step, numbers, q, k, v, y, get_num_threads())
             if status:
                 self.spare.append(y)
                 if status == library.OTHER_FORM:
@@ -258,28 +261,39 @@ class RepeatedStep:
             store.advance()
             return y
         finally:
-            self.lock.release()
+            self.free.append(True)
 
-    def _run_in_python(self, _: int, q: Tensor, k: Tensor, v: Tensor, y: Tensor, threads: int) -> int:
-        """Do what skimkv_step_tensors does, where PyTorch does not describe its tensors in C."""
+    def _run_in_python(self, _: int, numbers: list[int], q: Tensor, k: Tensor, v: Tensor, y: Tensor, n: int) -> int:
+        """Do what skimkv_step_tensors does with n threads, where PyTorch does not describe its tensors in C."""
         forms = (
             q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
             v.dtype, v.is_cpu,
         )  # fmt: skip
-        if forms != self.forms[:-2]:
+        if forms != self.forms[:-2] or not self.view.set_numbers(numbers):
             return library.OTHER_FORM
         addresses = q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr()
-        self.view.tensor_step.error = self.view.take_step(self.address, *addresses, threads, self.pool)
+        self.view.tensor_step.error = self.view.take_step(self.address, *addresses, n, self.pool)
         return library.TAKEN if self.view.tensor_step.error is None else library.REFUSED
 
     def prepare(self, store: Any) -> bool:
-        """Set the lengths and places of the next token of a store whose lock is held; False if the store has changed.
+        """Set the lengths and places of the next token of a store in use; False if the store has changed.
 
         The token itself has the forms of the last one. Once a kernel has taken it, the store advances.
         """
-        view = self.view
-        if view.arguments is not self.arguments or store.shape is not self.shape:
+        numbers = self.next_numbers(store)
+        if numbers is None or not self.view.set_numbers(numbers):
             return False
+        if self.counts_rows:
+            self.view.forget_rows_read()
+        return True
+
+    def next_numbers(self, store: Any) -> list[int] | None:
+        """The lengths and places of the next token, in the order of `CacheView.numbers`; None if the store has changed.
+
+        A store that keeps every token needs its lengths only.
+        """
+        if self.view.arguments is not self.arguments or store.shape is not self.shape:
+            return None
         if self.budget is None:
             chunks, tail, v_mean, projection, rows_read = self.places
             if (
@@ -289,34 +303,26 @@ class RepeatedStep:
                 or store.projection is not projection
                 or store.rows_read is not rows_read
             ):
-                return False
-            lengths = store.lengths
-            if max(lengths) >= self.capacity:
-                return False
-            self.numbers[: len(lengths)] = lengths
-            if self.counts_rows:
-                view.forget_rows_read()
+                return None
+            lengths: list[int] = store.lengths
+            return lengths
+        keys, values, score, pos = self.places
+        if (
+            store.k is not keys
+            or store.v is not values
+            or store.score is not score
+            or store.pos is not pos
+            or store.budget is not self.budget
+        ):
+            return None
+        filled = store.filled
+        if score is None:
+            slots = store.next_slots()
+        elif filled == self.budget:
+            slots = self.no_slots
         else:
-            keys, values, score, pos = self.places
-            if (
-                store.k is not keys
-                or store.v is not values
-                or store.score is not score
-                or store.pos is not pos
-                or store.budget is not self.budget
-            ):
-                return False
-            filled = store.filled
-            if score is None:
-                slots = store.next_slots()
-            elif filled == self.budget:
-                slots = self.no_slots
-            else:
-                slots = store.free_slots()
-            if max(slots) >= self.capacity:
-                return False
-            self.numbers[:] = [*filled, *slots, *store.lengths, *self.recent]
-        return True
+            slots = store.free_slots()
+        return [*filled, *slots, *store.lengths, *self.recent]
 
 
 def _settings(method: int, r: int = 0, k: int = 0, local: int = 0, temperature: int = 0, use_mean: int = 0) -> Settings:
@@ -381,7 +387,7 @@ def _step(
         view.op.sinks = sinks.data_ptr()
     y = view.outputs.take(q.dtype)
     new = (None, None) if token is None else (k.data_ptr(), v.data_ptr())
-    error = view.take_step(view.address, q.data_ptr(), y.data_ptr(), *new, torch.get_num_threads(), view.pool)
+    error = view.take_step(view.address, q.data_ptr(), y.data_ptr(), *new, get_num_threads(), view.pool)
     if error is not None:
         raise ValueError(error.decode())
     return y

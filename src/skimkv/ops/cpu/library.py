@@ -14,7 +14,7 @@ import torch
 from ... import __path__ as _package
 from ...stores.full import CHANNELS
 
-VERSION = 10
+VERSION = 11
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
@@ -83,9 +83,12 @@ class CTensorStep(Structure):
     _fields_ = structure_fields(
         ("op", c_void_p),
         ("q k v", CTensorForm),
+        ("numbers", c_void_p),
+        ("room", c_int64),
+        ("count place rows", c_int32),
         ("parallel stage_ns", c_void_p),
         ("error", c_char_p),
-        ("describe release_python take_python clear_error", c_void_p),
+        ("describe item_of_list integer release_python take_python clear_error", c_void_p),
     )
 
 
@@ -171,8 +174,8 @@ def tensor_descriptions() -> tuple[int | None, ...] | None:
     describe = c_void_p.from_address(table + 5 * ctypes.sizeof(c_void_p)).value
     if describe is None:  # a library may leave it out
         return None
-    python = (ctypes.pythonapi.PyEval_SaveThread, ctypes.pythonapi.PyEval_RestoreThread, ctypes.pythonapi.PyErr_Clear)
-    return describe, *(ctypes.cast(function, c_void_p).value for function in python)
+    names = ("PyList_GetItem", "PyLong_AsLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_Clear")
+    return describe, *(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names)
 
 
 @functools.cache
@@ -180,7 +183,7 @@ def step_tensors() -> Any:
     """The function skimkv_step_tensors, which is called with Python's lock held."""
     library()  # of the right version
     function = ctypes.PyDLL(_path()).skimkv_step_tensors
-    function.argtypes = [c_void_p, *[ctypes.py_object] * 4, c_int]
+    function.argtypes = [c_void_p, *[ctypes.py_object] * 5, c_int]
     return function
 
 

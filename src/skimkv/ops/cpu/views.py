@@ -124,7 +124,11 @@ class CacheView:
         self.outputs = Outputs(tuple(store.shape))
         self.pool = library.thread_pool()
         self.take_step: Any = library.library().skimkv_step
-        self.tensor_step = CTensorStep(op=self.address, parallel=self.pool)
+        slots = isinstance(store, Slots)
+        self.tensor_step = CTensorStep(
+            op=self.address, parallel=self.pool, numbers=ctypes.addressof(self.numbers), count=4 * B if slots else B,
+            place=B if slots else 0, rows=B, room=self.capacity,
+        )  # fmt: skip
 
     def is_current(self, store: Full | Slots) -> bool:
         """Whether the store still has the shape and the tensors that this view points into."""
@@ -136,8 +140,16 @@ class CacheView:
         if functions is None:
             return False
         step.q, step.k, step.v = q, k, v
-        step.describe, step.release_python, step.take_python, step.clear_error = functions
+        (
+            step.describe, step.item_of_list, step.integer, step.release_python, step.take_python, step.clear_error
+        ) = functions  # fmt: skip
         return True
+
+    def set_numbers(self, numbers: list[int]) -> bool:
+        """Set the first of `numbers` for a step. False if a token would go where there is no room for it."""
+        step = self.tensor_step
+        self.numbers[: len(numbers)] = numbers  # type: ignore[assignment]
+        return max(numbers[step.place : step.place + step.rows]) < self.capacity
 
     def forget_rows_read(self) -> None:
         """Set the rows that a step read to none, for a step that counts them."""
