@@ -9,7 +9,7 @@ import torch
 
 from skimkv.bench import generate as bench
 from skimkv.bench.machine import Cpu
-from skimkv.bench.token import random_llama
+from skimkv.bench.models import random_llama
 from skimkv.methods import parse
 from support.stand_in_machine import StandInGpu
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skimkv.bench import machine as machines
-from skimkv.bench import rivals
+from skimkv.bench import models, rivals
 from skimkv.bench import token as bench
 from skimkv.bench.machine import Cpu
 from skimkv.bench.rivals import KINDS
@@ -79,8 +79,8 @@ def test_dense_is_always_measured():
 
 
 def test_candidates_that_do_not_fit_together_are_measured_one_after_the_other():
-    model = bench.random_llama("tiny", 2, "float32", 1024)
-    need = bench.Decoder(parse("Dense()"), 600).bound(model)
+    model = models.random_llama("tiny", 2, "float32", 1024)
+    need = models.Decoder(parse("Dense()"), 600).bound(model)
     out = bench.token(StandInGpu(free=2 * need), "tiny", 2, "float32", [600], ["Dense()", "H2O(k=64)"], 1)
     assert [row["interleaved"] for row in out["rows"]] == [False] * 3
 
@@ -99,8 +99,8 @@ def test_8_bit_weights_have_no_kernel_on_a_gpu():
 
 def test_the_cache_of_transformers_and_ours_give_the_same_token():
     """Both are filled with the same random tokens, so that dense attention must agree."""
-    model = bench.random_llama("tiny", 2, "float32", 1024)
-    caches = [bench.random_cache(model, method, 300, 1) for method in (None, parse("Dense()"))]
+    model = models.random_llama("tiny", 2, "float32", 1024)
+    caches = [models.random_cache(model, method, 300, 1) for method in (None, parse("Dense()"))]
     ids, places = torch.tensor([[[5]], [[300]]])
     logits = []
     for cache in caches:
@@ -111,10 +111,10 @@ def test_the_cache_of_transformers_and_ours_give_the_same_token():
 
 
 def test_bytes_of_weights_are_those_of_the_roofline():
-    model = bench.random_llama("smollm-135m", 1, "bfloat16", 1024)
+    model = models.random_llama("smollm-135m", 1, "bfloat16", 1024)
     reads = reads_of_sizes("one layer", MODELS["smollm-135m"]._replace(layers=1))
     rotary = sum(buffer.nbytes for buffer in model.buffers())
-    assert bench.weight_bytes(model) - rotary == 2 * reads.weights
+    assert models.weight_bytes(model) - rotary == 2 * reads.weights
 
 
 def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, monkeypatch):
@@ -135,7 +135,7 @@ def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, mon
     path = tmp_path / "tiny.gguf"
     write(path, tiny(num_key_value_heads=6))
     against = {kind: write_program(tmp_path / kind, path, kind) for kind in KINDS}
-    out = bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["SparQ(r=8, k=32)"], 3, against=against)
+    out = bench.time_tokens(Cpu(), models.gguf_subject(path), [300], ["SparQ(r=8, k=32)"], 3, against=against)
     assert json.dumps(out)
     assert events == ["run", "stop"] * 4, "each is stopped before the next one runs"
     rows = {row["method"]: row for row in out["rows"]}
@@ -159,9 +159,9 @@ def test_programs_that_do_not_fit_together_take_turns_with_ours_one_by_one(tmp_p
         monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
     path = tmp_path / "tiny.gguf"
     write(path, tiny(num_key_value_heads=6))
-    subject, against = bench.gguf_subject(path), {"fork": write_program(tmp_path / "fork", path, "fork")}
+    subject, against = models.gguf_subject(path), {"fork": write_program(tmp_path / "fork", path, "fork")}
     plan = [(path, program) for program in rivals.programs("fork", path, 300, 2, 1)]
-    dense, sparq = (bench.Decoder(parse(spec), 300) for spec in ("Dense()", "SparQ(r=8, k=32)"))
+    dense, sparq = (models.Decoder(parse(spec), 300) for spec in ("Dense()", "SparQ(r=8, k=32)"))
     one_by_one = sum(bench._bytes(subject, contender, 300) for contender in (dense, sparq, plan[1]))
     monkeypatch.setattr(Cpu, "free_bytes", lambda self: int(one_by_one / 0.85) + 100)
     groups = bench._groups(Cpu(), subject, [dense, sparq], plan, 300, False)
@@ -194,7 +194,7 @@ def test_a_program_without_room_for_its_cache_is_refused(tmp_path: Path, monkeyp
     against = {"fork": write_program(tmp_path / "fork", path, "fork")}
     monkeypatch.setattr(Cpu, "free_bytes", lambda self: path.stat().st_size)
     with pytest.raises(ValueError, match=r"fork dense after 300 tokens: .* GB of caches, 0.0 GB free"):
-        bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["Dense()"], 1, against=against)
+        bench.time_tokens(Cpu(), models.gguf_subject(path), [300], ["Dense()"], 1, against=against)
 
 
 def test_the_fork_supports_no_grouped_queries(tmp_path: Path):
@@ -202,4 +202,4 @@ def test_the_fork_supports_no_grouped_queries(tmp_path: Path):
     write(path, tiny())
     against = {"fork": tmp_path / "no program is started"}
     with pytest.raises(ValueError, match=r"--against fork: its SparQ .* grouped queries, and .*tiny.gguf has 3 in a"):
-        bench.time_tokens(Cpu(), bench.gguf_subject(path), [300], ["Dense()"], 1, against=against)
+        bench.time_tokens(Cpu(), models.gguf_subject(path), [300], ["Dense()"], 1, against=against)

@@ -21,8 +21,8 @@ from ..hf.attach import Cache, attach
 from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing
+from .models import Decoder, random_llama
 from .rounds import take_turns
-from .token import Decoder, random_llama
 
 
 class TokenClock(BaseStreamer):

@@ -23,8 +23,8 @@ from ..methods.base import Method
 from ..stores.base import Shape
 from .caches import empty_store
 from .machine import Call, Machine, nothing
+from .models import cache_shape, random_llama
 from .served_rows import BATCH, MEMORY, TRANSFORMERS, Records, Setting
-from .token import cache_shape, random_llama
 
 WARM_UP = 3  # new tokens before the clock, after the same prompts: libraries prepare themselves for every size
 SHARE = 0.2  # of all tokens of a sequence: the budget in the paper's tables

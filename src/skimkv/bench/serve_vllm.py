@@ -17,9 +17,9 @@ from typing import Any
 
 from ..methods import Dense, parse
 from .machine import Call, Machine, nothing
+from .models import random_llama
 from .serve import default_methods
 from .served_rows import BATCH, MEMORY, VLLM, Records, Setting, check_engine
-from .token import random_llama
 from .vllm_engines import Job
 
 PROGRAM = (sys.executable, "-m", "skimkv.bench.vllm_engines")

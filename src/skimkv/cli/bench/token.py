@@ -108,7 +108,7 @@ def token(
         raise ValueError("--against: give --model FILE.gguf as well, which both read")
     specs = canonical_methods(method or (RIVAL_METHODS if against else METHODS))
     machine = machine_to_measure(device, threads)
-    from ...bench import figures
+    from ...bench import figures, models
     from ...bench import token as bench
 
     lengths = length or LENGTHS
@@ -116,7 +116,7 @@ def token(
         if model is None:
             result = bench.token(machine, shape, layers or None, weights, lengths, specs, rounds, tick, compile)
         else:
-            subject = bench.gguf_subject(model)
+            subject = models.gguf_subject(model)
             paths = {kind: Path(path) for kind, _, path in (text.partition("=") for text in against or ())}
             result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, against=paths)
             shape, weights = model.name, subject.weights
