@@ -219,8 +219,8 @@ typedef struct skimkv_tensor_step {
     void (*clear_error)(void);
 } skimkv_tensor_step;
 
-/* SKIMKV_OTHER_FORM: q, k or v has another type, shape, strides or device, or is no such object, or there is no room
- * for the token; nothing was done. */
+/* SKIMKV_OTHER_FORM: q, k or v has another type, shape, strides or device, or is no such object, a number is missing,
+ * or there is no room for the token; nothing was done. */
 enum { SKIMKV_TAKEN, SKIMKV_OTHER_FORM, SKIMKV_REFUSED };
 
 /* The same as skimkv_step for tensors q, k, v and y. Python's lock is held when this begins and when it returns, and

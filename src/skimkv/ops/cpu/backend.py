@@ -205,14 +205,15 @@ class RepeatedStep:
     places, shape: of the store, as `CacheView` has them. free: its item shows that no thread uses the store. budget: of
     a store of slots, whose budgets are another list once they were set anew; None: the store keeps every token. recent:
     what a method made of these budgets, for a store with scores. no_slots: -1 for every row, as `free_slots` gives
-    where all budgets are used up. spare: the outputs' list. run: skimkv_step_tensors, or None where PyTorch does not
-    describe its tensors in C. contiguous: (dtype, scale) if q, k and v are contiguous and of one type, and nothing caps
-    the logits; otherwise None.
+    where all budgets are used up. destinations: which of a step's numbers say where the token goes. spare: the outputs'
+    list. run: skimkv_step_tensors, or None where PyTorch does not describe its tensors in C. contiguous: (dtype, scale)
+    if q, k and v are contiguous and of one type, and nothing caps the logits; otherwise None.
     """
 
     __slots__ = (
-        "address", "arguments", "budget", "contiguous", "counts_rows", "dtype", "forms", "free", "in_use", "no_slots",
-        "outputs", "places", "pool", "recent", "run", "scale", "shape", "softcap", "spare", "tensor_step", "view",
+        "address", "arguments", "budget", "contiguous", "counts_rows", "destinations", "dtype", "forms", "free",
+        "in_use", "no_slots", "outputs", "places", "pool", "recent", "run", "scale", "shape", "softcap", "spare",
+        "tensor_step", "view",
     )  # fmt: skip
 
     def __init__(self, store: Full | Slots, view: CacheView, arguments: Arguments) -> None:
@@ -230,6 +231,8 @@ class RepeatedStep:
         q, k, v = (tensor_form(*tensors[i : i + 3]) for i in (0, 4, 8))
         self.dtype: torch.dtype = tensors[2]
         self.tensor_step = ctypes.addressof(view.tensor_step)
+        place, rows = view.tensor_step.place, view.tensor_step.rows
+        self.destinations = slice(place, place + rows)
         self.run: Any = library.step_tensors() if view.expect_forms(q, k, v) else None
         B, H, G, D = store.shape
         token = (B, H, D), (H * D, D, 1), self.dtype, True
@@ -269,8 +272,9 @@ class RepeatedStep:
             q.shape, q.stride(), q.dtype, q.is_cpu, k.shape, k.stride(), k.dtype, k.is_cpu, v.shape, v.stride(),
             v.dtype, v.is_cpu,
         )  # fmt: skip
-        if forms != self.forms[:-2] or not self.view.set_numbers(numbers):
+        if forms != self.forms[:-2] or max(numbers[self.destinations]) >= self.view.capacity:
             return library.OTHER_FORM
+        self.view.numbers[: len(numbers)] = numbers  # type: ignore[assignment]
         addresses = q.data_ptr(), y.data_ptr(), k.data_ptr(), v.data_ptr()
         self.view.tensor_step.error = self.view.take_step(self.address, *addresses, n, self.pool)
         return library.TAKEN if self.view.tensor_step.error is None else library.REFUSED
@@ -281,8 +285,9 @@ class RepeatedStep:
         The token itself has the forms of the last one. Once a kernel has taken it, the store advances.
         """
         numbers = self.next_numbers(store)
-        if numbers is None or not self.view.set_numbers(numbers):
+        if numbers is None or max(numbers[self.destinations]) >= self.view.capacity:
             return False
+        self.view.numbers[: len(numbers)] = numbers  # type: ignore[assignment]
         if self.counts_rows:
             self.view.forget_rows_read()
         return True

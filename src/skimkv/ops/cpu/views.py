@@ -145,12 +145,6 @@ class CacheView:
         ) = functions  # fmt: skip
         return True
 
-    def set_numbers(self, numbers: list[int]) -> bool:
-        """Set the first of `numbers` for a step. False if a token would go where there is no room for it."""
-        step = self.tensor_step
-        self.numbers[: len(numbers)] = numbers  # type: ignore[assignment]
-        return max(numbers[step.place : step.place + step.rows]) < self.capacity
-
     def forget_rows_read(self) -> None:
         """Set the rows that a step read to none, for a step that counts them."""
         ctypes.memset(self.op.rows_read, 0, 16 * self.shape.B)
