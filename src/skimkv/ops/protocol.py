@@ -7,36 +7,17 @@ here with all its arguments, so that a type checker sees them at both ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
-from typing_extensions import Required, TypedDict, Unpack
+from typing_extensions import Unpack
 
 from ..stores.base import Store
 from ..stores.clusters import Clusters
 from ..stores.full import Full
 from ..stores.slots import Slots
-
-
-class Token(NamedTuple):
-    """The current token of every row: its key and its value, (B,H,D) each."""
-
-    k: Tensor
-    v: Tensor
-
-
-class SoftmaxOptions(TypedDict, total=False):
-    """How the attention weights of a query head are made of its products with keys: softmax(scale q K^T).
-
-    scale: 1/sqrt(D) unless the model says otherwise. softcap: logits become softcap * tanh(logits / softcap) (Gemma 2);
-    None: they stay. sinks (H,G) float32: a logit of each query head that joins the sum of every softmax and has no
-    value, so that the weights of the positions sum to less than 1 (gpt-oss). A sink is neither scaled nor capped; it is
-    a finite number, or -inf, which changes nothing. None: no sinks.
-    """
-
-    scale: Required[float]
-    softcap: float | None
-    sinks: Tensor | None
+from .step import SoftmaxOptions as SoftmaxOptions
+from .step import Token as Token
 
 
 class Again(Protocol):
