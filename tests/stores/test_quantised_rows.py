@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import skimkv
 from skimkv.methods import H2O, METHODS, Dense, SparQ, parse
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
@@ -97,6 +98,32 @@ def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
         turn: Any = store.rotation
         store.rotation = lambda keys, by: form.decode(form.encode(turn(keys, by).to(dtype)), torch.float32)
     close(y, decode(plain, store, decoded.tokens(280, 300)), dtype)
+
+
+@pytest.mark.parametrize(
+    ("kv", "D"), [("int4", D) for D in (2, 6, 10, 14, 66, 90)] + [("int8", D) for D in (1, 3, 15, 65)]
+)
+def test_rows_of_an_odd_number_of_bytes(kv, D):
+    """A slice that is one of them has an odd stride, and may begin at an odd address."""
+    form, x = RowFormat(D, kv), torch.randn(5, D)
+    held = form.encode(x)
+    assert held.shape[-1] % 2 == 1
+    together = form.decode(held, torch.float32)
+    bound = (x.amax(-1) - x.amin(-1)) / (2**form.bits - 1) / 2 + 2**-9
+    assert ((together - x).abs().amax(-1) <= bound).all()
+    assert all(torch.equal(form.decode(held[i : i + 1], torch.float32), together[i : i + 1]) for i in range(5))
+
+
+@pytest.mark.parametrize("spec", QUANTISED)
+def test_one_row_with_an_odd_number_of_bytes_decodes_as_it_does_in_a_batch(spec):
+    """Slices of one row have odd strides, and begin at odd addresses."""
+    method = parse(spec)
+    shape = Shape(2, 1, 2, 18 if method.kv == "int4" else 17)
+    s = Sequences.random(shape, 40)
+    alone = Sequences.random(shape, 40).rows([1])
+    with skimkv.backend("ref"):
+        ys = [decode(method, prompt(method, x.tokens(0, 1)), x.tokens(1, 40)) for x in (s, alone)]
+    close(ys[0][:, 1:], ys[1], torch.float32)
 
 
 @pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])

@@ -135,7 +135,9 @@ class RowFormat:
         if self.bits is None:
             return stored.to(dtype)
         to = dtype if dtype == torch.float64 else torch.float32
-        ends = stored[..., : self.ends_bytes].contiguous().view(torch.float16).to(to).unflatten(-1, (-1, 2))
+        # a clone: of a single row, `contiguous` returns the slice itself, whose strides may be odd
+        ends = stored[..., : self.ends_bytes].clone(memory_format=torch.contiguous_format)
+        ends = ends.view(torch.float16).to(to).unflatten(-1, (-1, 2))
         parts = []
         for i, code in enumerate(stored[..., self.ends_bytes :].split(SPAN * self.bits // 8, -1)):
             low, high = ends[..., i, :1], ends[..., i, 1:]
