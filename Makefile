@@ -60,13 +60,13 @@ sanitize: $(VENV)/.dev
 	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 SKIMKV_LIBRARY=build/sanitize \
 	    $(TEST) $(SANITIZED) $(ARGS)
 
-PYTHON_FILES := src tests benchmarks docs examples
+PYTHON_FILES := src tests benchmarks docs examples training
 C_FILES      := $(shell find csrc examples tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src training/*.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format $(PYTHON_FILES)

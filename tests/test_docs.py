@@ -48,7 +48,7 @@ def test_relative_links_lead_to_files(page):
 
 def test_paths_in_prose_exist():
     """A file or folder of the repository that a page names in backticks, or that the README's tree shows, exists."""
-    named = re.compile(r"`((?:src|csrc|tests|docs|benchmarks|examples)/[\w./-]+)`")
+    named = re.compile(r"`((?:src|csrc|tests|docs|benchmarks|examples|training)/[\w./-]+)`")
     names = {(page.name, name) for page in PAGES for name in named.findall(page.read_text(encoding="utf-8"))}
     tree = next(block for block in blocks(ROOT / "README.md", "text") if "src/skimkv/" in block)
     folder = Path()

@@ -1,1 +1,1 @@
-"""The bundled model, the folder `tiny` in Hugging Face format, and its training: python -m skimkv.models.train."""
+"""The bundled model: the folder `tiny` in Hugging Face format."""

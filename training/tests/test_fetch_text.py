@@ -1,4 +1,4 @@
-"""python -m skimkv.models.fetch_text: prose out of packages that lie on this disk, with their licences."""
+"""python -m training.fetch_text: prose out of packages that lie on this disk, with their licences."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from skimkv.cli.errors import carry_out
 from skimkv.cli.help import App
-from skimkv.models import fetch_text
-from skimkv.models.fetch_text import Source
+from training import fetch_text
+from training.fetch_text import Source
 
 LONG = "It was a dark and stormy night, and the captain said to the mate, tell us a story, and he began. "
 BOOK = Source(

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from skimkv.hf.load import BUILTIN
-from skimkv.models import folder
-from skimkv.models.network import Network
-from support.training import SHAPE
+from training import folder
+from training.network import Network
+from training.tests.micro_model import SHAPE
 
 FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from skimkv.models import train
-from skimkv.models.data import RowMaker
-from skimkv.models.network import Network
-from skimkv.models.trainer import Stage, Trainer, kind_shares
-from support.training import ALL_KINDS, SHAPE
+from training import train
+from training.data import RowMaker
+from training.network import Network
+from training.tests.micro_model import ALL_KINDS, SHAPE
+from training.trainer import Stage, Trainer, kind_shares
 
 STAGES = [Stage(64, 3, 1e-3, ALL_KINDS, 256), Stage(96, 3, 1e-3, ALL_KINDS, 192)]
 

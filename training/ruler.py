@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..eval.tasks.ruler import cwe, fwe, niah, vt
+from skimkv.eval.tasks.ruler import cwe, fwe, niah, vt
 
 Piece = tuple[str, float]  # a text, and what it weighs as an answer; 0: it is no answer
 

@@ -1,10 +1,10 @@
-"""Make the bundled model from nothing: `python -m skimkv.models.train --text FOLDER --out FOLDER`.
+"""Make the bundled model from nothing: `python -m training.train --text FOLDER --out FOLDER`.
 
 Training follows a curriculum. First come short rows of random tokens that come again: from these, and not from text, a
 network learns to look back, all at once. Then come random keys of several tokens, looked up over a gap: without them,
 lines with words for keys were not learnt in two hours. Then come text, facts, records and RULER's tasks of growing
 length, to 8192 tokens. The steps are planned for about three hours on 2 cores. Ctrl-C keeps what was learnt, and the
-same command goes on from there. `python -m skimkv.models.fetch_text` collects the text.
+same command goes on from there. `python -m training.fetch_text` collects the text.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import torch
 import typer
 from rich.progress import TextColumn
 
-from ..cli.errors import carry_out
-from ..cli.help import App
-from ..cli.options import MODEL_OPTIONS, OUTPUT_OPTIONS, resolve_device, seed_option
-from ..cli.output import progress_bar
+from skimkv.cli.errors import carry_out
+from skimkv.cli.help import App
+from skimkv.cli.options import MODEL_OPTIONS, OUTPUT_OPTIONS, resolve_device, seed_option
+from skimkv.cli.output import progress_bar
+from skimkv.hf.load import BUILTIN
+
 from . import folder
 from .data import KINDS, RowMaker, read_texts
 from .network import Network
 from .trainer import Stage, Trainer, kind_shares
 
-CONFIG = Path(__file__).parent / "tiny" / "config.json"
+CONFIG = BUILTIN / "config.json"
 
 COPIES, PAIRS = kind_shares(copies=1.0), kind_shares(copies=0.4, pairs=0.6)
 FIRST_TEXT = kind_shares(copies=0.1, pairs=0.18, passages=0.2, facts=0.08, records=0.26, prose=0.04, needles=0.14)
@@ -188,7 +190,7 @@ def main(
 
     Example:
 
-        python -m skimkv.models.train --text books --out my-model
+        python -m training.train --text books --out my-model
     """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"training needs torch 2.9 or later for torch.optim.Muon; this is {torch.__version__}")
@@ -239,4 +241,4 @@ def _device(name: str) -> torch.device:
 if __name__ == "__main__":
     app = App()
     app.command()(main)
-    raise SystemExit(carry_out(app, "skimkv.models.train"))
+    raise SystemExit(carry_out(app, "training.train"))

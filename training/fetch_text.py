@@ -1,4 +1,4 @@
-"""Collect the text that the bundled model is trained on: `python -m skimkv.models.fetch_text --out FOLDER ...`.
+"""Collect the text that the bundled model is trained on: `python -m training.fetch_text --out FOLDER ...`.
 
 All of it may be passed on: WikiText's validation part and Tiny Shakespeare, which you name as files, and books and
 documentation out of Debian packages, which `apt-get download` fetches and `dpkg-deb` unpacks, so it runs on Debian and
@@ -26,8 +26,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ..cli.errors import carry_out
-from ..cli.help import App
+from skimkv.cli.errors import carry_out
+from skimkv.cli.help import App
 
 SHORTEST = 80  # characters of a paragraph that counts as prose
 LEAST_LETTERS = 0.9  # of a paragraph: letters, spaces and the common marks
@@ -239,7 +239,7 @@ def main(
 
     Example:
 
-        python -m skimkv.models.fetch_text --wikitext wiki.valid.txt --shakespeare input.txt --out text
+        python -m training.fetch_text --wikitext wiki.valid.txt --shakespeare input.txt --out text
     """
     out.mkdir(parents=True, exist_ok=True)
     table = ["| source | licence | characters | times read |", "| --- | --- | --- | --- |"]
@@ -255,4 +255,4 @@ def main(
 if __name__ == "__main__":
     app = App()
     app.command()(main)
-    raise SystemExit(carry_out(app, "skimkv.models.fetch_text"))
+    raise SystemExit(carry_out(app, "training.fetch_text"))

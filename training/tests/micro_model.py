@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 
-from skimkv.models.data import KINDS
-from skimkv.models.train import CONFIG
+from training.data import KINDS
+from training.train import CONFIG
 
 SHAPE = {
     **json.loads(CONFIG.read_text()), "hidden_size": 32, "head_dim": 16, "intermediate_size": 64,

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 import skimkv
 from skimkv.hf.load import BUILTIN
-from skimkv.models import folder
-from skimkv.models.data import RowMaker
-from skimkv.models.network import LOOK_BACK, Network, rotate
-from support.training import SHAPE
+from training import folder
+from training.data import RowMaker
+from training.network import LOOK_BACK, Network, rotate
+from training.tests.micro_model import SHAPE
 
 
 def test_heads_look_back_from_the_start() -> None:

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..eval.tasks import lines, passkey, record
-from ..eval.tasks.ruler import words as ruler_words
+from skimkv.eval.tasks import lines, passkey, record
+from skimkv.eval.tasks.ruler import words as ruler_words
+
 from . import noise, ruler
 from .noise import BOS, EOS, Row
 from .ruler import Piece

@@ -1,4 +1,4 @@
-"""python -m skimkv.models.train: from nothing, from a model, and mistakes on its command line."""
+"""python -m training.train: from nothing, from a model, and mistakes on its command line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import skimkv
 from skimkv.cli.errors import carry_out
 from skimkv.cli.help import App
-from skimkv.models import train
-from support.training import SHAPE
+from training import train
+from training.tests.micro_model import SHAPE
 
 
 @pytest.fixture

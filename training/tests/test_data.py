@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from skimkv.eval.tasks.ruler import words
-from skimkv.models import folder
-from skimkv.models.data import RowMaker, read_texts
-from support.training import ALL_KINDS
+from training import folder
+from training.data import RowMaker, read_texts
+from training.tests.micro_model import ALL_KINDS
 
 
 def marked(maker: RowMaker, kind: str, seed: int, length: int = 1024) -> tuple[str, list[str]]:

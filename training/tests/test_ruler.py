@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from skimkv.models import ruler
-from skimkv.models.data import RowMaker
+from training import ruler
+from training.data import RowMaker
 
 LENGTH = 2048  # tokens, of which the tokenizer of the tests needs about one for two characters
 
