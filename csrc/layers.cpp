@@ -382,8 +382,7 @@ const char *skimkv_projections_run(const skimkv_projections *op, const void *x, 
 }
 
 const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, const void *x, const void *cos,
-                              const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel,
-                              int64_t *attention_ns) {
+                              const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel) {
     if (const char *error = layers_error(op, x, cos, sin, y, n)) return error;
     if (!selected_kernels()) return NO_KERNELS;
     const States states = states_of(op, n);
@@ -395,7 +394,6 @@ const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, 
         if (const char *error = step_error(steps[i], op->layers[i].before, n)) return error;
     }
     const Sizes first = sizes_of(op->layers->before->q);
-    int64_t in_attention = 0;
     const void *now = x;
     for (int64_t i = 0; i < op->count; i++) {
         const skimkv_projections *before = op->layers[i].before;
@@ -404,10 +402,8 @@ const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, 
                                                    threads, parallel);
         if (error) return error;
         if (steps) {
-            const int64_t began = skimkv::nanoseconds();
             error =
                 skimkv_step(steps[i], states.queries, states.attended, states.keys, states.values, threads, parallel);
-            in_attention += skimkv::nanoseconds() - began;
         } else {
             std::memset(states.attended, 0, (size_t)(n * sizes_of(before->q).out * value_bytes(first.dtype)));
         }
@@ -415,7 +411,6 @@ const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, 
         if (error) return error;
         now = next;
     }
-    if (attention_ns) *attention_ns = in_attention;
     const skimkv_rms_norm norm{op->norm, first.in, op->eps, first.dtype};
     return skimkv_rms_norm_run(&norm, now, y, n, threads, parallel);
 }

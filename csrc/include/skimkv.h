@@ -402,11 +402,10 @@ typedef struct skimkv_layers {
 
 /* x and y [n,size] are one token for each row of the caches, cos and sin [n,D] as above. steps[i] is the attention of
  * layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their addresses are set here. All of it is
- * validated before the first layer runs. Without steps (NULL) attention gives zeros, so that the rest can be timed.
- * attention_ns: NULL, or it becomes the time that attention took. */
+ * validated before the first layer runs. Without steps (NULL) attention gives zeros, so that the rest can be timed. */
 SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, const void *x,
                                          const void *cos, const void *sin, void *y, int64_t n, int threads,
-                                         skimkv_parallel parallel, int64_t *attention_ns);
+                                         skimkv_parallel parallel);
 
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller

@@ -84,14 +84,12 @@ def test_a_long_call_may_wait_longer():
     assert timings.kept("a") == [True, False, True, False] and timings.undelayed("a") == 2
 
 
-def test_a_part_of_the_calls_counts_as_the_whole_calls_do():
-    """A wait of 1 ms is little of 0.2 s, and much of the part that took 0.05 s."""
-    timings = Timings({"a": [0.2, 0.3, 0.4]}, {"a": [1e-3, 1e-3, 1e-2]})
-    assert timings.kept("a") == [True, True, False]
-    assert timings.ms("a") == pytest.approx(250)
-    assert timings.ms_of_part("a", [0.05, 0.07, 0.4]) == pytest.approx(60)
-    with pytest.raises(ValueError, match="zip"):
-        timings.ms_of_part("a", [0.05])
+def test_a_difference_is_taken_within_rounds():
+    """The machine became slower after the first round; the last round of b does not count."""
+    timings = Timings({"a": [1.0, 11.0, 12.0], "b": [0.5, 10.5, 1.0]}, {"a": [0.0] * 3, "b": [0.0, 0.0, 1.0]})
+    assert timings.ms_longer("a", "b") == 500 and timings.ms_longer("b", "a") == -500
+    apart = Timings({"a": [3.0, 9.0], "b": [9.0, 1.0]}, {"a": [0.0, 1.0], "b": [1.0, 0.0]})
+    assert apart.ms_longer("a", "b") == 2000  # no such round: of the medians of what counts
 
 
 def test_a_candidate_may_take_its_turn_in_some_rounds_only():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from .machine import Call, nothing
@@ -56,13 +56,6 @@ class Timings:
         """Return the median of the candidate's calls that count, in milliseconds."""
         return statistics.median(self._kept_seconds(name)) * 1e3
 
-    def ms_of_part(self, name: str, seconds: Sequence[float]) -> float:
-        """Return the median, in milliseconds, of a part of the candidate's calls: the seconds of those that count.
-
-        Whether a call counts is decided by all of its time, so that no part is longer than the whole.
-        """
-        return statistics.median(s for s, keep in zip(seconds, self.kept(name), strict=True) if keep) * 1e3
-
     def ms_range(self, name: str) -> tuple[float, float]:
         """Return the shortest and the longest time of the candidate's calls that count, in milliseconds."""
         return min(self._kept_seconds(name)) * 1e3, max(self._kept_seconds(name)) * 1e3
@@ -72,10 +65,22 @@ class Timings:
 
         If there is no such round, it is the ratio of the medians.
         """
-        either_seldom = slow in self.seldom or fast in self.seldom
-        pairs = zip(self._in_rounds(slow, either_seldom), self._in_rounds(fast, either_seldom), strict=True)
-        ratios = [a / b for (a, keep_a), (b, keep_b) in pairs if keep_a and keep_b]
+        ratios = [a / b for a, b in self._pairs(slow, fast)]
         return statistics.median(ratios) if ratios else self.ms(slow) / self.ms(fast)
+
+    def ms_longer(self, slow: str, fast: str) -> float:
+        """Return the median of seconds(slow) - seconds(fast) over the rounds in which both count, in milliseconds.
+
+        If there is no such round, it is the difference of the medians.
+        """
+        longer = [a - b for a, b in self._pairs(slow, fast)]
+        return statistics.median(longer) * 1e3 if longer else self.ms(slow) - self.ms(fast)
+
+    def _pairs(self, one: str, other: str) -> list[tuple[float, float]]:
+        """The seconds of two candidates in every round in which both count; none if they took no turns together."""
+        either_seldom = one in self.seldom or other in self.seldom
+        pairs = zip(self._in_rounds(one, either_seldom), self._in_rounds(other, either_seldom), strict=True)
+        return [(a, b) for (a, keep_a), (b, keep_b) in pairs if keep_a and keep_b]
 
     def _in_rounds(self, name: str, seldom: bool) -> list[tuple[float, bool]]:
         """The candidate's seconds, and which count, in all rounds or in those of candidates that are seldom called."""

@@ -4,21 +4,19 @@ The model has the shape of a real one and random weights; its caches hold random
 All ways to decode take turns, call by call, where their caches fit in memory together; other programs on the same GGUF
 file take turns with them (`rivals`). Where transformers' own step is many times as slow as ours, it takes its turn in
 some rounds only: it takes gigabytes from the system and gives them back, and the system is busy with them while the
-next steps run. `ms_attention` is timed around every layer's cache and attention on a CPU. A GPU runs ahead of its host,
-so there it is what a token takes longer than one after a few tokens. `ms_weights` is the rest. `ms_linear` is how long
-the linear layers alone take on a CPU, one after the other, with their part of Python, and with what is between them
-where several are one operation: what is left of `ms_weights` is the rest of the model.
+next steps run. `ms_attention` is what a token takes longer than one after a few tokens, and `ms_weights` is the rest.
+`ms_linear` is how long the linear layers alone take on a CPU, one after the other, with their part of Python, and with
+what is between them where several are one operation: what is left of `ms_weights` is the rest of the model.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import LlamaForCausalLM
 
@@ -27,28 +25,14 @@ from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing, peak_bandwidth
 from .models import Decoder, Subject, cache_shape, next_token, random_cache, random_llama, weight_bytes
+from .own_layers import OURS, PLAIN, OwnLayers
 from .rivals import Program, Rival, programs
 from .rounds import Timings, take_turns
-from .step_clock import OURS, PLAIN, AttentionClock, OwnLayers
 
-FEW = 16  # tokens in the cache of a step on a GPU whose time is that of the weights
+FEW = 16  # tokens in the cache of a step whose time is that of the weights
 WARM_UP = 4  # steps before the clock: memory is touched, kernels are compiled and captured
 COMPILE: bool | str = True  # attach(compile=...)
 SLOW = 4.0  # a step of transformers' that takes so many times as long as the fastest of ours is seldom taken
-
-
-class Measured(NamedTuple):
-    """Seconds of a decoder's steps.
-
-    attention: of those in attention, where it was timed. waited: for a processor, where that is known. linear: of the
-    linear layers alone, where they were timed. seldom: whether it took its turn in some rounds only, as in `Timings`.
-    """
-
-    steps: list[float]
-    attention: list[float]
-    waited: list[float]
-    linear: Sequence[float] = ()
-    seldom: bool = False
 
 
 def time_together(
@@ -59,29 +43,25 @@ def time_together(
     tick: Call,
     compile: bool,
     rivals: Sequence[Rival] = (),
-) -> tuple[dict[str, Measured], float]:
-    """Take the steps of these decoders in turn, by name, and those of rivals that were started.
+) -> tuple[Timings, float]:
+    """Take the steps of these decoders in turn, by label, those of rivals that were started, and of PLAIN and OURS.
 
     The number is the bandwidth in bytes per second meanwhile.
     """
     named = {decoder.label: decoder for decoder in decoders}
     others = {rival.name: rival for rival in rivals}
-    clocks, calls = dict[str, AttentionClock](), dict[str, Call]()
+    calls: dict[str, Call] = {}
     for name, decoder in named.items():
         cache = random_cache(model, decoder.method, decoder.tokens, WARM_UP + rounds)
-        if _by_difference(machine, compile):
-            calls[name] = partial(next_token, model, cache)
-        else:
-            clocks[name] = AttentionClock(model, cache)
-            calls[name] = clocks[name].next_token
+        calls[name] = partial(next_token, model, cache)
     moves = machine.bandwidth_calls()
-    layers = OwnLayers(model)
+    layers, has_own = OwnLayers(model), machine.device.type == "cpu" and not compile
 
     def before(name: str) -> None:
         """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
         if name in named:
             method = named[name].method
-            layers.use(layers.plain if method is None or _by_difference(machine, compile) else layers.ours)
+            layers.use(layers.ours if has_own and method is not None else layers.plain)
             if method is None:
                 detach(model)
             else:
@@ -109,7 +89,7 @@ def time_together(
         fastest = min((seconds[name] for name in named), default=0.0)
         return [name for name in named if named[name].method is None and seconds[name] > SLOW * fastest]
 
-    if clocks:
+    if has_own:
         calls |= layers.calls()
     calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
@@ -117,22 +97,7 @@ def time_together(
     layers.use(layers.plain)
     detach(model)
     timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
-    measured = {
-        name: Measured(
-            timings.seconds[name],
-            clocks[name].seconds[WARM_UP:] if name in clocks else [],
-            timings.waited.get(name, []),
-            timings.seconds.get(PLAIN if name in named and named[name].method is None else OURS, []),
-            name in timings.seldom,
-        )
-        for name in (*named, *others)
-    }
-    return measured, peak_bandwidth(moves, timings.seconds)
-
-
-def _by_difference(machine: Machine, compile: bool) -> bool:
-    """Whether the time in attention is what a step takes longer than one after a few tokens."""
-    return compile or machine.device.type != "cpu"
+    return timings, peak_bandwidth(moves, timings.seconds)
 
 
 def token(
@@ -182,28 +147,28 @@ def time_tokens(
     specs = specs if against else [None, *specs]
     rows, peaks = [], []
     for n in lengths:
-        decoders = [Decoder(spec, n) for spec in specs]
-        if _by_difference(machine, compile):
-            decoders += [Decoder(spec, FEW) for spec in specs]
-        contenders: list[Contender] = [*decoders]
+        decoders = [Decoder(spec, tokens) for tokens in (n, FEW) for spec in specs]
+        rivals: list[tuple[Path, Program]] = []
         for kind, path in against.items():
             assert subject.file is not None
             turns = WARM_UP + rounds
             kind_programs = programs(kind, subject.file, n, machine.threads, turns, cache_shape(model).G)
-            contenders += [(path, program) for program in kind_programs]
-        groups = _groups(machine, subject, decoders, contenders[len(decoders) :], n, compile)
-        parts: list[dict[str, Measured]] = []
-        peak = 0.0
+            rivals += [(path, program) for program in kind_programs]
+        groups = _groups(machine, subject, decoders, rivals, n, compile)
+        parts, peak = list[Timings](), 0.0
         for group in groups:
             measured, bandwidth = _time_group(machine, subject, group, n, rounds, tick, compile)
             parts, peak = [*parts, measured], max(peak, bandwidth)
             gc.collect()
         peaks.append(peak)
-        together = all(decoder.label in part for decoder in decoders for part in parts)
+        together = all(decoder.label in part.seconds for decoder in decoders for part in parts)
         if not together:
-            parts = [{name: x for part in parts for name, x in part.items()}]
+            parts = [Timings(
+                {name: seconds for part in parts for name, seconds in part.seconds.items()},
+                {name: waited for part in parts for name, waited in part.waited.items()},
+            )]  # fmt: skip
         setting = {"shape": subject.shape, "weights": subject.weights, "length": n, "interleaved": together}
-        for row in _joined([_rows(model, specs, n, rounds, part, peak) for part in parts]):
+        for row in _joined([_rows(model, specs, rivals, n, rounds, part, peak) for part in parts]):
             rows.append({**row, **setting, "compiled": compile and row["method"] != "transformers"})
     return {
         "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
@@ -274,7 +239,7 @@ def _time_group(
     rounds: int,
     tick: Call,
     compile: bool,
-) -> tuple[dict[str, Measured], float]:
+) -> tuple[Timings, float]:
     """Time contenders in turn, and programs among them. Raises ValueError if they do not fit in memory."""
     need, free = sum(_bytes(subject, contender, n) for contender in contenders), machine.free_bytes()
     if need > free:
@@ -295,57 +260,50 @@ def _time_group(
 def _rows(
     model: LlamaForCausalLM,
     specs: Sequence[Method | None],
+    programs: Sequence[tuple[Path, Program]],
     n: int,
     rounds: int,
-    measured: Mapping[str, Measured],
+    timings: Timings,
     peak: float,
 ) -> list[dict[str, Any]]:
     """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
     layers, weights, shape = len(model.model.layers), weight_bytes(model), cache_shape(model)
-    ours = {Decoder(spec, n).name: measured[Decoder(spec, n).label] for spec in specs}
-    labels = {Decoder(spec, tokens).label for spec in specs for tokens in (n, FEW)}
-    rivals = {name: x for name, x in measured.items() if name not in labels}
-    both = {**ours, **rivals}
-    waited = {name: x.waited for name, x in both.items() if x.waited}
-    seldom = [name for name, x in both.items() if x.seldom]
-    timings = Timings({name: x.steps for name, x in both.items()}, waited, seldom)
-    rows = []
+    dense_label = Decoder(Dense(), n).label
+    rivals = [program.name for _, program in programs if program.name in timings.seconds]
+    rows, label_of = list[dict[str, Any]](), dict(zip(rivals, rivals, strict=True))
     for spec in specs:
-        name, attention = Decoder(spec, n).name, ours[Decoder(spec, n).name].attention
-        linear = ours[name].linear
+        decoder, few = Decoder(spec, n), Decoder(spec, FEW).label
+        label_of[decoder.name] = label = decoder.label
+        linear = PLAIN if spec is None else OURS
         moved, dense = (
             layers * (method or Dense()).traffic(n + WARM_UP + rounds // 2, shape, model.dtype).bytes
             for method in (spec, None)
         )
-        if attention:
-            ms_attention = timings.ms_of_part(name, attention)
-        else:
-            few = measured[Decoder(spec, FEW).label].steps
-            ms_attention = timings.ms(name) - statistics.median(few) * 1e3
+        ms_attention = timings.ms_longer(label, few)
         rows.append({
-            **_times(timings, name), "layers": layers,
-            "ms_attention": ms_attention, "ms_weights": timings.ms(name) - ms_attention,
-            "ms_linear": statistics.median(linear) * 1e3 if linear else None,
+            "method": decoder.name, **_times(timings, label, dense_label), "layers": layers,
+            "ms_attention": ms_attention, "ms_weights": timings.ms(label) - ms_attention,
+            "ms_linear": timings.ms(linear) if linear in timings.seconds else None,
             "floor_ms": (moved + weights) / peak * 1e3,
             "cache_bytes": moved, "bytes_read": moved, "weight_bytes": weights,
             "speedup_allowed": (dense + weights) / (moved + weights),
-            "speedup_transformers": timings.ratio("transformers", name) if None in specs else None,
+            "speedup_transformers": timings.ratio(Decoder(None, n).label, label) if None in specs else None,
         })  # fmt: skip
-    rows += [{**_times(timings, name), "layers": layers} for name in rivals]
+    rows += [{"method": name, **_times(timings, name, dense_label), "layers": layers} for name in rivals]
     if rivals:
         settings = [name for name in rivals if name.startswith("llama.cpp")]
         better = min(settings, key=timings.ms, default=None)
         for row in rows:
-            row["speedup_rivals"] = {name: timings.ratio(name, row["method"]) for name in rivals}
+            row["speedup_rivals"] = {name: timings.ratio(name, label_of[row["method"]]) for name in rivals}
             row["better"] = row["method"] == better
     return rows
 
 
-def _times(timings: Timings, name: str) -> dict[str, Any]:
-    """What a row says of the times of a candidate."""
+def _times(timings: Timings, name: str, dense: str) -> dict[str, Any]:
+    """What a row says of the times of a candidate; dense is the name of our dense attention."""
     ms_min, ms_max = timings.ms_range(name)
     return {
-        "method": name, "calls": len(timings.seconds[name]), "kept": timings.undelayed(name),
+        "calls": len(timings.seconds[name]), "kept": timings.undelayed(name),
         "ms": timings.ms(name), "ms_min": ms_min, "ms_max": ms_max,
-        "speedup_dense": timings.ratio("Dense()", name),
+        "speedup_dense": timings.ratio(dense, name),
     }  # fmt: skip

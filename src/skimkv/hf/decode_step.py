@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from ctypes import c_int64
 from typing import Any, cast
 
 import torch
@@ -45,14 +44,10 @@ MODELS: dict[type[nn.Module], set[str]] = {
 
 
 class StepForward:
-    """The forward of a model of decoder layers, whose decode steps are one operation.
-
-    attention_ns: None, or a number that becomes the nanoseconds which attention took in the last such step.
-    """
+    """The forward of a model of decoder layers, whose decode steps are one operation."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        self.attention_ns: c_int64 | None = None
         self._joint = JointOperation(self._prepare)
         self._dicts: list[Mapping[str, nn.Module]] = []
         self._modules: list[nn.Module] = []
@@ -104,7 +99,7 @@ class StepForward:
             if not operation.fits(x, *angles):
                 return None
             cos, sin = angles
-            y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses, self.attention_ns))
+            y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses))
             return y
         finally:
             step.release()

@@ -198,14 +198,11 @@ class Layers:
             return False
         return shape in ((x.shape[0], 1, self.D), (1, 1, self.D))
 
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, steps: Sequence[int] | None, attention_ns: c_int64 | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, steps: Sequence[int] | None) -> Tensor:
         """Compute all layers of x (B,1,in), which `fits` cos and sin, -> (B,1,in).
 
         steps: the address of each layer's step of attention; None: attention gives zeros, so that the rest can be
-        timed. attention_ns: where to put the nanoseconds that attention took. Raises ValueError with the library's
-        reason: before the first layer runs, unless memory ran out.
+        timed. Raises ValueError with the library's reason: before the first layer runs, unless memory ran out.
         """
         B = x.shape[0]
         if cos.shape[0] != B:
@@ -216,10 +213,9 @@ class Layers:
             raise ValueError(f"there are {len(steps)} steps of attention for {self.count} layers")
         y = torch.empty_like(x)
         addresses = None if steps is None else (c_void_p * self.count)(*steps)
-        clock = None if attention_ns is None else ctypes.addressof(attention_ns)
         threads = torch.get_num_threads() if self.pool else 1
         pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-        _raise(self.run(self.address, addresses, *pointers, B, threads, self.pool, clock))
+        _raise(self.run(self.address, addresses, *pointers, B, threads, self.pool))
         return y
 
 
@@ -229,7 +225,7 @@ def _library() -> ctypes.CDLL:
     lib.skimkv_gated_mlp_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
     lib.skimkv_layer_end_run.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
     lib.skimkv_layer_end_run.restype = c_char_p
-    lib.skimkv_layers_run.argtypes = [c_void_p] * 6 + [c_int64, c_int, c_void_p, c_void_p]
+    lib.skimkv_layers_run.argtypes = [c_void_p] * 6 + [c_int64, c_int, c_void_p]
     lib.skimkv_layers_run.restype = c_char_p
     lib.skimkv_projections_run.argtypes = [c_void_p] * 7 + [c_int64, c_int, c_void_p]
     lib.skimkv_gated_mlp_run.restype = lib.skimkv_projections_run.restype = c_char_p
