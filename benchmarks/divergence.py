@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 from skimkv import plotting, spec
 from skimkv.cli import output
 from skimkv.eval.panels import label
-from skimkv.eval.plan import Plan, Setup, fingerprint, plan_job, supported_methods
+from skimkv.eval.plan import Plan, Setup, plan_job, supported_methods
 from skimkv.eval.results import Results, Tail
 from skimkv.eval.run import run_evaluation
 from skimkv.eval.statistics import cluster_bootstrap
 from skimkv.eval.tasks import parse as parse_task
+from skimkv.hf import fingerprint
 from skimkv.hf.load import load
 from skimkv.methods import parse
 from skimkv.ops import select_backend
@@ -208,7 +209,8 @@ def run(args: argparse.Namespace) -> list[Record]:
     records: list[Record] = []
     for counted, templates in ((False, args.method or GRIDS), (True, args.counted or ())):
         specs = [method for template in templates for method in settings(template)]
-        setup = Setup(model, tokenizer, args.model, args.seed, args.batch, counted, fingerprint(model))
+        weights = fingerprint.of_model(model, tokenizer, args.model)
+        setup = Setup(model, tokenizer, args.model, args.seed, args.batch, counted, weights)
         methods, misfits = supported_methods(setup, [parse(method) for method in specs])
         for misfit in misfits:
             print(f"Left out: {misfit}", file=sys.stderr)

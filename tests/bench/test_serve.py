@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import skimkv
 from skimkv.bench import figures
 from skimkv.bench import serve as bench
 from skimkv.bench.machine import Cpu
@@ -76,20 +77,26 @@ def test_all_ways_generate_the_same_tokens_where_nothing_is_dropped() -> None:
     assert models.plain.lm_head.weight is models.ours.lm_head.weight
 
 
-@pytest.mark.slow
 def test_what_a_file_holds_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "serve.jsonl"
-    first = measure(file)
-    assert [json.loads(line) for line in file.read_text().splitlines()] == first["rows"]
-    taken: list[Any] = []
+    """A torn line and a damaged one cost what stood in them, and the rows of another version count for nothing."""
+    file, taken = tmp_path / "serve.jsonl", list[Any]()
     original = bench._measure
     monkeypatch.setattr(bench, "_measure", lambda *args: taken.append(args[2]) or original(*args))  # type: ignore[func-returns-value]
-    assert measure(file) == first
-    assert taken == []
-    longer = measure(file, [(36, 4), (36, 2)])
-    assert longer["rows"][: len(first["rows"])] == first["rows"]
-    assert [(setting.new, setting.equal) for setting in taken] == [(2, "memory"), (2, "batch")]
+    first = measure(file)
+    whole = file.read_bytes()
+    assert measure(file) == first and file.read_bytes() == whole
+    assert [setting.equal for setting in taken] == ["memory", "batch"]
     assert measure(file, memory=3 * SEQUENCE)["rows"] != first["rows"]
+    lines = whole.splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])  # killed in the last line
+    assert measure(file)["rows"][:4] == first["rows"][:4] and len(taken) == 5
+    file.write_bytes(b"".join(lines[:-2]) + lines[-2][:50] + lines[-1])  # a line was added to a torn one
+    with pytest.warns(UserWarning, match="serve.jsonl, line 8: it is damaged and left out"):
+        assert measure(file)["rows"][:4] == first["rows"][:4]
+    assert len(taken) == 6
+    file.write_bytes(whole.replace(f'"skimkv": "{skimkv.__version__}"'.encode(), b'"skimkv": "0.0.9"'))
+    measure(file)
+    assert len(taken) == 8, "measured with another version"
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -97,7 +104,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     for text in ("notes\n", "{}\n"):
         file.write_text(text)
         with pytest.raises(
-            ValueError, match=r"notes.txt, line 1: not a record of skimkv bench serve; give another --out"
+            ValueError, match=r"notes.txt, line 1: no record of skimkv bench serve; choose another file"
         ):
             measure(file)
         assert file.read_text() == text

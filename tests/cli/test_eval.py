@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import skimkv
+from skimkv import records
 from skimkv.cli.app import main
 from skimkv.cli.eval import Mode, Sweep
-from skimkv.eval import plan, results, sweeps
+from skimkv.eval import results, sweeps
+from skimkv.hf import fingerprint
 from support.evaluation import SPECS, eval_argv
 
 
@@ -73,7 +75,7 @@ def test_a_full_disk_ends_it_in_one_line(tmp_path, capsys, monkeypatch):
         left[0] -= 1
         return write(file, data if left[0] >= 0 else data[:50])
 
-    monkeypatch.setattr(results.os, "write", full)
+    monkeypatch.setattr(records.os, "write", full)
     assert main(eval_argv(out)) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].endswith("bytes were written: the disk is full")
     monkeypatch.undo()
@@ -135,8 +137,8 @@ def test_records_of_another_model_or_other_data_are_not_taken(tmp_path, capsys, 
     before = out.read_bytes()
     rows = results.load(out)
     assert len({row["source"] for row in rows}) == 6, "one for each example"
-    weights = plan.fingerprint
-    monkeypatch.setattr(plan, "fingerprint", lambda model: weights(model)[::-1])
+    original = fingerprint.of_model
+    monkeypatch.setattr(fingerprint, "of_model", lambda *model: original(*model)[::-1])
     assert main(eval_argv(out)) == 2 and out.read_bytes() == before
     assert "r.jsonl has record(lines=12, asked=3), blind, Dense(), 0-0 of another model" in capsys.readouterr().err
 
@@ -190,7 +192,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return write(file, data)
 
-    monkeypatch.setattr(results.os, "write", interrupted)
+    monkeypatch.setattr(records.os, "write", interrupted)
     assert main(eval_argv(out)) == 130
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error == f"skimkv: interrupted: 6 records are in {out}; the same command goes on where it stopped"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import skimkv
 from skimkv.eval import budgets, sweeps, tasks
-from skimkv.eval.plan import fingerprint, matched_to, plan_evaluation, supported_methods
+from skimkv.eval.plan import matched_to, plan_evaluation, supported_methods
 from skimkv.eval.shared_prompt import layer_shapes
 from support.evaluation import TASK, builtin, small_job
 
@@ -81,15 +80,6 @@ def test_the_matched_sweep_leaves_out_what_the_model_cannot_do(monkeypatch):
     matched, notes = matched_to(*small_job("record(lines=60, asked=1)", specs=(), limit=1))
     assert not any(isinstance(method, skimkv.StreamingLLM) for method in matched)
     assert sum("StreamingLLM" in note and "no rotary embeddings" in note for note in notes) == 3
-
-
-def test_a_fingerprint_is_of_the_weights():
-    model = torch.nn.Linear(30, 40)
-    first = fingerprint(model)
-    assert fingerprint(model) == first
-    with torch.no_grad():
-        model.weight += 1e-3
-    assert fingerprint(model) != first
 
 
 def test_examples_longer_than_the_positions_are_for_methods_that_count_them_in_their_cache():

@@ -9,6 +9,7 @@ per second are generated tokens over the time of prompt and generation, as in th
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from .. import ops
 from ..hf.attach import Cache
 from ..methods import Dense, parse
 from ..methods.base import Method
@@ -143,12 +145,11 @@ def serve(
     each comparison; those that it holds are not measured again.
     Raises ValueError if shape or weights are unknown, or if a candidate has no room for one sequence.
     """
-    kept = Records(records)
     rows: list[dict[str, Any]] = []
-    models = Models.random(shape, layers, weights, max(map(sum, lengths)), machine)
-    for prompt, new in lengths:
-        specs = [None, Dense(), *map(parse, methods or default_methods(prompt, new))]
-        for equal in (MEMORY, BATCH):
+    with Records(records, ops.select_backend(machine.device.type)[0]) as kept:
+        models = Models.random(shape, layers, weights, max(map(sum, lengths)), machine)
+        for (prompt, new), equal in itertools.product(lengths, (MEMORY, BATCH)):
+            specs = [None, Dense(), *map(parse, methods or default_methods(prompt, new))]
             setting = Setting(shape, len(models.plain.model.layers), weights, prompt, new, memory, equal, TRANSFORMERS)
             chosen = _candidates(models.plain, setting, list(dict.fromkeys(specs)))
             fields = setting._asdict() | {"machine": machine.name}

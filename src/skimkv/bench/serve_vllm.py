@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import ops
 from ..methods import Dense, parse
 from .machine import Call, Machine, nothing
 from .models import random_llama
@@ -51,8 +52,9 @@ def serve(
     or if an engine does not start.
     """
     check_engine(VLLM, weights)
-    kept, rows = Records(records), []
-    with tempfile.TemporaryDirectory() as folder:
+    rows: list[dict[str, Any]] = []
+    backend = ops.select_backend(machine.device.type)[0]
+    with Records(records, backend) as kept, tempfile.TemporaryDirectory() as folder:
         model = random_llama(shape, layers, weights, max(map(sum, lengths)))
         _write(model, folder)
         layers = len(model.model.layers)

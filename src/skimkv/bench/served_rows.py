@@ -6,10 +6,11 @@ Neither torch nor vLLM is imported with this module, so that a mistake is report
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ..records import Kind, RecordFile, package_versions
 
 MEMORY, BATCH = "memory", "batch"  # what the candidates of a comparison have in common
 TRANSFORMERS, VLLM = "transformers", "vllm"
@@ -43,36 +44,43 @@ class Setting(NamedTuple):
     engine: str
 
 
-class Records:
-    """The rows of a file (JSON Lines), to which new ones are added; without a file there are none."""
+def _problem(row: Mapping[str, Any]) -> str | None:
+    return None if {"method", "equal", "tokens_per_s"} <= row.keys() else f"no {SERVED.name}"
 
-    def __init__(self, path: Path | None) -> None:
-        """Read the file, if it exists. Raises ValueError if it holds something else."""
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-        if path is None or not path.exists():
-            return
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or "tokens_per_s" not in row:
-                raise ValueError(f"{path}, line {number}: not a record of skimkv bench serve; give another --out")
-            self.rows.append(row)
+
+SERVED = Kind("served", "record of skimkv bench serve", _problem)
+
+
+class Records:
+    """The rows of a file, to which new ones are added; without a file there are none. Use it in a `with` statement.
+
+    A row is of the backend, and of the versions of skimkv, torch and transformers, that it was measured with: another
+    one's is measured again. Raises ValueError if the file holds something else, or if another run is writing to it.
+    """
+
+    def __init__(self, path: Path | None, backend: str) -> None:
+        self._origin = {"versions": package_versions(), "backend": backend}
+        self._file = None if path is None else RecordFile(path, SERVED, backend, resume_anyway=True)
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._file is not None:
+            self._file.__exit__(*exc)
 
     def find(self, candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
         """The latest row with the fields of each candidate; None unless all candidates have one."""
-        found = []
-        for fields in candidates:
-            row = next((row for row in reversed(self.rows) if fields.items() <= row.items()), None)
-            if row is None:
-                return None
-            found.append(dict(row))
-        return found
+        rows = [] if self._file is None else self._file.records[::-1]
+        keys = [{**fields, **self._origin}.items() for fields in candidates]
+        found = [next((row for row in rows if key <= row.items()), {}) for key in keys]
+        return [self._without_origin(row) for row in found] if all(found) else None
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rows of one comparison to the file, in one write."""
-        if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        """Add the rows of one comparison to the file."""
+        for row in rows:
+            if self._file is not None:
+                self._file.add({**row, **self._origin})
+
+    def _without_origin(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in self._origin}

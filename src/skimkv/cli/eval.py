@@ -220,9 +220,10 @@ def _load(model: str, dtype: str | None, place: torch.device, seed: int, batch: 
     from ..hf.load import load
 
     network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
-    from ..eval.plan import Setup, fingerprint
+    from ..eval.plan import Setup
+    from ..hf import fingerprint
 
-    return Setup(network, tokenizer, model, seed, batch, count, fingerprint(network))
+    return Setup(network, tokenizer, model, seed, batch, count, fingerprint.of_model(network, tokenizer, model))
 
 
 def _machine_name(place: torch.device) -> str:

@@ -150,6 +150,7 @@ def tune(
     with Results(out, ops.select_backend(place.type)[0], resume_anyway) as results:
         network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
         from ..eval.tune import DivergenceScorer, Scorer
+        from ..hf import fingerprint
         from ..hf.attach import check_length
 
         check_length(network, prompt + scored + 1)
@@ -157,7 +158,8 @@ def tune(
         scorer, spec = Scorer, f"tune(prompt={prompt}, scored={scored})"
         if target.is_kl:
             scorer, spec = DivergenceScorer, f"kl(context={prompt}, reference={scored})"
-        key = {"model": model, "dtype": str(network.dtype).removeprefix("torch."), "task": spec}
+        source = fingerprint.of_model(network, tokenizer, model)
+        key = {"model": model, "dtype": str(network.dtype).removeprefix("torch."), "task": spec, "source": source}
         tuned, checked = (
             scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {cut.digest}"}, batch)
             for name, part in (("tuned", cut.tuned), ("checked", cut.checked))

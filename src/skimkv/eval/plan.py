@@ -32,7 +32,7 @@ class Setup(NamedTuple):
     """What all records of an evaluation share.
 
     counted: measure the traffic, on the reference backend and row by row, instead of predicting it. weights: the
-    model's fingerprint.
+    fingerprint of the model (hf/fingerprint.py).
     """
 
     model: Any
@@ -99,15 +99,6 @@ def record_key(setup: Setup, job: Job, method: Method, planned: PlannedExample) 
     dtype = str(setup.model.dtype).removeprefix("torch.")
     job_key = setup.counted, job.task.spec, job.mode
     return RecordKey(setup.name, dtype, setup.seed, *job_key, repr(method), planned.example.id)
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """A digest of the weights: of their names and shapes, and of up to 64 numbers of each."""
-    digest = hashlib.sha256()
-    for name, x in model.state_dict().items():
-        numbers = x.detach().flatten()[:: max(1, -(-x.numel() // 64))].double().cpu()
-        digest.update(f"{name} {tuple(x.shape)} {numbers.tolist()}".encode())
-    return digest.hexdigest()[:16]
 
 
 def plan_evaluation(

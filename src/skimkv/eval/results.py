@@ -1,31 +1,18 @@
-"""Records of an evaluation, the file that holds them, and their summary.
-
-A file is JSON Lines, a header and then one record per line, written so that a killed run loses nothing and repeats
-nothing.
-"""
+"""Records of an evaluation, the file that holds them, and their summary."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import math
-import os
 import reprlib
-import stat
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any, NamedTuple
 
-from .. import __version__
+from ..records import Kind, RecordFile, check_regular, read_records
 from .statistics import TAIL, cluster_bootstrap, quantile, quantile_bootstrap, score_interval, standard_error
 from .tasks import parse as parse_task
 
-FORMAT = 1  # of the file; it changes when a reader of this version would misread it
-HEADER_START = b'{"skimkv": "results", "format": '  # of the first line of every file
 REQUIRED = {"model", "task", "mode", "method", "id", "score"}  # keys without which a line is no record
 FOR_SUMMARY = {"dtype", "seed", "counted", "prompt_tokens", "steps", "bytes", "dense_bytes"}  # `load` needs these too
 TEXTS = {"model", "dtype", "task", "mode", "method", "id", "source", "context", "output", "backend"}
@@ -90,163 +77,6 @@ class Record(NamedTuple):
         return {**fields.pop("key")._asdict(), **fields}
 
 
-class Results:
-    """A results file, open for appending; `records` are those it holds.
-
-    The first line is a header, which says that the file is skimkv's; a file of an earlier version begins with a record
-    instead. A line is one write. Nothing is changed before the first record is added: then a new file gets its
-    header, and a torn last line, of a run that was killed in it, is dropped, since its record is made again.
-
-    backend: the one that makes the records to come. resume_anyway: add to records of another version or backend.
-    Raises ValueError if the file is no results file, if another run is writing to it, or, without resume_anyway, if
-    its records are of another version of skimkv or of another backend. The file is not touched then.
-    """
-
-    def __init__(self, path: Path, backend: str, resume_anyway: bool = False) -> None:
-        self.path = path
-        try:
-            check_regular(path)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}") from None
-        try:
-            _lock(self._file, path)
-            content = _read(path)
-            if not resume_anyway:
-                _check_same_origin(path, content, backend)
-        except BaseException:
-            os.close(self._file)
-            raise
-        self.records = content.records
-        self._whole_bytes, self._is_torn = content.whole_bytes, content.is_torn
-        self._backend = backend
-
-    def find(self, sources: Mapping[RecordKey, str]) -> dict[RecordKey, dict[str, Any]]:
-        """The records with these keys that the file holds.
-
-        Raises ValueError if one of them does not have the source that `sources` says, and so is of another model or
-        of other data.
-        """
-        records_by_key = {}
-        for record in self.records:
-            key = RecordKey.of(record)
-            if key not in sources:
-                continue
-            if record.get("source") != sources[key]:
-                what = ", ".join(map(str, key[4:]))
-                raise ValueError(f"{self.path} has {what} of another model or other data; choose another --out")
-            records_by_key[key] = record
-        return records_by_key
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Append a record to the file.
-
-        Raises OSError where the disk is full; the next run drops what was written of the line.
-        """
-        if self._is_torn:
-            os.ftruncate(self._file, self._whole_bytes)
-            self._is_torn = False
-        if not self._whole_bytes:
-            header = {"skimkv": "results", "format": FORMAT, "backend": self._backend, "versions": package_versions()}
-            self._write(header)
-        self._write(record)
-        self.records.append(record)
-
-    def _write(self, content: Mapping[str, Any]) -> None:
-        """Append one line. Raises OSError if not all of it could be written."""
-        line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
-        try:
-            written = os.write(self._file, line)
-        except OSError as error:
-            raise OSError(f"{self.path}: {error.strerror}; what it holds is kept") from None
-        if written < len(line):
-            self._is_torn = True
-            raise OSError(f"{self.path}: {written} of {len(line)} bytes were written: the disk is full")
-        self._whole_bytes += written
-
-    def __enter__(self) -> Results:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):
-            os.fsync(self._file)
-        os.close(self._file)
-
-
-class _Content(NamedTuple):
-    """What a results file holds. whole_bytes: of its whole lines; is_torn: the last line has no end."""
-
-    header: dict[str, Any] | None
-    records: list[dict[str, Any]]
-    whole_bytes: int
-    is_torn: bool
-
-
-def check_regular(path: Path) -> None:
-    """Raise ValueError if there is something at `path` that is no regular file: a folder, a pipe or a device."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
-        raise ValueError(f"{path}: this is {kind}; records are kept in a regular file")
-
-
-@functools.cache
-def package_versions() -> dict[str, str]:
-    """The versions of skimkv and of the packages that its answers depend on."""
-    return {"skimkv": __version__, **{name: version(name) for name in ("torch", "transformers")}}
-
-
-def load(path: Path) -> list[dict[str, Any]]:
-    """Read the records of an evaluation, without the header and without a torn last line.
-
-    Raises ValueError if the file is no results file, or if a record lacks what a summary needs.
-    """
-    check_regular(path)
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
-    records = _read(path).records
-    for record in records:
-        missing = sorted(FOR_SUMMARY - set(record))
-        if missing:
-            raise ValueError(f"{path}: the record {record['id']!r} has no {missing[0]!r}; no record of an evaluation")
-    return records
-
-
-def _read(path: Path) -> _Content:
-    """Read a results file without changing it. Raises ValueError at the first line that skimkv did not write."""
-    *lines, torn = path.read_bytes().split(b"\n")
-    header, records = None, []
-    for number, line in enumerate(lines, 1):
-        parsed = _parse(line)
-        if number == 1 and parsed is not None and parsed.get("skimkv") == "results":
-            if parsed.get("format") != FORMAT:
-                raise ValueError(
-                    f"{path}: a results file of format {parsed.get('format')!r}, of another version of skimkv; this "
-                    f"one reads format {FORMAT}"
-                )
-            header = parsed
-        elif parsed is None or (problem := _problem(parsed)) is not None:
-            reason = "no record of an evaluation" if parsed is None else problem
-            raise ValueError(f"{path}, line {number}: {reason}; choose another file")
-        else:
-            records.append(parsed)
-    if torn and not lines and not torn.startswith(HEADER_START):
-        raise ValueError(f"{path}, line 1: no record of an evaluation; choose another file")
-    return _Content(header, records, sum(len(line) + 1 for line in lines), bool(torn))
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None if it is none."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _problem(record: Mapping[str, Any]) -> str | None:
     """Why an object is no record of an evaluation; None if it is one."""
     if missing := REQUIRED - set(record):
@@ -283,29 +113,47 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
-def _check_same_origin(path: Path, content: _Content, backend: str) -> None:
-    """Raises ValueError if something in the file is of another version of skimkv, or of another backend."""
-    for part in (*([] if content.header is None else [content.header]), *content.records):
-        versions = part.get("versions")
-        written_by = versions.get("skimkv", __version__) if isinstance(versions, dict) else __version__
-        made_with = part.get("backend", backend)
-        if (written_by, made_with) != (__version__, backend):
-            raise ValueError(
-                f"{path} was written by skimkv {written_by} with the backend {made_with}; this is skimkv {__version__} "
-                f"with the backend {backend}: give --resume-anyway to add to it, or choose another --out"
-            )
+EVALUATION = Kind("results", "record of an evaluation", _problem)
 
 
-def _lock(file: int, path: Path) -> None:
-    """Lock the file until it is closed or the process dies, where the system has locks of this kind."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path}: another run is writing to it") from None
+class Results(RecordFile):
+    """The file of an evaluation's records, as `RecordFile`."""
+
+    def __init__(self, path: Path, backend: str, resume_anyway: bool = False) -> None:
+        super().__init__(path, EVALUATION, backend, resume_anyway)
+
+    def find(self, sources: Mapping[RecordKey, str]) -> dict[RecordKey, dict[str, Any]]:
+        """The records with these keys that the file holds.
+
+        Raises ValueError if one of them does not have the source that `sources` says, and so is of another model or
+        of other data.
+        """
+        records_by_key = {}
+        for record in self.records:
+            key = RecordKey.of(record)
+            if key not in sources:
+                continue
+            if record.get("source") != sources[key]:
+                what = ", ".join(map(str, key[4:]))
+                raise ValueError(f"{self.path} has {what} of another model or other data; choose another --out")
+            records_by_key[key] = record
+        return records_by_key
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Read the records of an evaluation, without the header and without a torn last line.
+
+    Raises ValueError if the file is no results file, or if a record lacks what a summary needs.
+    """
+    check_regular(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    records = read_records(path, EVALUATION).records
+    for record in records:
+        missing = sorted(FOR_SUMMARY - set(record))
+        if missing:
+            raise ValueError(f"{path}: the record {record['id']!r} has no {missing[0]!r}; no record of an evaluation")
+    return records
 
 
 class Tail(NamedTuple):

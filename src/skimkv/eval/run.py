@@ -17,10 +17,11 @@ import torch
 from .. import ops
 from ..hf.attach import Cache
 from ..methods.base import Method
+from ..records import package_versions
 from .answer import Answer, answer_questions
 from .divergence import Divergence, dense_logits, documents_at_once, force_tokens
 from .plan import Job, Plan, PlannedExample, Setup, record_key
-from .results import Record, RecordKey, Results, package_versions
+from .results import Record, RecordKey, Results
 from .shared_prompt import RecordedPrompt, copy_rows, record_prompt
 from .timing import StepTimes, ms_per_token
 from .traffic import RowCosts, depends_on_data
