@@ -15,6 +15,22 @@ struct Tokens {
     int64_t n;
 };
 
+// How the matrices of one kind are multiplied. The inputs of a product are prepared first.
+struct MatrixKind {
+    int32_t kind;
+    int weights;                              // of a block: a row has whole blocks
+    int alignment;                            // of the matrix, in bytes
+    int rows;                                 // that are stored together, and multiplied by one thread
+    int most_tokens;                          // of one call of multiply
+    int64_t (*input_bytes)(int64_t columns);  // of one token
+    // Prepares the inputs of the tokens first .. last-1.
+    void (*prepare_inputs)(const skimkv_matrix &, const Tokens &, char *inputs, int64_t first, int64_t last);
+    // Multiplies the rows first .. last-1 with all tokens.
+    void (*multiply)(const skimkv_matrix &, const Tokens &, const char *inputs, int64_t first, int64_t last);
+    // Writes the weights of the rows first .. last-1 to y; nullptr for kinds that are not blocks.
+    void (*expand)(const skimkv_matrix &, void *y, int64_t first, int64_t last);
+};
+
 // A "unit" is a row of the batch and a KV head. A "task" is a share of the work that one thread takes at a time.
 // Every `*_bytes` function says how much scratch memory one call of the kernel below it needs.
 struct Kernels {
@@ -27,19 +43,9 @@ struct Kernels {
     size_t (*cluster_scratch_bytes)(const skimkv_clusters *);
     void (*cluster_attention)(const skimkv_clusters *, void *scratch, int64_t unit);
     void (*cluster_append)(const skimkv_clusters *, int64_t unit);
-    // The linear layer: the inputs are rounded to 16-bit integers first, then multiplied with the weights.
-    void (*linear_round_inputs)(const skimkv_linear *, const Tokens &, char *inputs, int64_t task, int64_t tasks);
-    void (*linear_multiply)(const skimkv_linear *, const Tokens &, const char *inputs, int64_t task, int64_t tasks);
-    // The linear layer with the blocks of a GGUF file: the inputs are rounded first, then multiplied with the rows
-    // first .. last-1; and these rows as floats.
-    void (*block_linear_round_inputs)(const skimkv_block_linear *, const Tokens &, char *inputs);
-    void (*block_linear_multiply)(const skimkv_block_linear *, const Tokens &, char *inputs, int64_t first,
-                                  int64_t last);
-    void (*block_linear_expand)(const skimkv_block_linear *, void *y, int64_t first, int64_t last);
-    // The linear layer with weights of 32 or 16 bits, likewise.
-    void (*float_linear_order_inputs)(const skimkv_float_linear *, const Tokens &, float *inputs);
-    void (*float_linear_multiply)(const skimkv_float_linear *, const Tokens &, const float *inputs, int64_t first,
-                                  int64_t last);
+    // Products with matrices: one entry for every kind (kernels/matrix_kinds.h).
+    const MatrixKind *matrix_kinds;
+    int matrix_kind_count;
     // Causal attention of a prompt.
     size_t (*prompt_scratch_bytes)(const skimkv_prompt *);
     int64_t (*prompt_tasks)(const skimkv_prompt *);
@@ -83,17 +89,12 @@ static inline skimkv_tokens new_token_of(const skimkv_op *op) {
     return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
 }
 
-// In one line what is wrong with a layer or its tokens, or nullptr.
-const char *linear_error(const skimkv_linear *op, const Tokens &tokens);
-const char *block_linear_error(const skimkv_block_linear *op, const Tokens &tokens);
-const char *block_expand_error(const skimkv_block_linear *op, const void *y);
-const char *float_linear_error(const skimkv_float_linear *op, const Tokens &tokens);
+// In one line what is wrong with tokens, a matrix or a normalisation, or nullptr.
+const char *tokens_error(const Tokens &tokens, int dtype);
+const char *matrix_error(const skimkv_matrix *matrix, const MatrixKind *kind);
 const char *rms_norm_error(const skimkv_rms_norm *op, const Tokens &tokens);
 
 // In one line what is wrong with the attention of a prompt, or nullptr.
 const char *prompt_error(const skimkv_prompt *op);
-
-// Bytes of one token's inputs to a linear layer as integers: [in] int16, then [in/32] float scales.
-static inline int64_t rounded_input_bytes(int64_t in) { return (in * 2 + in / 32 * 4 + 63) / 64 * 64; }
 
 }  // namespace skimkv

@@ -1,145 +1,32 @@
-// Runs what a model has between one attention and the next: products with weights, alone or several as one operation,
-// and normalisation.
+// Runs what a model has between one attention and the next: several products as one operation, and normalisation.
 #include <cstring>
 #include <initializer_list>
 
 #include "element_types.h"
 #include "kernel_table.h"
-#include "kernels/block_inputs.h"
+#include "products.h"
 #include "scratch_memory.h"
 #include "skimkv.h"
 #include "threads.h"
 
 namespace {
 
-using skimkv::for_each_task;
+using skimkv::for_each_part;
+using skimkv::input_bytes;
 using skimkv::Kernels;
+using skimkv::matrix_error;
+using skimkv::multiply;
+using skimkv::NO_KERNELS;
+using skimkv::NO_MEMORY;
 using skimkv::selected_kernels;
+using skimkv::Sizes;
+using skimkv::sizes_of;
+using skimkv::threads_for;
 using skimkv::Tokens;
-using skimkv::usable_threads;
+using skimkv::value_bytes;
 
 // Scratch memory of the calling thread, which is kept between operations.
 thread_local skimkv::ScratchMemory scratch;
-
-// An operation with fewer products than this is not worth a second thread.
-constexpr int64_t LEAST_PRODUCTS = 1 << 16;
-
-// Weights of a part that a thread takes.
-constexpr int64_t LEAST_STREAM = 1 << 17;
-
-// Tokens of a prompt for which 8-bit weights are read once.
-constexpr int64_t TOKENS_AT_ONCE = 256;
-
-constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
-constexpr char NO_MEMORY[] = "no memory for the inputs of a linear layer";
-
-int threads_for(int64_t products, int threads, skimkv_parallel parallel) {
-    return products < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
-}
-
-// The parts of so many rows of weights: several a thread, so that one that was interrupted takes fewer, but none so
-// short that its stream of memory is over before it is fast.
-int64_t parts_of(int64_t rows, int64_t weights, int threads) {
-    int64_t parts = weights / LEAST_STREAM;
-    parts = parts < threads ? threads : parts > 8 * threads ? 8 * threads : parts;
-    return threads == 1 ? 1 : parts > rows ? rows : parts;
-}
-
-// Calls f(first, last) for parts of the rows of weights.
-template <class F>
-void for_each_part(int64_t rows, int64_t weights, int threads, skimkv_parallel parallel, const F &f) {
-    const int64_t parts = parts_of(rows, weights, threads);
-    for_each_task(parts, threads, parallel, [&](int64_t i, int) { f(rows * i / parts, rows * (i + 1) / parts); });
-}
-
-const skimkv_linear *packed(const skimkv_matrix &m) { return (const skimkv_linear *)m.op; }
-const skimkv_block_linear *blocks(const skimkv_matrix &m) { return (const skimkv_block_linear *)m.op; }
-const skimkv_float_linear *floats(const skimkv_matrix &m) { return (const skimkv_float_linear *)m.op; }
-
-struct Sizes {
-    int64_t out, in;
-    int dtype;
-};
-
-Sizes sizes_of(const skimkv_matrix &m) {
-    if (m.kind == SKIMKV_PACKED) return {packed(m)->out, packed(m)->in, packed(m)->dtype};
-    if (m.kind == SKIMKV_BLOCKS) return {blocks(m)->out, blocks(m)->in, blocks(m)->dtype};
-    return {floats(m)->out, floats(m)->in, floats(m)->dtype};
-}
-
-int64_t value_bytes(int dtype) { return dtype == SKIMKV_F32 ? 4 : 2; }
-
-const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens) {
-    if (m.kind == SKIMKV_PACKED) return skimkv::linear_error(packed(m), tokens);
-    if (m.kind == SKIMKV_BLOCKS) return skimkv::block_linear_error(blocks(m), tokens);
-    if (m.kind == SKIMKV_FLOATS) return skimkv::float_linear_error(floats(m), tokens);
-    return "the kind of a matrix is unknown";
-}
-
-// Bytes of n tokens' inputs in the form in which a matrix of this kind multiplies them.
-int64_t input_bytes(const skimkv_matrix &m, int64_t n) {
-    const int64_t in = sizes_of(m).in;
-    if (m.kind == SKIMKV_PACKED) return n * skimkv::rounded_input_bytes(in);
-    if (m.kind == SKIMKV_BLOCKS) return n * skimkv::block_input_bytes(in);
-    return n * in * (int64_t)sizeof(float);
-}
-
-// Whether two matrices with inputs in common multiply them in one form.
-bool have_one_form(const skimkv_matrix &a, const skimkv_matrix &b) {
-    if (a.kind != b.kind) return false;
-    if (a.kind == SKIMKV_BLOCKS) return blocks(a)->type == blocks(b)->type;
-    return a.kind == SKIMKV_PACKED || floats(a)->type == floats(b)->type;
-}
-
-void prepare_inputs(const Kernels *kernels, const skimkv_matrix &m, const Tokens &tokens, char *inputs) {
-    if (m.kind == SKIMKV_PACKED) kernels->linear_round_inputs(packed(m), tokens, inputs, 0, 1);
-    else if (m.kind == SKIMKV_BLOCKS) kernels->block_linear_round_inputs(blocks(m), tokens, inputs);
-    else kernels->float_linear_order_inputs(floats(m), tokens, (float *)inputs);
-}
-
-// Multiplies one part of the rows.
-void multiply_part(const Kernels *kernels, const skimkv_matrix &m, const Tokens &tokens, char *inputs, int64_t part,
-                   int64_t parts) {
-    const int64_t rows = sizes_of(m).out, first = rows * part / parts, last = rows * (part + 1) / parts;
-    if (m.kind == SKIMKV_PACKED) kernels->linear_multiply(packed(m), tokens, inputs, part, parts);
-    else if (m.kind == SKIMKV_BLOCKS) kernels->block_linear_multiply(blocks(m), tokens, inputs, first, last);
-    else kernels->float_linear_multiply(floats(m), tokens, (const float *)inputs, first, last);
-}
-
-constexpr int MOST_MATRICES = 3;
-
-// Products of the same tokens with several matrices, as one operation: the threads start and end once. `inputs` has
-// room for the inputs of every matrix.
-void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,
-              int threads, skimkv_parallel parallel) {
-    char *inputs_of[MOST_MATRICES];
-    int64_t parts[MOST_MATRICES], all = 0;
-    for (int i = 0; i < count; i++) {
-        const Sizes sizes = sizes_of(matrices[i]);
-        parts[i] = parts_of(sizes.out, sizes.out * sizes.in, threads), all += parts[i];
-        inputs_of[i] = i && have_one_form(matrices[i - 1], matrices[i]) ? inputs_of[i - 1] : inputs;
-        if (inputs_of[i] != inputs) continue;
-        prepare_inputs(kernels, matrices[i], tokens[i], inputs);
-        inputs += input_bytes(matrices[i], tokens[i].n);
-    }
-    for_each_task(all, threads, parallel, [&](int64_t part, int) {
-        int i = 0;
-        while (part >= parts[i]) part -= parts[i++];
-        multiply_part(kernels, matrices[i], tokens[i], inputs_of[i], part, parts[i]);
-    });
-}
-
-// One product of a few tokens.
-const char *multiply_alone(const skimkv_matrix &m, const Tokens &tokens, int threads, skimkv_parallel parallel) {
-    if (const char *error = matrix_error(m, tokens)) return error;
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return NO_KERNELS;
-    char *inputs = (char *)scratch.get((size_t)input_bytes(m, tokens.n));
-    if (!inputs) return NO_MEMORY;
-    const Sizes sizes = sizes_of(m);
-    multiply(kernels, &m, &tokens, 1, inputs, threads_for(sizes.out * sizes.in, threads, parallel), parallel);
-    return nullptr;
-}
 
 const char *gated_error(const skimkv_gated_mlp *op, const Tokens &tokens) {
     if (!op) return "operation is NULL";
@@ -270,49 +157,6 @@ States states_of(const skimkv_layers *op, int64_t n) {
 }  // namespace
 
 extern "C" {
-
-const char *skimkv_linear_run(const skimkv_linear *op, const void *x, void *y, int64_t n, int threads,
-                              skimkv_parallel parallel) {
-    if (const char *error = skimkv::linear_error(op, {x, y, n})) return error;
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return NO_KERNELS;
-    threads = threads_for(op->out * op->in, threads, parallel);
-    const int64_t most = n < TOKENS_AT_ONCE ? n : TOKENS_AT_ONCE, size = value_bytes(op->dtype);
-    char *inputs = (char *)scratch.get((size_t)(most * skimkv::rounded_input_bytes(op->in)));
-    if (!inputs) return NO_MEMORY;
-    for (int64_t first = 0; first < n; first += most) {
-        const Tokens part{(const char *)x + first * op->in * size, (char *)y + first * op->out * size,
-                          n - first < most ? n - first : most};
-        // Every thread has several tasks, so that one that was interrupted takes fewer.
-        const int rounding_threads = part.n * op->in < LEAST_PRODUCTS ? 1 : threads;
-        const int64_t rounding_tasks = rounding_threads == 1 ? 1 : 4 * rounding_threads;
-        const int64_t tasks = threads == 1 ? 1 : 4 * threads;
-        for_each_task(rounding_tasks, rounding_threads, parallel,
-                      [&](int64_t task, int) { kernels->linear_round_inputs(op, part, inputs, task, rounding_tasks); });
-        for_each_task(tasks, threads, parallel,
-                      [&](int64_t task, int) { kernels->linear_multiply(op, part, inputs, task, tasks); });
-    }
-    return nullptr;
-}
-
-const char *skimkv_block_linear_run(const skimkv_block_linear *op, const void *x, void *y, int64_t n, int threads,
-                                    skimkv_parallel parallel) {
-    return multiply_alone({op, SKIMKV_BLOCKS}, {x, y, n}, threads, parallel);
-}
-
-const char *skimkv_block_expand(const skimkv_block_linear *op, void *y, int threads, skimkv_parallel parallel) {
-    if (const char *error = skimkv::block_expand_error(op, y)) return error;
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return NO_KERNELS;
-    for_each_part(op->out, op->out * op->in, threads_for(op->out * op->in, threads, parallel), parallel,
-                  [&](int64_t first, int64_t last) { kernels->block_linear_expand(op, y, first, last); });
-    return nullptr;
-}
-
-const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x, void *y, int64_t n, int threads,
-                                    skimkv_parallel parallel) {
-    return multiply_alone({op, SKIMKV_FLOATS}, {x, y, n}, threads, parallel);
-}
 
 const char *skimkv_gated_mlp_run(const skimkv_gated_mlp *op, const void *x, void *y, int64_t n, int threads,
                                  skimkv_parallel parallel) {

@@ -158,17 +158,7 @@ const char *skimkv_columns_check(const skimkv_columns *op) {
 
 namespace skimkv {
 
-// What is wrong with the sizes and types of a linear layer, whose inputs are multiples of `block`.
-static const char *layer_error(const void *w, const void *bias, int64_t out, int64_t in, int64_t block, int dtype) {
-    if (!w) return "w is NULL";
-    if (out < 1) return "out must be at least 1";
-    if (in < block || in % block) return block == 32 ? "in must be a multiple of 32" : "in must be a multiple of 256";
-    if (out > INT32_MAX || in > INT32_MAX) return "a size is beyond 2^31";
-    if (is_unknown_type(dtype)) return "dtype is unknown";
-    return is_misaligned(bias, dtype) ? "bias is not aligned to its elements" : nullptr;
-}
-
-static const char *tokens_error(const Tokens &tokens, int dtype) {
+const char *tokens_error(const Tokens &tokens, int dtype) {
     if (!tokens.x || !tokens.y) return "x or y is NULL";
     if (tokens.n < 1 || tokens.n > INT32_MAX) return "n must be at least 1 and below 2^31";
     if (is_misaligned(tokens.x, dtype) || is_misaligned(tokens.y, dtype))
@@ -176,41 +166,22 @@ static const char *tokens_error(const Tokens &tokens, int dtype) {
     return nullptr;
 }
 
-const char *linear_error(const skimkv_linear *op, const Tokens &tokens) {
-    if (!op) return "operation is NULL";
-    if (const char *error = layer_error(op->w, op->bias, op->out, op->in, 32, op->dtype)) return error;
-    if (is_misaligned(op->w, SKIMKV_F16)) return "w is not aligned to its scales";
-    return tokens_error(tokens, op->dtype);
-}
-
-static const char *blocks_error(const skimkv_block_linear *op) {
-    if (!op) return "operation is NULL";
-    const bool is_small = op->type == SKIMKV_Q4_0;
-    if (!is_small && (op->type < SKIMKV_Q4_K || op->type > SKIMKV_Q6_K)) return "the type of the blocks is unknown";
-    if (const char *error = layer_error(op->w, op->bias, op->out, op->in, is_small ? 32 : 256, op->dtype)) return error;
-    if ((uintptr_t)op->order & 3) return "order is not aligned to its elements";
-    for (int64_t i = 0; op->order && i < op->out; i++)
-        if (op->order[i] < 0 || op->order[i] >= op->out) return "order names an output that does not exist";
+const char *matrix_error(const skimkv_matrix *m, const MatrixKind *kind) {
+    if (!m) return "matrix is NULL";
+    if (!kind) return "the kind of a matrix is unknown";
+    if (!m->data) return "the data of a matrix are NULL";
+    if (m->rows < 1) return "rows must be at least 1";
+    if (m->columns < kind->weights || m->columns % kind->weights)
+        return kind->weights == 32 ? "columns must be a multiple of 32" : "columns must be a multiple of 256";
+    if (m->rows > INT32_MAX || m->columns > INT32_MAX) return "a size is beyond 2^31";
+    if (is_unknown_type(m->dtype)) return "dtype is unknown";
+    if (is_misaligned(m->bias, m->dtype)) return "bias is not aligned to its elements";
+    if ((uintptr_t)m->data % (unsigned)kind->alignment) return "the data of a matrix are not aligned to their elements";
+    if (m->order && !kind->expand) return "only a matrix of blocks has an order";
+    if ((uintptr_t)m->order & 3) return "order is not aligned to its elements";
+    for (int64_t i = 0; m->order && i < m->rows; i++)
+        if (m->order[i] < 0 || m->order[i] >= m->rows) return "order names an output that does not exist";
     return nullptr;
-}
-
-const char *block_linear_error(const skimkv_block_linear *op, const Tokens &tokens) {
-    const char *error = blocks_error(op);
-    return error ? error : tokens_error(tokens, op->dtype);
-}
-
-const char *block_expand_error(const skimkv_block_linear *op, const void *y) {
-    const char *error = blocks_error(op);
-    return error ? error : tokens_error({y, (void *)y, 1}, op->dtype);
-}
-
-const char *float_linear_error(const skimkv_float_linear *op, const Tokens &tokens) {
-    if (!op) return "operation is NULL";
-    if (const char *error = layer_error(op->w, op->bias, op->out, op->in, 32, op->dtype)) return error;
-    if (is_unknown_type(op->type)) return "the type of w is unknown";
-    if (is_misaligned(op->w, op->type)) return "w is not aligned to its elements";
-    if (tokens.n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
-    return tokens_error(tokens, op->dtype);
 }
 
 const char *prompt_error(const skimkv_prompt *op) {

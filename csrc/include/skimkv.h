@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 11
+#define SKIMKV_VERSION 12
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -277,56 +277,47 @@ SKIMKV_API const char *skimkv_append_paged(const skimkv_tokens *tokens, const sk
 SKIMKV_API size_t skimkv_work(const skimkv_op *op, int nth);
 SKIMKV_API void skimkv_share(const skimkv_op *op, void *work, int ith, int nth);
 
-/* Linear layers y = x W^T + bias of n tokens. A structure says what the weights are, so it can be made once for a
- * matrix and used by several threads at the same time: x, y and n are arguments. Each function validates, computes, and
- * returns NULL, or in one line why it did not. */
+/* Products y = x W^T + bias of n tokens x [n,columns] -> y [n,rows]. A structure says what the weights are, so it can
+ * be made once for a matrix and used by several threads at the same time. */
 
-/* Weights W [out,in] in 8 bits: blocks of 32 codes with one float16 scale, as in GGUF's Q8_0. Sixteen rows of W are a
- * panel, in which the blocks of these rows follow each other in 544 bytes: 16 scales, then 16 times two codes of each
- * row. A last panel of fewer rows is padded with zeros. */
-typedef struct skimkv_linear {
-    const void *w;
-    int64_t out, in;  /* rows, inputs (a multiple of 32) */
-    const void *bias; /* [out] or NULL */
-    int32_t dtype;    /* of x [n,in], y [n,out] and bias */
-} skimkv_linear;
+/* How a matrix is stored: by GGUF's number of the type, or in panels.
+ *
+ * Floats of 32 or 16 bits stand row by row. Panels are 8-bit weights, blocks of 32 codes with one float16 scale as in
+ * GGUF's Q8_0: the blocks of sixteen rows follow each other in 544 bytes, 16 scales, then 16 times two codes of each
+ * row; a last panel of fewer rows is padded with zeros. All others are the blocks of a GGUF file, as they are there:
+ * each row's blocks follow each other, and row follows row. */
+enum {
+    SKIMKV_KIND_F32 = 0,
+    SKIMKV_KIND_F16 = 1,
+    SKIMKV_KIND_Q4_0 = 2,
+    SKIMKV_KIND_Q4_K = 12,
+    SKIMKV_KIND_Q5_K = 13,
+    SKIMKV_KIND_Q6_K = 14,
+    SKIMKV_KIND_BF16 = 30,
+    SKIMKV_KIND_PANELS = 1000
+};
 
-SKIMKV_API const char *skimkv_linear_run(const skimkv_linear *op, const void *x, void *y, int64_t n, int threads,
-                                         skimkv_parallel parallel);
+/* Weights W [rows,columns]. `columns` is a multiple of 32, and of the weights in a block. */
+typedef struct skimkv_matrix {
+    const void *data;
+    int64_t rows, columns;
+    const void *bias;     /* [rows] or NULL */
+    const int32_t *order; /* [rows] the output that each row gives, a permutation, or NULL: row i gives output i. Only
+                           * for matrices of blocks. */
+    int32_t kind;
+    int32_t dtype; /* of x, y and bias */
+} skimkv_matrix;
 
-/* Weights W [out,in] that are the blocks of a GGUF file, as they are there: each row's blocks follow each other, and
- * row follows row. A block of Q4_0 has 32 weights, of the other types 256. */
-enum { SKIMKV_Q4_0 = 2, SKIMKV_Q4_K = 12, SKIMKV_Q5_K = 13, SKIMKV_Q6_K = 14 }; /* GGUF's numbers */
+/* Validates, multiplies, and returns NULL, or in one line why it did not. */
+SKIMKV_API const char *skimkv_product_run(const skimkv_matrix *matrix, const void *x, void *y, int64_t n, int threads,
+                                          skimkv_parallel parallel);
 
-typedef struct skimkv_block_linear {
-    const void *w;
-    int64_t out, in;      /* rows, inputs (a multiple of the block's weights) */
-    const void *bias;     /* [out] or NULL */
-    const int32_t *order; /* [out] the output that each row of W gives, a permutation, or NULL: row i gives output i */
-    int32_t dtype;        /* of x [n,in], y [n,out] and bias */
-    int32_t type;
-} skimkv_block_linear;
+/* Writes the weights of a matrix of blocks to y [rows,columns] as elements of dtype; the bias is not used. */
+SKIMKV_API const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y, int threads,
+                                            skimkv_parallel parallel);
 
-SKIMKV_API const char *skimkv_block_linear_run(const skimkv_block_linear *op, const void *x, void *y, int64_t n,
-                                               int threads, skimkv_parallel parallel);
-
-/* Writes the weights themselves to y [out,in] as elements of dtype; the bias is not used. */
-SKIMKV_API const char *skimkv_block_expand(const skimkv_block_linear *op, void *y, int threads,
-                                           skimkv_parallel parallel);
-
-/* Weights W [out,in] of 32 or 16 bits, row by row, for a few tokens: every eight of them read the weights once. */
+/* The most tokens of the operations below that join several products. */
 #define SKIMKV_MAX_FLOAT_TOKENS 64
-
-typedef struct skimkv_float_linear {
-    const void *w;
-    int64_t out, in;  /* rows, inputs (a multiple of 32) */
-    const void *bias; /* [out] or NULL */
-    int32_t dtype;    /* of x [n,in], y [n,out] and bias */
-    int32_t type;     /* of w */
-} skimkv_float_linear;
-
-SKIMKV_API const char *skimkv_float_linear_run(const skimkv_float_linear *op, const void *x, void *y, int64_t n,
-                                               int threads, skimkv_parallel parallel);
 
 /* Root-mean-square normalisation of n tokens x [n,size] -> y [n,size]: w * x / sqrt(mean(x^2) + eps), where the
  * quotient is rounded to dtype before the product. */
@@ -339,14 +330,6 @@ typedef struct skimkv_rms_norm {
 
 SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,
                                            skimkv_parallel parallel);
-
-/* One of the structures above, by its kind. */
-enum { SKIMKV_PACKED, SKIMKV_BLOCKS, SKIMKV_FLOATS }; /* skimkv_linear, skimkv_block_linear, skimkv_float_linear */
-
-typedef struct skimkv_matrix {
-    const void *op;
-    int32_t kind;
-} skimkv_matrix;
 
 /* The gated feed-forward layer of at most 64 tokens x [n,in] as one operation: y = down(silu(gate(x)) * up(x)), where
  * silu(x) = x / (1 + exp(-x)). All values are rounded to dtype. */

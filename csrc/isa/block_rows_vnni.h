@@ -12,18 +12,19 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Where the input i of a token stands, for blocks of the type.
-static inline int64_t place_of_input(int type, int64_t i) {
+// Where the input i of a token stands.
+template <InputOrder ORDER> static inline int64_t place_of_input(int64_t i) {
     const int64_t group = i / 128 * 128, part = i / 32 % 4, rest = i % 32;
-    if (type == SKIMKV_Q4_K || type == SKIMKV_Q5_K)  // parts 0 and 2 are low nibbles of 64 bytes, 1 and 3 high ones
+    if (ORDER == InputOrder::HALVES_OF_64)  // parts 0 and 2 are low nibbles of 64 bytes, 1 and 3 high ones
         return group + (part % 2 * 2 + part / 2) * 32 + rest;
-    if (type == SKIMKV_Q4_0)  // first halves of four blocks are low nibbles, second halves high ones
+    if (ORDER == InputOrder::HALVES_OF_32)  // first halves of four blocks are low nibbles, second halves high ones
         return group + rest / 16 * 64 + part * 16 + rest % 16;
     return i;
 }
 
-static inline void store_input(const RoundedInputs &to, int type, int64_t i, int32_t code, bool is_two_bytes) {
-    const int64_t at = place_of_input(type, i);
+template <InputOrder ORDER>
+static inline void store_input(const RoundedInputs &to, int64_t i, int32_t code, bool is_two_bytes) {
+    const int64_t at = place_of_input<ORDER>(i);
     const int32_t high = is_two_bytes ? (code + 64) >> 7 : code;
     to.high[at] = (int8_t)high, to.low[at] = (int8_t)(code - 128 * high);
 }

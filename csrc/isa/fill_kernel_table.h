@@ -8,11 +8,9 @@
 #include "kernel_table.h"
 #include "kernels/append.h"
 #include "kernels/attention_step.h"
-#include "kernels/block_linear.h"
 #include "kernels/clusters.h"
-#include "kernels/float_linear.h"
 #include "kernels/key_scores.h"
-#include "kernels/linear.h"
+#include "kernels/matrix_kinds.h"
 #include "kernels/prompt_attention.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rotation.h"
@@ -28,13 +26,8 @@ const Kernels kernels = {
     cluster_scratch_bytes,
     cluster_attention,
     cluster_append,
-    linear_round_inputs,
-    linear_multiply,
-    block_linear_round_inputs,
-    block_linear_multiply,
-    block_linear_expand,
-    float_linear_order_inputs,
-    float_linear_multiply,
+    matrix_kinds,
+    (int)(sizeof matrix_kinds / sizeof matrix_kinds[0]),
     prompt_scratch_bytes,
     prompt_tasks,
     prompt_attention,

@@ -1,4 +1,4 @@
-// The inputs of a linear layer with GGUF blocks as integers, with a scale for every 32, and the sums of every 16.
+// The inputs of a product with GGUF blocks as integers, with a scale for every 32, and the sums of every 16.
 //
 // Inputs of bfloat16 have 8 bits, as llama.cpp rounds them, with more scales; other inputs have 15 bits.
 #pragma once
@@ -27,7 +27,8 @@ static inline int64_t block_input_bytes(int64_t in) {
 }
 
 // Where the inputs of one token are, in block_input_bytes of memory.
-static inline RoundedInputs rounded_inputs_at(char *memory, int64_t in) {
+static inline RoundedInputs rounded_inputs_at(const char *inputs, int64_t in) {
+    char *memory = (char *)inputs;
     const int64_t n = padded_inputs(in);
     float *scale = (float *)(memory + 2 * n);
     return {(int16_t *)memory, (int8_t *)memory, (int8_t *)memory + n, scale, scale + n / 32};

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import skimkv
-from skimkv.hf.block_modules import BlockEmbedding, BlockLinear
 from skimkv.hf.gguf_llama import load_gguf
-from skimkv.hf.weights import Embedding8, Linear8
+from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear
 from support import gguf_files
 from support.gguf_files import Kind, close, logits, near, tiny, write
 
@@ -30,7 +29,7 @@ def test_gguf_equals_its_dequantised_weights(tmp_path, backend, tied, bias):
     assert close(logits(loaded, IDS), logits(reference, IDS))
     assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
     assert not loaded.training and all(not p.requires_grad for p in loaded.parameters())
-    assert isinstance(loaded.model.embed_tokens, Embedding8) and isinstance(loaded.lm_head, Linear8)
+    assert isinstance(loaded.model.embed_tokens, MatrixEmbedding) and isinstance(loaded.lm_head, MatrixLinear)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert tokenizer.decode(tokenizer("the Cat in the hat").input_ids) == "the Cat in the hat"
     assert tokenizer("the").input_ids == [gguf_files.VOCABULARY.index("the")]
@@ -81,7 +80,7 @@ def test_mixtures_of_blocks(tmp_path, backend, most, tied):
     model = gguf_files.of_family("llama", tied)
     reference = write(tmp_path / "m.gguf", model, mixture(model, most, MIXTURE))
     loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
-    assert isinstance(loaded.model.embed_tokens, BlockEmbedding) and isinstance(loaded.lm_head, BlockLinear)
+    assert isinstance(loaded.model.embed_tokens, MatrixEmbedding) and isinstance(loaded.lm_head, MatrixLinear)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert close(logits(loaded, IDS), logits(reference, IDS))
     # a few tokens: inputs are rounded to 15 bits, and codes with their minima are several times the weights

@@ -23,10 +23,9 @@ from transformers import (
 import skimkv
 from skimkv.cli.app import main
 from skimkv.eval.generate import encode
-from skimkv.hf.block_modules import BlockLinear
-from skimkv.hf.float_modules import FloatLinear, Floats
 from skimkv.hf.load import BUILTIN, load
-from skimkv.hf.weights import Embedding8, Linear8, quantise, quantise_while_loading
+from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
+from skimkv.hf.weights import quantise, quantise_while_loading, random_linear
 from skimkv.ops import block_weights, packed_weights
 from support import gguf_files
 from support.gguf_files import close, logits, near, tiny, write
@@ -61,7 +60,7 @@ def test_quantised_while_loading(tmp_path, backend, name):
     reference = MAKE[name]().eval()  # the same model with its matrices replaced by what the 8-bit ones stand for
     reference.load_state_dict(type(reference).from_pretrained(tmp_path).state_dict())
     for name, part in live.named_modules():
-        if isinstance(part, Linear8):
+        if isinstance(part, MatrixLinear):
             rows = packed_weights.dequantise(packed_weights.rows_of(part.weight, torch.arange(part.out_features)))
             other = reference.get_submodule(name).weight
             other.data = rows.T if part.transposed else rows
@@ -78,10 +77,10 @@ def test_four_bits(tmp_path, backend, name):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("int4"))
     live = quantise(MAKE[name]().eval(), "int4")
-    assert any(isinstance(part, BlockLinear) for part in loaded.modules())
+    assert any(isinstance(part, MatrixLinear) for part in loaded.modules())
     reference = type(model).from_pretrained(tmp_path).eval()
     for name, part in loaded.named_modules():
-        if isinstance(part, BlockLinear):
+        if isinstance(part, MatrixLinear):
             weights = block_weights.dequantise(part.weight, "Q4_0")
             other = reference.get_submodule(name).weight
             other.data = weights.T if part.transposed else weights
@@ -97,12 +96,12 @@ def test_floats(tmp_path, backend, name):
     model.save_pretrained(tmp_path)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("float32"))
-    assert any(isinstance(part, FloatLinear) for part in loaded.modules())
+    assert any(isinstance(part, MatrixLinear) for part in loaded.modules())
     assert close(logits(loaded, IDS), logits(exact, IDS))
     assert torch.equal(loaded.generate(IDS, **GREEDY), exact.generate(IDS, **GREEDY))
     halved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("bfloat16"))
     for name, part in halved.named_modules():
-        if isinstance(part, Floats):
+        if isinstance(part, MatrixModule):
             assert part.weight.dtype == torch.bfloat16 and part.dtype == torch.float32
             other = exact.get_submodule(name).weight
             other.data = part.weight.float().T if part.transposed else part.weight.float()
@@ -111,13 +110,13 @@ def test_floats(tmp_path, backend, name):
     live = quantise(model, "bfloat16")
     assert torch.equal(logits(live, IDS), logits(halved, IDS))
     with pytest.raises(ValueError, match="no gradient"):
-        next(part for part in live.modules() if isinstance(part, FloatLinear))(torch.randn(1, 64, requires_grad=True))
+        next(part for part in live.modules() if isinstance(part, MatrixLinear))(torch.randn(1, 64, requires_grad=True))
 
 
 def test_what_is_replaced():
     model = quantise(tiny())
     assert type(model.model.embed_tokens) is torch.nn.Embedding  # read row by row
-    assert sum(isinstance(m, Linear8) for m in model.modules()) == 2 * 7 + 1
+    assert sum(isinstance(m, MatrixLinear) for m in model.modules()) == 2 * 7 + 1
     model = quantise(_gemma())  # its embedding scales: a tied head stays with it
     assert type(model.lm_head) is torch.nn.Linear and model.lm_head.weight is model.model.embed_tokens.weight
     odd = quantise(tiny(intermediate_size=100))  # 100 inputs are no blocks
@@ -127,16 +126,17 @@ def test_what_is_replaced():
 
 
 def test_modules():
-    table, head = Embedding8(10, 64), Linear8.random(64, 40, torch.Generator(), torch.float32)
+    packed = torch.zeros(packed_weights.packed_shape(10, 64), dtype=torch.int16)
+    table, head = MatrixEmbedding(packed, "packed", 10, 64), random_linear(64, 40, torch.Generator(), torch.float32)
     for bad in (-1, 10):
         with pytest.raises(IndexError, match="from 0 to 9"):
             table(torch.tensor([[0, bad]]))
     assert head(torch.randn(2, 3, 64)).shape == (2, 3, 40) and head(torch.randn(4, 64)).std() > 0.3
-    assert repr(head) == "Linear8(in_features=64, out_features=40, bias=False)"
+    assert repr(head) == "MatrixLinear(64, 40, packed)"
     with pytest.raises(ValueError, match="no gradient"):
         head(torch.randn(1, 64, requires_grad=True))
-    with pytest.raises(ValueError, match="must be int16"):
-        Linear8(64, 40, weight=torch.zeros(3, 2, 17, 8, dtype=torch.int16))
+    with pytest.raises(ValueError, match=r"needs torch\.int16"):
+        MatrixLinear(torch.zeros(3, 2, 17, 8, dtype=torch.int16), "packed", 40, 64)
 
 
 # --- the command line and load()

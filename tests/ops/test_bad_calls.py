@@ -247,7 +247,7 @@ def test_products_and_sums_off_their_alignment():
     x, packed = torch.zeros(1, 32), torch.zeros(packed_shape(16, 32), dtype=torch.int16)
     q, k = torch.zeros(1, 1, 4, 16), torch.zeros(1, 4, 16)
     with pytest.raises(ValueError, match="aligned"):
-        linear.packed_matrix(misaligned(x), packed, 16).multiply(misaligned(x))
+        linear.matrix(misaligned(x), packed, "packed", 16).multiply(misaligned(x))
     with pytest.raises(ValueError, match="aligned"):
         key_scores(misaligned(q), k, 0.25, None)
     with pytest.raises(ValueError, match="aligned"):

@@ -46,7 +46,7 @@ def test_product(isa, dtype, type):
         for n in (1, 2, 5, 40):
             x = (torch.randn(n, inputs) * torch.rand(n, 1) * 5).to(dtype)
             with on(isa):
-                y, with_bias = ops.block_linear(x, rows, type), ops.block_linear(x, rows, type, bias)
+                y, with_bias = ops.linear(x, rows, type), ops.linear(x, rows, type, bias=bias)
             exact = x.double() @ w.T
             room = bound(x, w, exact)
             if n >= 16:  # a prompt: PyTorch multiplies with weights that were rounded to its type
@@ -62,7 +62,7 @@ def test_the_weights_themselves(isa, type):
     rows = random_blocks(type, 9, 512)
     with on(isa):
         for dtype in EPS:
-            weights = linear.expand_blocks(rows, type, 512, dtype)
+            weights = linear.expand(rows, type, 512, dtype)
             exact = exact_weights(rows, type)
             assert ((weights.double() - exact).abs() <= EPS[dtype] * exact.abs() + 2.0**-22 * exact.abs().amax()).all()
 
@@ -74,8 +74,8 @@ def test_rows_in_another_order(isa, type, n):
     rows, order = random_blocks(type, 48, 256), torch.randperm(48)
     x, bias = torch.randn(n, 256), torch.randn(48)
     with on(isa):
-        y = ops.block_linear(x, rows, type, bias, order.int())
-        expected = ops.block_linear(x, rows[order.argsort()].contiguous(), type, bias)
+        y = ops.linear(x, rows, type, bias=bias, order=order.int())
+        expected = ops.linear(x, rows[order.argsort()].contiguous(), type, bias=bias)
     assert torch.equal(y, expected)
 
 
@@ -85,13 +85,13 @@ def test_strides_threads_and_batch_change_nothing(isa, type):
     rows, wide = random_blocks(type, 300, 256), torch.randn(9, 3, 512)
     with on(isa):
         for x in (wide[:, 1, :256], wide[:, 1, 1:257], wide[:1, 1, :256].expand(9, 256)):
-            y = ops.block_linear(x, rows, type)
-            assert torch.equal(y, ops.block_linear(x.clone(), rows, type))
-            assert torch.equal(y[4], ops.block_linear(x[4], rows, type))
+            y = ops.linear(x, rows, type)
+            assert torch.equal(y, ops.linear(x.clone(), rows, type))
+            assert torch.equal(y[4], ops.linear(x[4], rows, type))
             torch.set_num_threads(1)
-            assert torch.equal(y, ops.block_linear(x, rows, type))
+            assert torch.equal(y, ops.linear(x, rows, type))
             torch.set_num_threads(2)
-        assert ops.block_linear(torch.empty(0, 256), rows, type).shape == (0, 300)
+        assert ops.linear(torch.empty(0, 256), rows, type).shape == (0, 300)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -101,7 +101,7 @@ def test_a_bad_activation_shows(isa, type, bad):
     x = torch.randn(3, 256)
     x[1, 40] = bad
     with on(isa):
-        y = ops.block_linear(x, random_blocks(type, 16, 256), type)
+        y = ops.linear(x, random_blocks(type, 16, 256), type)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
@@ -119,7 +119,7 @@ def test_the_largest_codes_do_not_overflow(isa, type):
         x = torch.cat([torch.ones(1, 512), -torch.ones(1, 512)]).to(dtype)
         exact = x.double() @ w.T
         with on(isa):
-            y = ops.block_linear(x, rows, type)
+            y = ops.linear(x, rows, type)
         assert ((y.double() - exact).abs() <= bound(x, w, exact)).all()
 
 
@@ -136,10 +136,10 @@ def test_four_bits_are_those_of_the_format():
 def test_refusals():
     rows, x = random_blocks("Q4_K", 4, 512), torch.randn(2, 512)
     for call, reason in [
-        (lambda: ops.block_linear(x, rows, "Q3_K"), "blocks of Q3_K are not supported; Q4_0, Q4_K"),
-        (lambda: ops.block_linear(x[:, :256], rows, "Q4_K"), r"Q4_K for 256 inputs needs uint8 \(rows, 144\)"),
-        (lambda: ops.block_linear(x[:, :100], rows, "Q4_K"), "inputs in blocks of 256, not 100"),
-        (lambda: ops.block_linear(x, rows.int(), "Q4_K"), "weights are torch.int32"),
+        (lambda: ops.linear(x, rows, "Q3_K"), "blocks of Q3_K are not supported; Q4_0, Q4_K"),
+        (lambda: ops.linear(x[:, :256], rows, "Q4_K"), r"4 x 256 as Q4_K needs torch.uint8 \(4, 144\)"),
+        (lambda: ops.linear(x[:, :100], rows, "Q4_K"), "inputs in blocks of 256, not 100"),
+        (lambda: ops.linear(x, rows.int(), "Q4_K"), "weights are torch.int32"),
         (lambda: block_weights.quantise_int4(torch.full((1, 32), torch.nan)), "must be finite"),
     ]:
         with pytest.raises(ValueError, match=reason):
@@ -147,14 +147,14 @@ def test_refusals():
     if NATIVE:
         order = torch.arange(4, dtype=torch.int32)
         for call, reason in [
-            (lambda: linear.block_matrix(x.double(), rows, "Q4_K"), "no CPU kernel for activations of torch.float64"),
-            (lambda: linear.block_matrix(x, rows, "Q4_K", torch.zeros(3)), "bias is"),
-            (lambda: linear.block_matrix(x, rows, "Q4_K", None, order.long()), "order is torch.int64"),
+            (lambda: linear.matrix(x.double(), rows, "Q4_K", 4), "no CPU kernel for activations of torch.float64"),
+            (lambda: linear.matrix(x, rows, "Q4_K", 4, torch.zeros(3)), "bias is"),
+            (lambda: linear.matrix(x, rows, "Q4_K", 4, None, order.long()), "order is torch.int64"),
             (
-                lambda: linear.block_matrix(x, rows, "Q4_K", None, order + 1).multiply(x),
+                lambda: linear.matrix(x, rows, "Q4_K", 4, None, order + 1).multiply(x),
                 "output that does not exist",
             ),
-            (lambda: linear.block_matrix(x, rows.flip(0).T.contiguous().T, "Q4_K"), "must be contiguous"),
+            (lambda: linear.matrix(x, rows.flip(0).T.contiguous().T, "Q4_K", 4), "must be contiguous"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 call()

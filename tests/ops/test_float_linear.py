@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_product(isa, weights, dtype):
             for b in (None, bias):
                 exact = x.double() @ w.double().T + (0 if b is None else b.double())
                 with on(isa):
-                    y = ops.float_linear(x, w, b)
+                    y = ops.linear(x, w, "floats", bias=b)
                 assert y.dtype == dtype and y.shape == (n, out)
                 assert ((y.double() - exact).abs() <= bound(x, w, b, exact)).all(), (out, inputs, n)
 
@@ -46,21 +47,23 @@ def test_a_token_sees_no_other_one_and_no_thread(isa, weights):
     w, wide = torch.randn(600, 128).to(weights), torch.randn(13, 3, 256)
     with on(isa):
         for x in (wide[:, 1, :128], wide[:, 1, 1:129], wide.transpose(0, 2)[:128, 1].T):
-            y = ops.float_linear(x, w)
+            y = ops.linear(x, w, "floats")
             for t in range(13):
-                assert torch.equal(y[t], ops.float_linear(x[t], w))
-            assert torch.equal(y[:5].view(5, 1, 600), ops.float_linear(x[:5].reshape(5, 1, 128), w))
+                assert torch.equal(y[t], ops.linear(x[t], w, "floats"))
+            assert torch.equal(y[:5].view(5, 1, 600), ops.linear(x[:5].reshape(5, 1, 128), w, "floats"))
             torch.set_num_threads(1)
-            assert torch.equal(y, ops.float_linear(x, w))
+            assert torch.equal(y, ops.linear(x, w, "floats"))
             torch.set_num_threads(2)
 
 
 def test_a_prompt_and_no_token_at_all():
     w, x = torch.randn(2100, 64).bfloat16(), torch.randn(40, 64)
-    torch.testing.assert_close(ops.float_linear(x, w), x @ w.float().T, rtol=1e-5, atol=1e-5)
-    assert ops.float_linear(x[:0], w).shape == (0, 2100)
+    torch.testing.assert_close(ops.linear(x, w, "floats"), x @ w.float().T, rtol=1e-5, atol=1e-5)
+    assert ops.linear(x[:0], w, "floats").shape == (0, 2100)
     odd = torch.randn(5, 33)
-    assert torch.equal(ops.float_linear(odd[:, :33], odd), odd @ odd.T)  # rows that are no blocks of 32 go to PyTorch
+    assert torch.equal(
+        ops.linear(odd[:, :33], odd, "floats"), odd @ odd.T
+    )  # rows that are no blocks of 32 go to PyTorch
 
 
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -70,9 +73,10 @@ def test_a_prepared_product_notices_what_changes():
 
     def prepare(x, w, bias):
         calls.append(bias)
-        return ops.float_matrix(x, w, bias)
+        return ops.matrix(x, w, "floats", bias=bias)
 
-    product, x = ops.Product(prepare, ops.float_linear), torch.randn(2, 64)
+    compute = partial(ops.linear, kind="floats")
+    product, x = ops.Product(prepare, compute), torch.randn(2, 64)
     w, bias = torch.nn.Parameter(torch.randn(16, 64), requires_grad=False), torch.randn(16)
 
     def agrees(w, bias, x, prepared):
@@ -99,14 +103,14 @@ def test_a_prepared_product_notices_what_changes():
     agrees(other, None, x.bfloat16(), 1)
     with ops.backend("ref"):
         agrees(other, None, x, 1)
-    duplicate = pickle.loads(pickle.dumps(ops.Product(ops.float_matrix, ops.float_linear)))
-    assert torch.equal(duplicate(x, w), ops.float_linear(x, w))
+    duplicate = pickle.loads(pickle.dumps(ops.Product(partial(ops.matrix, kind="floats"), compute)))
+    assert torch.equal(duplicate(x, w), ops.linear(x, w, "floats"))
     with pytest.raises(ValueError, match="no gradient"):
         product(x.requires_grad_(), w)
 
 
 WRONG = {
-    "x is torch.float32 (2, 32); must be floats (...,64)": lambda x, w, b: (x[:, :32], w, b),
+    "weights are torch.float32 (16, 64); 16 x 32 as floats needs": lambda x, w, b: (x[:, :32], w, b),
     "weights are torch.int8": lambda x, w, b: (x, w.to(torch.int8), b),
     "weights are torch.float32 (64,)": lambda x, w, b: (x, w[0], b),
     "on meta": lambda x, w, b: (x, w.to("meta"), b),
@@ -118,35 +122,36 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_does_not_fit_is_refused(message):
     x, w, b = torch.randn(2, 64), torch.randn(16, 64), torch.randn(16)
+    x, w, b = WRONG[message](x, w, b)
     with pytest.raises(ValueError, match=re.escape(message)):
-        ops.float_linear(*WRONG[message](x, w, b))
+        ops.linear(x, w, "floats", bias=b)
 
 
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 def test_the_library_validates_before_it_follows_an_address():
     w, x, narrow = torch.randn(16, 64), torch.randn(65, 64), torch.randn(16, 40)
     for message, call in {
-        "contiguous": lambda: linear.float_matrix(x[:1, :32], w[:, :32]),
-        "no CPU kernel for activations of torch.float64": lambda: linear.float_matrix(x.double(), w),
-        "n must be from 1 to 64": lambda: linear.float_matrix(x, w).multiply(x),
-        "in must be a multiple of 32": lambda: linear.float_matrix(narrow, narrow).multiply(narrow),
+        "contiguous": lambda: linear.matrix(x[:1, :32], w[:, :32], "floats", 16),
+        "no CPU kernel for activations of torch.float64": lambda: linear.matrix(x.double(), w, "floats", 16),
+        "columns must be a multiple of 32": lambda: linear.matrix(narrow, narrow, "floats", 16).multiply(narrow),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
-    matrix = linear.float_matrix(x, w)
-    matrix.op.w = None
+    matrix = linear.matrix(x, w, "floats", 16)
+    matrix.op.data = None
     for message, fields in {
-        "w is NULL": {},
-        "out must be at least 1": {"w": w.data_ptr(), "out": 0},
-        "in must be a multiple of 32": {"out": 16, "in_": 33},
-        "dtype is unknown": {"in_": 64, "dtype": 3},
-        "the type of w is unknown": {"dtype": 0, "type": -1},
-        "w is not aligned": {"type": 0, "w": w.data_ptr() + 2},
-        "bias is not aligned": {"w": w.data_ptr(), "bias": 1},
+        "the data of a matrix are NULL": {},
+        "rows must be at least 1": {"data": w.data_ptr(), "rows": 0},
+        "columns must be a multiple of 32": {"rows": 16, "columns": 33},
+        "dtype is unknown": {"columns": 64, "dtype": 3},
+        "the kind of a matrix is unknown": {"dtype": 0, "kind": -1},
+        "not aligned to their elements": {"kind": 0, "data": w.data_ptr() + 2},
+        "bias is not aligned": {"data": w.data_ptr(), "bias": 1},
+        "only a matrix of blocks has an order": {"bias": None, "order": x.data_ptr()},
     }.items():
         for name, value in fields.items():
             setattr(matrix.op, name, value)
         with pytest.raises(ValueError, match=message):
             matrix.multiply(x[:1])
-    matrix.op.bias = None
+    matrix.op.order = None
     assert torch.allclose(matrix.multiply(x[:1]), x[:1] @ w.T, atol=1e-4)

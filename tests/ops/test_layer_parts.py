@@ -28,12 +28,12 @@ def weights(kind, out, inputs):
     if kind == "packed":
         packed = torch.empty(packed_weights.packed_shape(out, inputs), dtype=torch.int16)
         packed_weights.pack(packed_weights.quantise(w), packed, 0)
-        return lambda x, bias=None: linear.packed_matrix(x, packed, out, bias)
+        return lambda x, bias=None: linear.matrix(x, packed, "packed", out, bias)
     if kind == "blocks":
         rows = block_weights.quantise_int4(w)
-        return lambda x, bias=None: linear.block_matrix(x, rows, "Q4_0", bias)
+        return lambda x, bias=None: linear.matrix(x, rows, "Q4_0", out, bias)
     floats = w.bfloat16() if kind == "bfloat16" else w
-    return lambda x, bias=None: linear.float_matrix(x, floats, bias)
+    return lambda x, bias=None: linear.matrix(x, floats, "floats", out, bias)
 
 
 MIXTURES = {
@@ -43,6 +43,10 @@ MIXTURES = {
     "all of them": ("blocks", "float32", "packed"),
     "two of floats": ("bfloat16", "float32", "bfloat16"),
 }
+
+
+def of_floats(x, w):
+    return linear.matrix(x, w, "floats", w.shape[0])
 
 
 def rotated(x, cos, sin):
@@ -78,7 +82,7 @@ def test_the_feed_forward_layer(isa, mixture, dtype):
 def test_the_gate_against_its_formula():
     """Also where e^-x is beyond the range of floats, and what is not finite is not lost."""
     eye = torch.eye(32)
-    matrix = linear.float_matrix(eye[:1], eye)
+    matrix = of_floats(eye[:1], eye)
     x = torch.tensor([-200.0, -90, -20, -1, -1e-3, 0, 1e-3, 1, 20, 90, 200, *torch.linspace(-9, 9, 21)])[None]
     exact = F.silu(x.double()) * x.double()
     for isa in ISAS[:-1]:
@@ -254,8 +258,8 @@ def test_the_library_validates_all_layers_before_the_first_runs():
 def test_results_do_not_depend_on_threads():
     x = torch.randn(2, 1, 256).bfloat16()
     w = [torch.randn(out, inputs).bfloat16() for out, inputs in ((600, 256), (600, 256), (256, 600 // 32 * 32))]
-    gate, up = (linear.float_matrix(x, part[: 600 // 32 * 32]) for part in w[:2])
-    down = linear.float_matrix(x.new_empty(2, 1, 576), w[2])
+    gate, up = (of_floats(x, part[: 600 // 32 * 32]) for part in w[:2])
+    down = of_floats(x.new_empty(2, 1, 576), w[2])
     cos = torch.randn(2, 1, 32).bfloat16()
     project = ops.Projections(gate, up, up, 32)
     torch.set_num_threads(1)
@@ -272,9 +276,9 @@ def test_an_operation_keeps_the_tensors_whose_addresses_it_holds():
     tensors = [packed, rows, torch.arange(HIDDEN, dtype=torch.int32), torch.randn(HIDDEN, HIDDEN), torch.ones(HIDDEN)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     matrices = [
-        linear.packed_matrix(x, tensors[0], HIDDEN),
-        linear.block_matrix(x, tensors[1], "Q4_0", order=tensors[2]),
-        linear.float_matrix(x, tensors[3]),
+        linear.matrix(x, tensors[0], "packed", HIDDEN),
+        linear.matrix(x, tensors[1], "Q4_0", HIDDEN, order=tensors[2]),
+        linear.matrix(x, tensors[3], "floats", HIDDEN),
     ]
     norm = ops.Norm(tensors[4], 1e-5)
     end, project = ops.LayerEnd(matrices[0], norm, ops.GatedMLP(*matrices)), ops.Projections(*matrices, D, None, norm)
@@ -288,7 +292,7 @@ def test_an_operation_keeps_the_tensors_whose_addresses_it_holds():
 
 def test_angles_of_another_shape_type_or_device_give_none():
     x = torch.randn(2, 3, HIDDEN)
-    matrix = linear.float_matrix(x, torch.randn(2 * D, HIDDEN))
+    matrix = of_floats(x, torch.randn(2 * D, HIDDEN))
     cos = torch.randn(2, 3, D)
     project = ops.Projections(matrix, matrix, matrix, D)
     assert project(x, cos, cos) is not None
@@ -301,9 +305,9 @@ def test_angles_of_another_shape_type_or_device_give_none():
 
 def test_the_library_validates_before_it_follows_an_address():
     x = torch.randn(2, HIDDEN)
-    wide, narrow = (linear.float_matrix(x, torch.randn(out, HIDDEN)) for out in (INNER, HIDDEN))
-    back = linear.float_matrix(torch.randn(2, INNER), torch.randn(HIDDEN, INNER))
-    half = linear.float_matrix(x.bfloat16(), torch.randn(INNER, HIDDEN))
+    wide, narrow = (of_floats(x, torch.randn(out, HIDDEN)) for out in (INNER, HIDDEN))
+    back = of_floats(torch.randn(2, INNER), torch.randn(HIDDEN, INNER))
+    half = of_floats(x.bfloat16(), torch.randn(INNER, HIDDEN))
     y = torch.empty(2, INNER)
     for message, matrices, n in (
         ("gate, up and down do not fit", (wide, narrow, back), 2),
@@ -319,8 +323,8 @@ def test_the_library_validates_before_it_follows_an_address():
     layer.op.up.kind = 9
     with pytest.raises(ValueError, match="the kind of a matrix is unknown"):
         layer(x)
-    layer.op.up.kind, layer.op.up.op = 2, None
-    with pytest.raises(ValueError, match="operation is NULL"):
+    layer.op.up.kind, layer.op.up.data = 0, None
+    with pytest.raises(ValueError, match="the data of a matrix are NULL"):
         layer(x)
     cos = torch.randn(2, 1, D)
     for message, change in {
@@ -350,7 +354,7 @@ def test_the_library_validates_before_it_follows_an_address():
         ("norm or residual is NULL", "norm", None),
         ("norm or residual is not aligned", "norm", cos.data_ptr() + 1),
         ("eps must be at least 0", "eps", float("nan")),
-        ("o and mlp do not fit", "o", wide.part()),
+        ("o and mlp do not fit", "o", wide.op),
     ):
         end = ops.LayerEnd(back, ops.Norm(torch.ones(HIDDEN), 1e-5), ops.GatedMLP(wide, wide, back))
         setattr(end.op, name, value)

@@ -41,7 +41,7 @@ def test_product(isa, dtype, out, inputs):
     for n in (1, 2, 3, 5, 8, 9, 13, 33):
         x = (torch.randn(n, inputs) * torch.rand(n, 1) * 5).to(dtype)
         with on(isa):
-            y, with_bias = ops.linear8(x, w, out), ops.linear8(x, w, out, bias)
+            y, with_bias = ops.linear(x, w, "packed", out), ops.linear(x, w, "packed", out, bias)
         exact = x.double() @ wd.T
         assert y.dtype == dtype
         assert ((y.double() - exact).abs() <= bound(x, wd, exact)).all()
@@ -54,7 +54,7 @@ def test_prompt_longer_than_what_is_taken_at_once(isa):
     w, wd = packed(torch.randn(40, 64))
     x = torch.randn(2, 300, 64)
     with on(isa):
-        y = ops.linear8(x, w, 40)
+        y = ops.linear(x, w, "packed", 40)
     assert y.shape == (2, 300, 40)
     exact = x.flatten(0, 1).double() @ wd.T
     assert ((y.flatten(0, 1).double() - exact).abs() <= bound(x.flatten(0, 1), wd, exact)).all()
@@ -67,13 +67,13 @@ def test_strides_threads_and_batch_change_nothing(isa):
     views = [wide[:, 1, :128], wide[:, 1, 1:129], wide.transpose(0, 2)[:128, 1].T, wide[:1, 1, :128].expand(9, 128)]
     with on(isa):
         for x in views:
-            y = ops.linear8(x, w, 600)
-            assert torch.equal(y, ops.linear8(x.clone(), w, 600))
-            assert torch.equal(y[4], ops.linear8(x[4], w, 600))  # a token does not see the others
+            y = ops.linear(x, w, "packed", 600)
+            assert torch.equal(y, ops.linear(x.clone(), w, "packed", 600))
+            assert torch.equal(y[4], ops.linear(x[4], w, "packed", 600))  # a token does not see the others
             torch.set_num_threads(1)
-            assert torch.equal(y, ops.linear8(x, w, 600))
+            assert torch.equal(y, ops.linear(x, w, "packed", 600))
             torch.set_num_threads(2)
-        assert ops.linear8(torch.empty(0, 128), w, 600).shape == (0, 600)
+        assert ops.linear(torch.empty(0, 128), w, "packed", 600).shape == (0, 600)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -83,7 +83,7 @@ def test_the_largest_codes_do_not_overflow(isa):
     w = torch.zeros(packed_weights.packed_shape(16, 32), dtype=torch.int16)
     packed_weights.pack(blocks, w)
     with on(isa):
-        y = ops.linear8(torch.tensor([[1.0] * 32, [-1.0] * 32]), w, 16)
+        y = ops.linear(torch.tensor([[1.0] * 32, [-1.0] * 32]), w, "packed", 16)
     assert torch.equal(y, torch.tensor([[-4096.0] * 16, [4096.0] * 16]))
 
 
@@ -93,7 +93,7 @@ def test_activations_of_any_size(isa, scale):
     w, wd = packed(torch.randn(16, 64))
     x = torch.randn(3, 64) * scale
     with on(isa):
-        y = ops.linear8(x, w, 16)
+        y = ops.linear(x, w, "packed", 16)
     exact = x.double() @ wd.T
     assert ((y.double() - exact).abs() <= bound(x, wd, exact) + 1e-27).all()  # below 1e-30 activations are zero
 
@@ -105,7 +105,7 @@ def test_a_bad_activation_shows(isa, bad):
     x = torch.randn(3, 64)
     x[1, 40] = bad
     with on(isa):
-        y = ops.linear8(x, w, 16)
+        y = ops.linear(x, w, "packed", 16)
     assert not y[1].isfinite().any()
     assert y[[0, 2]].isfinite().all()
 
@@ -113,7 +113,7 @@ def test_a_bad_activation_shows(isa, bad):
 def test_a_bad_weight_shows():
     w = torch.randn(16, 64)
     w[3, 5] = float("nan")
-    y = ops.linear8(torch.ones(1, 64), packed(w)[0], 16)
+    y = ops.linear(torch.ones(1, 64), packed(w)[0], "packed", 16)
     assert y[0, 3].isnan() and y[0, :3].isfinite().all() and y[0, 4:].isfinite().all()
 
 
@@ -138,7 +138,7 @@ def test_any_shape_and_stride(out, blocks, n, dtype, data):
     w, wd = packed(torch.randn(out, inputs))
     x = torch.randn(n, inputs + step).to(dtype)[:, step:]
     with on(isa):
-        y = ops.linear8(x, w, out)
+        y = ops.linear(x, w, "packed", out)
     exact = x.double() @ wd.T
     assert ((y.double() - exact).abs() <= bound(x, wd, exact)).all()
 
@@ -147,19 +147,19 @@ def test_refusals():
     w, _ = packed(torch.randn(20, 64))
     x = torch.randn(2, 64)
     for call, reason in [
-        (lambda: ops.linear8(x[:, :32], w, 20), "20 x 32 needs"),
-        (lambda: ops.linear8(x, w, 40), "40 x 64 needs"),
-        (lambda: ops.linear8(x, w.int(), 20), "weights are torch.int32"),
-        (lambda: ops.linear8(torch.randn(2, 65), w, 20), "blocks of 32"),
+        (lambda: ops.linear(x[:, :32], w, "packed", 20), "20 x 32 as packed needs"),
+        (lambda: ops.linear(x, w, "packed", 40), "40 x 64 as packed needs"),
+        (lambda: ops.linear(x, w.int(), "packed", 20), "weights are torch.int32"),
+        (lambda: ops.linear(torch.randn(2, 65), w, "packed", 20), "blocks of 32"),
         (lambda: packed_weights.packed_shape(4, 40), "blocks of 32, not 4 x 40"),
     ]:
         with pytest.raises(ValueError, match=reason):
             call()
     if NATIVE:
         for call, reason in [
-            (lambda: linear.packed_matrix(x.double(), w, 20), "no CPU kernel for activations of torch.float64"),
-            (lambda: linear.packed_matrix(x, w.flip(0), 20, torch.zeros(3)), "bias is"),
-            (lambda: linear.packed_matrix(x, w.transpose(0, 1).contiguous().transpose(0, 1), 20), "contiguous"),
+            (lambda: linear.matrix(x.double(), w, "packed", 20), "no CPU kernel for activations of torch.float64"),
+            (lambda: linear.matrix(x, w.flip(0), "packed", 20, torch.zeros(3)), "bias is"),
+            (lambda: linear.matrix(x, w.transpose(0, 1).contiguous().transpose(0, 1), "packed", 20), "contiguous"),
         ]:
             with pytest.raises(ValueError, match=reason):
                 call()

@@ -143,6 +143,11 @@ static Result steps(const Case &c) {
     return result;
 }
 
+// The kind of a matrix of floats.
+static int kind_of(int dtype) {
+    return dtype == SKIMKV_F32 ? SKIMKV_KIND_F32 : dtype == SKIMKV_BF16 ? SKIMKV_KIND_BF16 : SKIMKV_KIND_F16;
+}
+
 // Linear layers with random weights: of 8 bits, and of every type of floats.
 static Result linear(const Case &c) {
     const int in = 32 * c.G, out = c.D + 3, n = 5, size = size_of(c.dtype);
@@ -157,8 +162,8 @@ static Result linear(const Case &c) {
     for (int i = 0; i < n * in; i++) x0.push_back(noise());
     const Bytes x = pack(x0, c.dtype);
     Bytes y((size_t)(n * out * size));
-    const skimkv_linear op = {w.data(), out, in, nullptr, c.dtype};
-    must(skimkv_linear_run(&op, x.data(), y.data(), n, 1, nullptr));
+    const skimkv_matrix panels{w.data(), out, in, nullptr, nullptr, SKIMKV_KIND_PANELS, c.dtype};
+    must(skimkv_product_run(&panels, x.data(), y.data(), n, 1, nullptr));
     Result result;
     const auto note = [&] {
         for (size_t i = 0; i < y.size(); i += (size_t)size) result.y.push_back(float_of(&y[i], c.dtype));
@@ -168,8 +173,8 @@ static Result linear(const Case &c) {
     for (int i = 0; i < out * in; i++) w0.push_back(noise());
     for (int type : {SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16}) {
         const Bytes floats = pack(w0, type);
-        const skimkv_float_linear layer = {floats.data(), out, in, nullptr, c.dtype, type};
-        must(skimkv_float_linear_run(&layer, x.data(), y.data(), n, 1, nullptr));
+        const skimkv_matrix matrix{floats.data(), out, in, nullptr, nullptr, kind_of(type), c.dtype};
+        must(skimkv_product_run(&matrix, x.data(), y.data(), n, 1, nullptr));
         note();
     }
     return result;
@@ -240,10 +245,9 @@ static Result parts(const Case &c) {
     };
     const Bytes w = random(96 * in), down = random(in * 96), x = random(n * in), heads = random(out * in);
     const Bytes norm = random(D), before = random(in), wide = random(n * 96), cos = random(n * D), sin = random(n * D);
-    const skimkv_float_linear first{w.data(), 96, in, nullptr, c.dtype, c.dtype};
-    const skimkv_float_linear second{down.data(), in, 96, nullptr, c.dtype, c.dtype};
-    const skimkv_float_linear head{heads.data(), out, in, nullptr, c.dtype, c.dtype};
-    const skimkv_matrix gate{&first, SKIMKV_FLOATS}, last{&second, SKIMKV_FLOATS}, project{&head, SKIMKV_FLOATS};
+    const skimkv_matrix gate{w.data(), 96, in, nullptr, nullptr, kind_of(c.dtype), c.dtype};
+    const skimkv_matrix last{down.data(), in, 96, nullptr, nullptr, kind_of(c.dtype), c.dtype};
+    const skimkv_matrix project{heads.data(), out, in, nullptr, nullptr, kind_of(c.dtype), c.dtype};
     const skimkv_gated_mlp mlp{gate, gate, last};
     const skimkv_projections attention{project,     project,     project, D,     before.data(),
                                        norm.data(), norm.data(), 1e-5f,   1e-5f, 1e-5f};

@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..hf.attach import Cache
 from ..hf.layer import Layer
-from ..hf.weights import Linear8
+from ..hf.weights import random_linear
 from ..methods import Dense
 from ..methods.base import Method
 from ..stores import memory
@@ -39,7 +39,7 @@ def random_llama(
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):
             if isinstance(part, torch.nn.Linear) and weights == "int8":
-                setattr(parent, name, Linear8.random(part.in_features, part.out_features, draw, dtype))
+                setattr(parent, name, random_linear(part.in_features, part.out_features, draw, dtype))
     for parent in model.modules():
         for name, empty in list(parent.named_parameters(recurse=False)):
             if empty.is_meta:

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from ..hf.decode_modules import decode_modules
 from ..hf.decode_step import StepForward, replace_forward, restore_forward, step_forward
-from ..hf.float_modules import FloatLinear
+from ..hf.matrix_modules import of_linear
 from ..hf.norms import norms_of
 from .machine import Call
 
@@ -26,10 +26,7 @@ class OwnLayers:
         self.model = model
         self.ours: dict[str, Any] = decode_modules(model) | norms_of(model)
         self.plain: dict[str, Any] = {name: model.get_submodule(name) for name in self.ours} | linear
-        self.ours |= {
-            name: FloatLinear(part.weight, part.weight.dtype) if type(part) is torch.nn.Linear else part
-            for name, part in linear.items()
-        }
+        self.ours |= {name: of_linear(part) if type(part) is torch.nn.Linear else part for name, part in linear.items()}
 
     def use(self, layers: Mapping[str, torch.nn.Module]) -> None:
         """Let the model have these layers, `plain` or `ours`, and with ours the forward that runs them at once."""

@@ -21,16 +21,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import ops
-from ..ops import SoftmaxOptions
+from ..ops import SoftmaxOptions, matrices
 from ..ops.gpu import device
 from ..stores.base import Store
 from ..stores.full import Full
-from .block_modules import Blocks
 from .cuda_graph import Replay, capture, footing
 from .errors import first_sentence
 from .layer import MARK, Layer
+from .matrix_modules import MatrixModule
 from .supported import model_layers
-from .weights import Packed
 
 # The arguments of a call that is a step; logits_to_keep changes nothing where there is one token.
 STEP_ARGUMENTS = {
@@ -121,7 +120,7 @@ class CompiledForward:
             raise ValueError(f"{name} cannot be compiled: not all of its layers are attention and nothing else")
         if not all(layer.supported for layer in layers):
             raise ValueError(f"{name} cannot be compiled: it has layers of sliding attention")
-        if any(isinstance(part, (Packed, Blocks)) for part in model.modules()):
+        if any(isinstance(part, MatrixModule) and part.kind != matrices.FLOATS for part in model.modules()):
             raise ValueError(f"{name} cannot be compiled: its weights are quantised")
         # what somebody else has put in the place of the class's forward, if anything
         self.replaced: Any = model.__dict__.get("forward")

@@ -26,13 +26,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from ..ops import block_weights, packed_weights
-from .block_modules import BlockEmbedding, BlockLinear, Blocks
+from ..ops import block_weights, matrices, packed_weights
 from .decode_step import replace_modules
 from .errors import as_value_error
-from .float_modules import FloatLinear
 from .gguf import FLOATS, GGUFFile, TensorEntry
-from .weights import Embedding8, Linear8, empty_packed, fill_packed
+from .matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
+from .weights import empty_packed, fill_packed
 
 BIASES = {"attention": "attn_q", "mlp": "ffn_up"}  # parts that may have biases, and a tensor of each
 
@@ -274,25 +273,23 @@ def _places(parameters: dict[str, Any], architecture: Architecture, layers: int)
 def _tie_head(model: Any, dtype: torch.dtype) -> None:
     """Let the output layer share the weights of the embedding."""
     table = model.model.embed_tokens
-    if isinstance(table, Embedding8):
-        head: nn.Module = Linear8(table.embedding_dim, table.num_embeddings, weight=table.weight, dtype=dtype)
-        model.set_submodule("lm_head", head)
-    elif isinstance(table, Blocks):
-        model.set_submodule("lm_head", BlockLinear(table.weight, table.blocks, table.columns, dtype))
-    else:
-        model.set_submodule("lm_head", FloatLinear(table.weight, dtype))
+    kind = table.kind if isinstance(table, MatrixModule) else matrices.FLOATS
+    head = MatrixLinear(table.weight, kind, table.num_embeddings, table.embedding_dim, dtype)
+    model.set_submodule("lm_head", head)
     model.lm_head.weight = table.weight
 
 
-def _replace(model: PreTrainedModel, name: str, embedding: Callable[[], nn.Module], linear: Callable[[], Any]) -> None:
-    """Put a module with quantised weights in the place of the module of that name, whose bias it keeps."""
+def _replace(
+    model: PreTrainedModel, name: str, weight: Tensor, kind: str, entry: TensorEntry, order: Tensor | None = None
+) -> None:
+    """Put a module with a matrix of the file in the place of the module of that name, whose bias it keeps."""
     module: Any = model.get_submodule(name)
+    dtype: Any = model.config.dtype
+    rows, columns = entry.shape
     if isinstance(module, nn.Embedding):
-        model.set_submodule(name, embedding())
-        return
-    new = linear()
-    new.bias = module.bias  # a tensor of its own, which is read before or after
-    model.set_submodule(name, new)
+        model.set_submodule(name, MatrixEmbedding(weight, kind, rows, columns, dtype))
+    else:  # the bias is a tensor of its own, which is read before or after
+        model.set_submodule(name, MatrixLinear(weight, kind, rows, columns, dtype, module.bias, order))
 
 
 def _read_packed(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
@@ -305,13 +302,7 @@ def _read_packed(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, nam
     if heads is not None:
         read, step = _reordered(read, rows // heads), math.lcm(packed_weights.ROWS, rows // heads)
     packed = fill_packed(empty_packed(rows, columns), rows, read, step)
-    dtype: Any = model.config.dtype
-    _replace(
-        model,
-        name,
-        lambda: Embedding8(rows, columns, packed, dtype),
-        lambda: Linear8(columns, rows, weight=packed, dtype=dtype),
-    )
+    _replace(model, name, packed, matrices.PACKED, entry)
 
 
 def _map_floats(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
@@ -319,27 +310,17 @@ def _map_floats(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name
 
     Rows in llama.cpp's order are copied.
     """
-    dtype: Any = model.config.dtype
     weight = file.mapped_floats(entry)
-    weight = weight if heads is None else _unpermuted(weight, heads)
-    layer: Any = model.get_submodule(name)
-    model.set_submodule(name, FloatLinear(weight, dtype, layer.bias))
+    _replace(model, name, weight if heads is None else _unpermuted(weight, heads), matrices.FLOATS, entry)
 
 
 def _map_blocks(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
     """Map a matrix of blocks into the module that replaces the module of that name. heads: as in _read_packed."""
-    dtype: Any = model.config.dtype
-    weight, columns, blocks = file.rows(entry), entry.shape[1], entry.quantisation
     order = None
     if heads is not None:
         order = torch.empty(entry.shape[0], dtype=torch.int32)
         order[_unpermuted(torch.arange(entry.shape[0]), heads)] = torch.arange(entry.shape[0], dtype=torch.int32)
-    _replace(
-        model,
-        name,
-        lambda: BlockEmbedding(weight, blocks, columns, dtype),
-        lambda: BlockLinear(weight, blocks, columns, dtype, order),
-    )
+    _replace(model, name, file.rows(entry), entry.quantisation, entry, order)
 
 
 def _reordered(read: Callable[[int, int], Tensor], size: int) -> Callable[[int, int], Tensor]:

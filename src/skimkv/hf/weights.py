@@ -1,4 +1,4 @@
-"""Weights in another format: modules of 8-bit weights (ops/packed_weights.py), and models in a format of FORMATS.
+"""Weights in another format: models whose matrices are of one of FORMATS.
 
 No full-precision copy of a model ever exists: its matrices are converted one by one while they are read.
 """
@@ -9,7 +9,6 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,10 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .. import ops
-from ..ops import block_weights, packed_weights
+from ..ops import block_weights, matrices, packed_weights
 from ..stores import memory
-from .block_modules import BlockEmbedding, BlockLinear, Blocks
 from .decode_step import replace_modules
-from .float_modules import FloatEmbedding, FloatLinear, Floats
+from .matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
 
 SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read
 
@@ -79,127 +76,45 @@ def _release(tensor: Tensor) -> None:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
-class Packed(nn.Module):
-    """A matrix (rows, columns) in 8 bits. `weight` is the packed tensor, so that tied modules can share it.
-
-    Raises ValueError if a given weight is not int16 of the packed shape.
-    """
-
-    def __init__(self, rows: int, columns: int, weight: Tensor | None, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.shape, shape = (rows, columns), packed_weights.packed_shape(rows, columns)
-        if weight is None:
-            weight = torch.empty(shape, dtype=torch.int16)
-        elif weight.shape != shape or (weight.dtype != torch.int16 and not weight.is_meta):
-            raise ValueError(f"packed weights are {weight.dtype} {tuple(weight.shape)}; must be int16 {shape}")
-        self.dtype = dtype or torch.get_default_dtype()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-
-class Linear8(Packed):
-    """A linear layer (nn.Linear) with 8-bit weights, for inference. Activations are float32, bfloat16 or float16."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        weight: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(out_features, in_features, weight, dtype)
-        self.in_features, self.out_features = in_features, out_features
-        zeros = nn.Parameter(torch.zeros(out_features, dtype=self.dtype), requires_grad=False) if bias else None
-        self.register_parameter("bias", zeros)
-        self._product = ops.Product(
-            partial(ops.packed_matrix, out=out_features), partial(ops.linear8, out=out_features)
-        )
-
-    @classmethod
-    def random(cls, in_features: int, out_features: int, generator: torch.Generator, dtype: torch.dtype) -> Linear8:
-        """A layer of uniform random weights that keep the size of activations, for benchmarks."""
-        packed = empty_packed(out_features, in_features)
-        packed.view(torch.int8).random_(-127, 128, generator=generator)
-        packed[:, :, 0] = torch.tensor(3**0.5 / 127 / in_features**0.5).half().view(torch.int16)
-        return cls(in_features, out_features, weight=packed, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply x (...,in) -> (...,out), in the type of x. Raises ValueError if a gradient is wanted."""
-        return self._product(x, self._parameters["weight"], self._parameters["bias"])
-
-    def extra_repr(self) -> str:
-        """Sizes as nn.Linear prints them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-class Embedding8(Packed):
-    """An embedding (nn.Embedding) with 8-bit rows, which are dequantised when they are looked up."""
-
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, weight: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, weight, dtype)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids (...) of any integer type -> (...,embedding_dim). Raises IndexError for an id out of range."""
-        index = ids.flatten().long()
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.num_embeddings:
-            raise IndexError(f"token ids must be from 0 to {self.num_embeddings - 1}")
-        return packed_weights.dequantise(packed_weights.rows_of(self.weight, index)).view(*ids.shape, -1).to(self.dtype)
-
-
 class Format(NamedTuple):
-    """A way to quantise the matrices of a model.
+    """A way to hold the matrices of a model.
 
-    shape(rows, columns): of a quantised matrix. quantise(weight): a matrix of any float type in this format.
-    linear and embedding(rows, columns, has_bias, weight, dtype): the module of a quantised matrix.
+    kind: one of ops/matrices.py. shape(rows, columns): of the tensor that holds a matrix. convert(weight): a matrix of
+    any float type as that tensor.
     """
 
+    kind: str
     shape: Callable[[int, int], tuple[int, ...]]
-    quantise: Callable[[Tensor], Tensor]
-    linear: Callable[[int, int, bool, Tensor, torch.dtype], nn.Module]
-    embedding: Callable[[int, int, bool, Tensor, torch.dtype], nn.Module]
-
-
-def _four_bit_linear(rows: int, columns: int, has_bias: bool, weight: Tensor, dtype: torch.dtype) -> BlockLinear:
-    layer = BlockLinear(weight, "Q4_0", columns, dtype)
-    if has_bias:
-        layer.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False)
-    return layer
-
-
-def _float_linear(rows: int, columns: int, has_bias: bool, weight: Tensor, dtype: torch.dtype) -> FloatLinear:
-    bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False) if has_bias else None
-    return FloatLinear(weight, dtype, bias)
+    convert: Callable[[Tensor], Tensor]
 
 
 def _floats(type: torch.dtype) -> Format:
     """The format of matrices whose elements have this type."""
     return Format(
+        matrices.FLOATS,
         lambda rows, columns: (rows, columns),
         lambda weight: memory.empty(tuple(weight.shape), type).copy_(weight),
-        _float_linear,
-        lambda rows, columns, has_bias, weight, dtype: FloatEmbedding(weight, dtype),
     )
 
 
 FORMATS = {
     "float32": _floats(torch.float32),
     "bfloat16": _floats(torch.bfloat16),
-    "int8": Format(
-        packed_weights.packed_shape,
-        pack_matrix,
-        lambda rows, columns, has_bias, weight, dtype: Linear8(columns, rows, has_bias, weight, dtype),
-        lambda rows, columns, has_bias, weight, dtype: Embedding8(rows, columns, weight, dtype),
-    ),
+    "int8": Format(matrices.PACKED, packed_weights.packed_shape, pack_matrix),
     "int4": Format(
+        "Q4_0",
         lambda rows, columns: (rows, block_weights.row_bytes("Q4_0", columns)),
-        lambda weight: block_weights.quantise_int4(weight),
-        _four_bit_linear,
-        lambda rows, columns, has_bias, weight, dtype: BlockEmbedding(weight, "Q4_0", columns, dtype),
+        block_weights.quantise_int4,
     ),
 }
+
+
+def random_linear(in_features: int, out_features: int, generator: torch.Generator, dtype: torch.dtype) -> MatrixLinear:
+    """An 8-bit layer of uniform random weights that keep the size of activations, for benchmarks."""
+    packed = empty_packed(out_features, in_features)
+    packed.view(torch.int8).random_(-127, 128, generator=generator)
+    packed[:, :, 0] = torch.tensor(3**0.5 / 127 / in_features**0.5).half().view(torch.int16)
+    return MatrixLinear(packed, matrices.PACKED, out_features, in_features, dtype)
 
 
 class _Replacement(NamedTuple):
@@ -232,10 +147,12 @@ def _replacements(model: PreTrainedModel, format: Format) -> Iterator[_Replaceme
         with torch.device("meta"):
             # a float, as older versions of the library turn what they read into this type before we see it
             empty = torch.empty(format.shape(rows, columns), dtype=dtype)
-            make = format.embedding if module is table else format.linear
-            yield _Replacement(
-                name, module, make(rows, columns, module is not table and module.bias is not None, empty, dtype)
-            )
+            if module is table:
+                ours: MatrixModule = MatrixEmbedding(empty, format.kind, rows, columns, dtype)
+            else:
+                zeros = None if module.bias is None else nn.Parameter(torch.zeros(rows, dtype=dtype), False)
+                ours = MatrixLinear(empty, format.kind, rows, columns, dtype, zeros)
+            yield _Replacement(name, module, ours)
 
 
 def _name(model: nn.Module, module: nn.Module | None) -> str:
@@ -261,7 +178,7 @@ def quantise(model: PreTrainedModel, weights: str = "int8") -> PreTrainedModel:
         is_transposed = isinstance(module, Conv1D)
         if not weight.is_meta:
             if id(weight) not in quantised_matrices:
-                quantised_weight = format.quantise((weight.T if is_transposed else weight).detach())
+                quantised_weight = format.convert((weight.T if is_transposed else weight).detach())
                 quantised_matrices[id(weight)] = nn.Parameter(quantised_weight, requires_grad=False)
             quantised.weight = quantised_matrices[id(weight)]
             if getattr(quantised, "bias", None) is not None:
@@ -304,7 +221,7 @@ class _Quantise(ConversionOps):
         if weight.shape != expected:
             self.config.error = f"{name} is {tuple(weight.shape)}, by config.json it should be {expected}"
             raise ValueError(self.config.error)
-        quantised = FORMATS[self.config.weights].quantise(weight.T if module.transposed else weight)
+        quantised = FORMATS[self.config.weights].convert(weight.T if module.transposed else weight)
         _release(weight)
         return {name: quantised}
 
@@ -315,7 +232,7 @@ class _Quantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether this parameter is the weight of a layer that is packed."""
         module, _, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(module), (Packed, Blocks, Floats))
+        return name == "weight" and isinstance(model.get_submodule(module), MatrixModule)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         assert isinstance(self.quantization_config, _Config)

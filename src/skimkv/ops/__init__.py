@@ -1,4 +1,4 @@
-"""The operations below the methods: which backend computes, attention of a prompt, scores of keys, 8-bit products.
+"""The operations below the methods: which backend computes, attention of a prompt, scores of keys, products.
 
 A method's own algorithm stands in its file in `methods`; the kernels that `cpu` (C++) and `gpu` (Triton) offer for it
 are declared in `protocol.py`.
@@ -9,14 +9,14 @@ from .cpu.backend import RepeatedStep
 from .cpu.layer_parts import GatedMLP, LayerEnd, Layers, Norm, Projections
 from .cpu.linear import Matrix
 from .key_scores import key_scores
-from .linear import Product, block_linear, block_matrix, float_linear, float_matrix, linear8, packed_matrix
+from .linear import Product, linear, matrix
 from .prefill import append_block, causal_attention
 from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 from .rms_norm import norm_matrix, rms_norm
 
 __all__ = [
     "BACKENDS", "Again", "GatedMLP", "Kernels", "LayerEnd", "Layers", "Matrix", "Norm", "Product", "Projections",
-    "RepeatedStep", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend", "block_linear", "block_matrix",
-    "causal_attention", "float_linear", "float_matrix", "forced_backend", "graphable", "kernels_for", "key_scores",
-    "linear8", "norm_matrix", "packed_matrix", "rms_norm", "select_backend",
+    "RepeatedStep", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend", "causal_attention",
+    "forced_backend", "graphable", "kernels_for", "key_scores", "linear", "matrix", "norm_matrix", "rms_norm",
+    "select_backend",
 ]  # fmt: skip

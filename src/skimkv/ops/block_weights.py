@@ -51,13 +51,3 @@ def quantise_int4(w: Tensor) -> Tensor:
     codes = (x / step.masked_fill(step == 0, torch.inf)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     packed = codes[..., :16] | codes[..., 16:] << 4
     return torch.cat([scale.view(torch.uint8), packed], -1).flatten(1)
-
-
-def check_rows(x: Tensor, rows: Tensor, type: str) -> None:
-    """Raise ValueError unless rows (out,row_bytes) uint8 are the weights for inputs x (...,in), on x's device."""
-    expected = row_bytes(type, x.shape[-1])
-    if rows.ndim != 2 or rows.shape[1] != expected or rows.dtype != torch.uint8 or rows.device != x.device:
-        raise ValueError(
-            f"weights are {rows.dtype} {tuple(rows.shape)} on {rows.device}; "
-            f"{type} for {x.shape[-1]} inputs needs uint8 (rows, {expected}) on {x.device}"
-        )

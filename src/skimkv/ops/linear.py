@@ -1,4 +1,4 @@
-"""Products y = x W^T + bias: W as floats, or in the layout of packed_weights.py or of block_weights.py."""
+"""Products y = x W^T + bias with matrices of every kind (matrices.py)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import block_weights
+from . import matrices
 from .backends import forced_backend, kernels_for
 from .cpu import linear as cpu
-from .packed_weights import check_weights, dequantise
 
-TILE = 64  # panels of sixteen rows that the reference dequantises at once
-ROWS_AT_ONCE = 1024  # rows of blocks that are dequantised at once for a prompt
-PROMPT = 16  # tokens from which on dequantised rows are faster than products with blocks
-FLOAT_PROMPT = 16  # tokens from which on PyTorch multiplies floats faster
+ROWS_AT_ONCE = 1024  # rows that are dequantised at once
+PROMPT = 16  # tokens from which on PyTorch multiplies floats, or dequantised rows of blocks, faster
 
 
 class Product:
@@ -75,96 +72,61 @@ def is_native(x: Tensor) -> bool:
     return kernels is not None and kernels.name == "cpu"
 
 
-def packed_matrix(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> cpu.Matrix | None:
-    """The weights of `linear8` as its kernel needs them for x and its like; None where the reference computes."""
-    return cpu.packed_matrix(x, packed, out, bias) if is_native(x) else None
-
-
-def linear8(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias: x (...,in) · packed weights of `out` rows · bias (out,) -> (...,out) in x's dtype.
-
-    In C++ where the backend is cpu. Raises ValueError if shapes, dtypes or devices do not fit.
-    """
-    matrix = packed_matrix(x, packed, out, bias)
-    return reference(x, packed, out, bias) if matrix is None else matrix.multiply(x)
-
-
-def reference(x: Tensor, packed: Tensor, out: int, bias: Tensor | None = None) -> Tensor:
-    """Compute `linear8` in PyTorch: float32 products with tiles of dequantised rows."""
-    check_weights(x, packed, out)
-    tiles = []
-    for p in range(0, packed.shape[0], TILE):
-        panels = packed[p : p + TILE].permute(0, 3, 1, 2).flatten(0, 1)  # (rows, in/32, 17)
-        tiles.append(x.float() @ dequantise(panels).T)
-    y = torch.cat(tiles, -1)[..., :out]
-    return (y if bias is None else y + bias.float()).to(x.dtype)
-
-
-def block_matrix(
-    x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None, order: Tensor | None = None
+def matrix(
+    x: Tensor,
+    weight: Tensor,
+    kind: str,
+    rows: int | None = None,
+    bias: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> cpu.Matrix | None:
-    """The weights of `block_linear` as its kernel needs them for x and its like; None where PyTorch computes."""
-    block_weights.check_rows(x, rows, type)
-    if x.numel() >= PROMPT * x.shape[-1] or not is_native(x):
+    """The weights of `linear` as its kernel needs them for x and its like; None where PyTorch computes."""
+    if weight.device != x.device or x.dtype not in matrices.FLOAT_TYPES:
+        raise ValueError(
+            f"x is {x.dtype} on {x.device}; must be float32, bfloat16 or float16 on {weight.device}, as the weights"
+        )
+    rows = weight.shape[0] if rows is None else rows
+    matrices.check(weight, kind, rows, x.shape[-1])
+    is_prompt = kind != matrices.PACKED and x.numel() >= PROMPT * x.shape[-1]
+    if is_prompt or x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
         return None
-    return cpu.block_matrix(x, rows, type, bias, order)
+    return cpu.matrix(x, weight, kind, rows, bias, order)
 
 
-def block_linear(x: Tensor, rows: Tensor, type: str, bias: Tensor | None = None, order: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias with the blocks of a GGUF file: x (...,in) · rows (out,row_bytes) uint8 -> (...,out).
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    kind: str,
+    rows: int | None = None,
+    bias: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor:
+    """Compute x W^T + bias: x (...,in) · weight, a matrix (rows,in) of this kind · bias (rows,) -> (...,rows).
 
-    type: of the blocks, one of block_weights.TYPES. order: (out,) int32, the output that each row gives, a permutation;
-    None if row i gives output i. A few tokens are multiplied in C++ where the backend is cpu, straight from the blocks;
-    for a prompt the rows are dequantised a part at a time. Raises ValueError if shapes, types or devices do not fit.
+    The result has x's type: float32, bfloat16 or float16. rows: None: those of weight, which must be given for packed
+    weights. order: (rows,) int32, the output that each row gives, a
+    permutation; None if row i gives output i; only for blocks. In C++ where the backend is cpu, straight from the
+    stored weights; but for a prompt PyTorch multiplies floats, and rows of blocks that are dequantised a part at a
+    time. Raises ValueError if shapes, types or devices do not fit.
     """
-    matrix = block_matrix(x, rows, type, bias, order)
-    if matrix is not None:
-        return matrix.multiply(x)
-    in_library = is_native(x)
-    tokens = x.reshape(-1, x.shape[-1])
-    y = x.new_empty(tokens.shape[0], rows.shape[0])
-    for first in range(0, rows.shape[0], ROWS_AT_ONCE):
-        part = rows[first : first + ROWS_AT_ONCE]
-        if in_library:
-            y[:, first : first + ROWS_AT_ONCE] = tokens @ cpu.expand_blocks(part, type, x.shape[-1], x.dtype).T
+    rows = weight.shape[0] if rows is None else rows
+    prepared = matrix(x, weight, kind, rows, bias, order)
+    if prepared is not None:
+        return prepared.multiply(x)
+    if kind == matrices.FLOATS and weight.dtype == x.dtype:
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    is_expanded = kind != matrices.FLOATS and is_native(x) and weight.is_contiguous()
+    tokens = x.flatten(0, -2) if kind == matrices.FLOATS or is_expanded else x.flatten(0, -2).float()
+    y = tokens.new_empty(tokens.shape[0], rows)
+    for first in range(0, rows, ROWS_AT_ONCE):
+        last = min(first + ROWS_AT_ONCE, rows)
+        if is_expanded:
+            part = cpu.expand(weight[first:last], kind, x.shape[-1], x.dtype)
         else:
-            y[:, first : first + ROWS_AT_ONCE] = (tokens.float() @ block_weights.dequantise(part, type).T).to(x.dtype)
+            index = torch.arange(first, last, device=weight.device)
+            part = matrices.dequantise(weight, kind, index).to(tokens.dtype)
+        y[:, first:last] = tokens @ part.T
     if order is not None:
         y = torch.empty_like(y).index_copy_(1, order.long(), y)
     y = y if bias is None else y + bias.to(y.dtype)
-    return y.view(*x.shape[:-1], rows.shape[0])
-
-
-def float_matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> cpu.Matrix | None:
-    """The weights of `float_linear` as its kernel needs them for x and its like; None where PyTorch computes."""
-    types = (torch.float32, torch.bfloat16, torch.float16)
-    if weight.ndim != 2 or weight.dtype not in types or weight.device != x.device:
-        raise ValueError(
-            f"weights are {weight.dtype} {tuple(weight.shape)} on {weight.device}; "
-            f"must be float32, bfloat16 or float16 (out,in) on {x.device}"
-        )
-    if x.dtype not in types or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; must be floats (...,{weight.shape[1]})")
-    if x.numel() >= FLOAT_PROMPT * weight.shape[1] or weight.shape[1] % 32 or not weight.is_contiguous():
-        return None
-    return cpu.float_matrix(x, weight, bias) if is_native(x) else None
-
-
-def float_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias with floats: x (...,in) · weight (out,in) · bias (out,) -> (...,out) in x's dtype.
-
-    The weights are float32, bfloat16 or float16, whatever type x has. A few tokens are multiplied in C++ where the
-    backend is cpu, with products and sums in float32; otherwise PyTorch does.
-
-    Raises ValueError if shapes, dtypes or devices do not fit.
-    """
-    matrix = float_matrix(x, weight, bias)
-    if matrix is not None:
-        return matrix.multiply(x)
-    bias = None if bias is None else bias.to(x.dtype)
-    if weight.dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    y = x.new_empty(*x.shape[:-1], weight.shape[0])
-    for first in range(0, weight.shape[0], ROWS_AT_ONCE):
-        y[..., first : first + ROWS_AT_ONCE] = x @ weight[first : first + ROWS_AT_ONCE].to(x.dtype).T
-    return y if bias is None else y + bias
+    return y.to(x.dtype).view(*x.shape[:-1], rows)

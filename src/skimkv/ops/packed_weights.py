@@ -53,13 +53,3 @@ def pack(blocks: Tensor, packed: Tensor, first: int = 0) -> None:
 def rows_of(packed: Tensor, index: Tensor) -> Tensor:
     """The blocks of these rows: index (n,) int64 -> (n,in/32,17)."""
     return packed[index // ROWS, :, :, index % ROWS]
-
-
-def check_weights(x: Tensor, packed: Tensor, out: int) -> None:
-    """Raise ValueError unless packed are the weights of `out` rows for inputs x (...,in), on x's device."""
-    shape = packed_shape(out, x.shape[-1])
-    if packed.shape != shape or packed.dtype != torch.int16 or packed.device != x.device:
-        raise ValueError(
-            f"weights are {packed.dtype} {tuple(packed.shape)} on {packed.device}; "
-            f"{out} x {x.shape[-1]} needs int16 {shape} on {x.device}"
-        )

@@ -58,7 +58,7 @@ class GatedMLP:
 
     def __init__(self, gate: Matrix, up: Matrix, down: Matrix) -> None:
         self.matrices = gate, up, down
-        self.op = CGatedMLP(*(matrix.part() for matrix in self.matrices))
+        self.op = CGatedMLP(*(matrix.op for matrix in self.matrices))
         self.address, self.run = ctypes.addressof(self.op), _library().skimkv_gated_mlp_run
         self.inputs, self.out, self.pool = gate.inputs, down.out, library.thread_pool()
 
@@ -100,7 +100,7 @@ class LayerEnd:
 
     def __init__(self, o: Matrix, norm: Norm, mlp: GatedMLP) -> None:
         self.parts = o, norm.check(o.out, o.op.dtype), mlp
-        self.op = CLayerEnd(o.part(), norm.weight.data_ptr(), norm.eps, mlp.op)
+        self.op = CLayerEnd(o.op, norm.weight.data_ptr(), norm.eps, mlp.op)
         self.address, self.run = ctypes.addressof(self.op), _library().skimkv_layer_end_run
         self.inputs, self.pool = o.inputs, library.thread_pool()
 
@@ -144,7 +144,7 @@ class Projections:
         all_norms = norm and norm.check(q.inputs, dtype), of_q, of_k
         pairs = [(one.weight.data_ptr(), one.eps) if one else nothing for one in all_norms]
         self.op = CProjections(
-            *(matrix.part() for matrix in self.matrices), D, *(p for p, _ in pairs), *(e for _, e in pairs)
+            *(matrix.op for matrix in self.matrices), D, *(p for p, _ in pairs), *(e for _, e in pairs)
         )
         self.address, self.run = ctypes.addressof(self.op), _library().skimkv_projections_run
         self.heads = tuple(matrix.out // D for matrix in self.matrices)

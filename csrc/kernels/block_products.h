@@ -1,4 +1,4 @@
-// The linear layer y = x W^T + bias whose weights are the blocks of a GGUF file, row by row, as the file has them.
+// Products y = x W^T + bias whose weights are the blocks of a GGUF file, row by row, as the file has them.
 //
 // A group of weights is decoded to codes of 8 bits and, for every part of 16 or 32 weights, a scale and an offset, so
 // that a weight is scale * code + offset. Codes are multiplied with rounded inputs (kernels/block_inputs.h) in
@@ -87,7 +87,7 @@ static inline void decode(BlockQ6_K, const uint8_t *p, int8_t *code, float *scal
 namespace skimkv::SKIMKV_NS {
 
 #ifndef SKIMKV_SIMD_VNNI
-static inline void store_input(const RoundedInputs &to, int, int64_t i, int32_t code, bool) {
+template <InputOrder> static inline void store_input(const RoundedInputs &to, int64_t i, int32_t code, bool) {
     to.code[i] = (int16_t)code;
 }
 
@@ -128,9 +128,9 @@ static inline void multiply_row(Block, const uint8_t *w, int64_t row, int64_t in
 #endif
 
 // Rounds one token's inputs.
-template <class T> static void round_block_inputs(const T *x, const skimkv_block_linear *op, const RoundedInputs &to) {
-    const int64_t in = op->in;
-    const float largest = (float)largest_input(op->dtype);
+template <InputOrder ORDER, class T>
+static void round_token(const T *x, int64_t in, int dtype, const RoundedInputs &to) {
+    const float largest = (float)largest_input(dtype);
     for (int64_t b = 0; b < padded_inputs(in) / 32; b++) {
         float top = 0, bad = 0, v[32] = {};
         if (b * 32 < in)
@@ -149,7 +149,7 @@ template <class T> static void round_block_inputs(const T *x, const skimkv_block
                 const float y = (bad == 0 ? v[i] : 0) * inverse + 12582912.f;
                 int32_t bits;
                 __builtin_memcpy(&bits, &y, 4);
-                store_input(to, op->type, b * 32 + i, (int16_t)bits, has_two_bytes(op->dtype));
+                store_input<ORDER>(to, b * 32 + i, (int16_t)bits, has_two_bytes(dtype));
                 sum += (int16_t)bits;
             }
             to.sum[b * 2 + half] = (float)sum * to.scale[b];
@@ -157,77 +157,75 @@ template <class T> static void round_block_inputs(const T *x, const skimkv_block
     }
 }
 
-// Rounds all inputs of an operation.
-static void block_linear_round_inputs(const skimkv_block_linear *op, const Tokens &tokens, char *memory) {
-    for (int64_t t = 0; t < tokens.n; t++) {
-        const RoundedInputs to = rounded_inputs_at(memory + t * block_input_bytes(op->in), op->in);
-        if (op->dtype == SKIMKV_F32) round_block_inputs((const float *)tokens.x + t * op->in, op, to);
-        else if (op->dtype == SKIMKV_BF16) round_block_inputs((const bf16 *)tokens.x + t * op->in, op, to);
-        else round_block_inputs((const f16 *)tokens.x + t * op->in, op, to);
+template <InputOrder ORDER>
+static void round_block_inputs(const skimkv_matrix &m, const Tokens &tokens, char *inputs, int64_t first,
+                               int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+        const RoundedInputs to = rounded_inputs_at(inputs + t * block_input_bytes(m.columns), m.columns);
+        const int64_t at = t * m.columns;
+        if (m.dtype == SKIMKV_F32) round_token<ORDER>((const float *)tokens.x + at, m.columns, m.dtype, to);
+        else if (m.dtype == SKIMKV_BF16) round_token<ORDER>((const bf16 *)tokens.x + at, m.columns, m.dtype, to);
+        else round_token<ORDER>((const f16 *)tokens.x + at, m.columns, m.dtype, to);
     }
 }
 
 // Multiplies R rows, `apart` rows from each other, with all inputs.
 template <int R, class Block>
-static inline void multiply_some_rows(Block, const skimkv_block_linear *op, const Tokens &tokens, char *inputs,
-                                      int64_t first, int64_t apart) {
-    const int64_t row_bytes = op->in * Block::BYTES / Block::SIZE;
-    const uint8_t *w = (const uint8_t *)op->w + first * row_bytes;
+static inline void multiply_some_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
+                                      int64_t apart) {
+    const int64_t row_bytes = m.columns * Block::BYTES / Block::SIZE;
+    const uint8_t *w = (const uint8_t *)m.data + first * row_bytes;
     for (int64_t t = 0; t < tokens.n; t++) {
-        const RoundedInputs x = rounded_inputs_at(inputs + t * block_input_bytes(op->in), op->in);
+        const RoundedInputs x = rounded_inputs_at(inputs + t * block_input_bytes(m.columns), m.columns);
         float y[R];
-        if (has_two_bytes(op->dtype)) multiply_row<true, R>(Block(), w, apart * row_bytes, op->in, x, y);
-        else multiply_row<false, R>(Block(), w, apart * row_bytes, op->in, x, y);
+        if (has_two_bytes(m.dtype)) multiply_row<true, R>(Block(), w, apart * row_bytes, m.columns, x, y);
+        else multiply_row<false, R>(Block(), w, apart * row_bytes, m.columns, x, y);
         for (int r = 0; r < R; r++) {
-            const int64_t row = first + r * apart, to = op->order ? op->order[row] : row;
+            const int64_t row = first + r * apart, to = m.order ? m.order[row] : row;
             float bias = 0;
-            if (op->bias) to_float(op->dtype, op->bias, to, &bias, 1);
-            y[r] += bias, from_float(op->dtype, y + r, tokens.y, t * op->out + to, 1);
+            if (m.bias) to_float(m.dtype, m.bias, to, &bias, 1);
+            y[r] += bias, from_float(m.dtype, y + r, tokens.y, t * m.rows + to, 1);
         }
     }
 }
 
 // Multiplies the rows first .. last-1 with all inputs: several at a time, which reads several streams of memory.
 template <class Block>
-static void multiply_rows(Block, const skimkv_block_linear *op, const Tokens &tokens, char *inputs, int64_t first,
+static void multiply_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
                           int64_t last) {
     const int64_t apart = (last - first) / STREAMS;
-    for (int64_t i = 0; i < apart; i++) multiply_some_rows<STREAMS>(Block(), op, tokens, inputs, first + i, apart);
+    for (int64_t i = 0; i < apart; i++) multiply_some_rows<STREAMS, Block>(m, tokens, inputs, first + i, apart);
     for (int64_t row = first + apart * STREAMS; row < last; row++)
-        multiply_some_rows<1>(Block(), op, tokens, inputs, row, 0);
-}
-
-static void block_linear_multiply(const skimkv_block_linear *op, const Tokens &tokens, char *inputs, int64_t first,
-                                  int64_t last) {
-    if (op->type == SKIMKV_Q4_0) multiply_rows(BlockQ4_0(), op, tokens, inputs, first, last);
-    else if (op->type == SKIMKV_Q4_K) multiply_rows(BlockQ4_K(), op, tokens, inputs, first, last);
-    else if (op->type == SKIMKV_Q5_K) multiply_rows(BlockQ5_K(), op, tokens, inputs, first, last);
-    else multiply_rows(BlockQ6_K(), op, tokens, inputs, first, last);
+        multiply_some_rows<1, Block>(m, tokens, inputs, row, 0);
 }
 
 // Writes the weights of the rows first .. last-1 to y.
-template <class Block>
-static void expand_rows(Block, const skimkv_block_linear *op, void *y, int64_t first, int64_t last) {
+template <class Block> static void expand_rows(const skimkv_matrix &m, void *y, int64_t first, int64_t last) {
     uint8_t copy[Block::BYTES];
     for (int64_t row = first; row < last; row++) {
-        const uint8_t *w = (const uint8_t *)op->w + row * (op->in * Block::BYTES / Block::SIZE);
-        const int64_t to = op->order ? op->order[row] : row;
-        for (int64_t at = 0; at < op->in; at += Block::SIZE, w += Block::BYTES) {
+        const uint8_t *w = (const uint8_t *)m.data + row * (m.columns * Block::BYTES / Block::SIZE);
+        const int64_t to = m.order ? m.order[row] : row;
+        for (int64_t at = 0; at < m.columns; at += Block::SIZE, w += Block::BYTES) {
             int8_t code[Block::SIZE];
             float scale[Block::SIZE / Block::PART], offset[Block::SIZE / Block::PART] = {}, weight[Block::SIZE];
-            decode(Block(), whole_group<Block>(w, op->in - at, copy), code, scale, offset);
+            decode(Block(), whole_group<Block>(w, m.columns - at, copy), code, scale, offset);
             for (int i = 0; i < Block::SIZE; i++)
                 weight[i] = scale[i / Block::PART] * (float)code[i] + offset[i / Block::PART];
-            from_float(op->dtype, weight, y, to * op->in + at, (int)min(Block::SIZE, op->in - at));
+            from_float(m.dtype, weight, y, to * m.columns + at, (int)min(Block::SIZE, m.columns - at));
         }
     }
 }
 
-static void block_linear_expand(const skimkv_block_linear *op, void *y, int64_t first, int64_t last) {
-    if (op->type == SKIMKV_Q4_0) expand_rows(BlockQ4_0(), op, y, first, last);
-    else if (op->type == SKIMKV_Q4_K) expand_rows(BlockQ4_K(), op, y, first, last);
-    else if (op->type == SKIMKV_Q5_K) expand_rows(BlockQ5_K(), op, y, first, last);
-    else expand_rows(BlockQ6_K(), op, y, first, last);
+template <class Block> static constexpr MatrixKind block_kind(int32_t kind) {
+    return {kind,
+            Block::SIZE == 256 ? 256 : 32,
+            1,
+            1,
+            256,
+            block_input_bytes,
+            round_block_inputs<Block::ORDER>,
+            multiply_rows<Block>,
+            expand_rows<Block>};
 }
 
 }  // namespace skimkv::SKIMKV_NS

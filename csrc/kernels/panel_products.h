@@ -1,4 +1,4 @@
-// The linear layer y = x W^T + bias with 8-bit weights W [out,in], which skimkv.h describes, and inputs x [n,in].
+// Products y = x W^T + bias with 8-bit weights W in panels, which skimkv.h describes.
 //
 // Sixteen rows of W are interleaved into a panel, so that each lane of a vector is a row: no lanes are summed, and
 // every lane has its scale. Inputs are rounded to 16-bit integers with one scale per block of 32, so that products are
@@ -16,6 +16,9 @@ constexpr int PANEL_ROWS = 16, PANEL_VECTORS = PANEL_ROWS / W;  // rows of a pan
 constexpr int64_t PANEL_BLOCK_BYTES = PANEL_ROWS * 34;          // bytes: 16 scales, then 16 times two codes of each row
 constexpr int64_t WEIGHTS_AHEAD_BYTES = 4 * PANEL_BLOCK_BYTES;  // how far ahead weights are prefetched
 constexpr int TOKENS_AT_ONCE = W == 16 ? 8 : W == 8 ? 4 : 2;    // tokens whose sums fit the registers
+
+// Bytes of one token's inputs as integers: int16 codes, then a float scale for every 32 of them.
+static int64_t panel_input_bytes(int64_t columns) { return (columns * 2 + columns / 32 * 4 + 63) / 64 * 64; }
 
 // Rounds one token's inputs to integers.
 template <class T> static void round_inputs(const T *x, int64_t in, char *to) {
@@ -103,42 +106,46 @@ static void multiply_tokens(int n, const char *w, int64_t panel, int64_t in, con
 // Multiplies P panels with all tokens, in groups of about the same size: the first group reads the panels from memory,
 // the others from the cache.
 template <int P>
-static void multiply_panels(const skimkv_linear *op, const Tokens &tokens, const char *x, int64_t first) {
-    const int64_t panel = op->in / 32 * PANEL_BLOCK_BYTES, stride = rounded_input_bytes(op->in);
+static void multiply_panels(const skimkv_matrix &m, const Tokens &tokens, const char *x, int64_t first) {
+    const int64_t panel = m.columns / 32 * PANEL_BLOCK_BYTES, stride = panel_input_bytes(m.columns);
     const int64_t groups = (tokens.n + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
-    const int rows = (int)min(P * PANEL_ROWS, op->out - first * PANEL_ROWS);
+    const int rows = (int)min(P * PANEL_ROWS, m.rows - first * PANEL_ROWS);
     float y[TOKENS_AT_ONCE * P * PANEL_ROWS], bias[P * PANEL_ROWS] = {};
-    if (op->bias) to_float(op->dtype, op->bias, first * PANEL_ROWS, bias, rows);
+    if (m.bias) to_float(m.dtype, m.bias, first * PANEL_ROWS, bias, rows);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t from = tokens.n * g / groups, to = tokens.n * (g + 1) / groups;
-        multiply_tokens<P>((int)(to - from), (const char *)op->w + first * panel, panel, op->in, x + from * stride,
+        multiply_tokens<P>((int)(to - from), (const char *)m.data + first * panel, panel, m.columns, x + from * stride,
                            stride, y);
         for (int64_t t = from; t < to; t++) {
             float *row = y + (t - from) * P * PANEL_ROWS;
             for (int i = 0; i < P * PANEL_ROWS; i++) row[i] += bias[i];
-            from_float(op->dtype, row, tokens.y, t * op->out + first * PANEL_ROWS, rows);
+            from_float(m.dtype, row, tokens.y, t * m.rows + first * PANEL_ROWS, rows);
         }
     }
 }
 
-// Rounds one task's share of the tokens.
-static void linear_round_inputs(const skimkv_linear *op, const Tokens &tokens, char *x, int64_t task, int64_t tasks) {
-    for (int64_t t = tokens.n * task / tasks; t < tokens.n * (task + 1) / tasks; t++) {
-        char *to = x + t * rounded_input_bytes(op->in);
-        if (op->dtype == SKIMKV_F32) round_inputs((const float *)tokens.x + t * op->in, op->in, to);
-        else if (op->dtype == SKIMKV_BF16) round_inputs((const bf16 *)tokens.x + t * op->in, op->in, to);
-        else round_inputs((const f16 *)tokens.x + t * op->in, op->in, to);
+static void round_panel_inputs(const skimkv_matrix &m, const Tokens &tokens, char *x, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+        char *to = x + t * panel_input_bytes(m.columns);
+        if (m.dtype == SKIMKV_F32) round_inputs((const float *)tokens.x + t * m.columns, m.columns, to);
+        else if (m.dtype == SKIMKV_BF16) round_inputs((const bf16 *)tokens.x + t * m.columns, m.columns, to);
+        else round_inputs((const f16 *)tokens.x + t * m.columns, m.columns, to);
     }
 }
 
-// Multiplies one task's share of the panels: two at a time where the registers allow it, which reads two streams of
-// memory and loads every input once for both.
-static void linear_multiply(const skimkv_linear *op, const Tokens &tokens, const char *x, int64_t task, int64_t tasks) {
-    const int64_t n = (op->out + PANEL_ROWS - 1) / PANEL_ROWS, to = n * (task + 1) / tasks;
-    int64_t p = n * task / tasks;
+// Multiplies the panels of the rows first .. last-1: two at a time where the registers allow it, which reads two
+// streams of memory and loads every input once for both.
+static void multiply_panel_rows(const skimkv_matrix &m, const Tokens &tokens, const char *x, int64_t first,
+                                int64_t last) {
+    const int64_t to = (last + PANEL_ROWS - 1) / PANEL_ROWS;
+    int64_t p = first / PANEL_ROWS;
     if (W == 16 || tokens.n == 1)
-        for (; p + 2 <= to; p += 2) multiply_panels<2>(op, tokens, x, p);
-    for (; p < to; p++) multiply_panels<1>(op, tokens, x, p);
+        for (; p + 2 <= to; p += 2) multiply_panels<2>(m, tokens, x, p);
+    for (; p < to; p++) multiply_panels<1>(m, tokens, x, p);
+}
+
+static constexpr MatrixKind panel_kind(int32_t kind) {
+    return {kind, 32, 2, PANEL_ROWS, 256, panel_input_bytes, round_panel_inputs, multiply_panel_rows, nullptr};
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -1,0 +1,120 @@
+// Runs products of tokens with matrices of every kind.
+#include "products.h"
+
+#include "element_types.h"
+#include "scratch_memory.h"
+
+namespace skimkv {
+
+namespace {
+
+// An operation with fewer products than this is not worth a second thread.
+constexpr int64_t LEAST_PRODUCTS = 1 << 16;
+
+// Weights of a part that a thread takes.
+constexpr int64_t LEAST_STREAM = 1 << 17;
+
+// The entry of a matrix in a table of kinds, or nullptr.
+const MatrixKind *find(const Kernels &kernels, int32_t kind) {
+    for (int i = 0; i < kernels.matrix_kind_count; i++)
+        if (kernels.matrix_kinds[i].kind == kind) return &kernels.matrix_kinds[i];
+    return nullptr;
+}
+
+// The same of a kind's numbers, which every set of instructions has in common.
+const MatrixKind *numbers_of(const skimkv_matrix &m) { return find(scalar::kernels, m.kind); }
+
+int64_t units_of(const MatrixKind &kind, const skimkv_matrix &m) { return (m.rows + kind.rows - 1) / kind.rows; }
+
+// Prepares the inputs of tokens, by several threads if there are many.
+void prepare_inputs(const MatrixKind &kind, const skimkv_matrix &m, const Tokens &tokens, char *inputs, int threads,
+                    skimkv_parallel parallel) {
+    if (tokens.n * m.columns < LEAST_PRODUCTS) return kind.prepare_inputs(m, tokens, inputs, 0, tokens.n);
+    for_each_part(tokens.n, tokens.n * m.columns, threads, parallel,
+                  [&](int64_t first, int64_t last) { kind.prepare_inputs(m, tokens, inputs, first, last); });
+}
+
+}  // namespace
+
+int threads_for(int64_t products, int threads, skimkv_parallel parallel) {
+    return products < LEAST_PRODUCTS ? 1 : usable_threads(threads, parallel);
+}
+
+int64_t parts_of(int64_t units, int64_t products, int threads) {
+    int64_t parts = products / LEAST_STREAM;
+    parts = parts < threads ? threads : parts > 8 * threads ? 8 * threads : parts;
+    return threads == 1 ? 1 : parts > units ? units : parts;
+}
+
+const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens) {
+    const char *error = matrix_error(&m, numbers_of(m));
+    return error ? error : tokens_error(tokens, m.dtype);
+}
+
+int64_t input_bytes(const skimkv_matrix &m, int64_t n) { return n * numbers_of(m)->input_bytes(m.columns); }
+
+void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,
+              int threads, skimkv_parallel parallel) {
+    const MatrixKind *kinds[MOST_MATRICES];
+    char *inputs_of[MOST_MATRICES];
+    int64_t parts[MOST_MATRICES], all = 0;
+    for (int i = 0; i < count; i++) {
+        const skimkv_matrix &m = matrices[i];
+        kinds[i] = find(*kernels, m.kind);
+        parts[i] = parts_of(units_of(*kinds[i], m), m.rows * m.columns, threads), all += parts[i];
+        const bool have_one_form = i && kinds[i]->prepare_inputs == kinds[i - 1]->prepare_inputs;
+        inputs_of[i] = have_one_form ? inputs_of[i - 1] : inputs;
+        if (have_one_form) continue;
+        prepare_inputs(*kinds[i], m, tokens[i], inputs, threads, parallel);
+        inputs += tokens[i].n * kinds[i]->input_bytes(m.columns);
+    }
+    for_each_task(all, threads, parallel, [&](int64_t part, int) {
+        int i = 0;
+        while (part >= parts[i]) part -= parts[i++];
+        const skimkv_matrix &m = matrices[i];
+        const int64_t units = units_of(*kinds[i], m), unit = kinds[i]->rows;
+        const int64_t first = units * part / parts[i] * unit, last = units * (part + 1) / parts[i] * unit;
+        kinds[i]->multiply(m, tokens[i], inputs_of[i], first, last < m.rows ? last : m.rows);
+    });
+}
+
+}  // namespace skimkv
+
+extern "C" {
+
+const char *skimkv_product_run(const skimkv_matrix *matrix, const void *x, void *y, int64_t n, int threads,
+                               skimkv_parallel parallel) {
+    static thread_local skimkv::ScratchMemory scratch;
+    if (!matrix) return "matrix is NULL";
+    const skimkv_matrix &m = *matrix;
+    if (const char *error = skimkv::matrix_error(m, {x, y, n})) return error;
+    const skimkv::Kernels *kernels = skimkv::selected_kernels();
+    if (!kernels) return skimkv::NO_KERNELS;
+    const int64_t limit = skimkv::numbers_of(m)->most_tokens, most = n < limit ? n : limit;
+    const int64_t size = skimkv::value_bytes(m.dtype);
+    char *inputs = (char *)scratch.get((size_t)skimkv::input_bytes(m, most));
+    if (!inputs) return skimkv::NO_MEMORY;
+    threads = skimkv::threads_for(m.rows * m.columns, threads, parallel);
+    for (int64_t first = 0; first < n; first += most) {
+        const skimkv::Tokens part{(const char *)x + first * m.columns * size, (char *)y + first * m.rows * size,
+                                  n - first < most ? n - first : most};
+        skimkv::multiply(kernels, &m, &part, 1, inputs, threads, parallel);
+    }
+    return nullptr;
+}
+
+const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y, int threads, skimkv_parallel parallel) {
+    if (!matrix) return "matrix is NULL";
+    const skimkv_matrix &m = *matrix;
+    if (const char *error = skimkv::matrix_error(m, {y, y, 1})) return error;
+    const skimkv::Kernels *kernels = skimkv::selected_kernels();
+    if (!kernels) return skimkv::NO_KERNELS;
+    const skimkv::MatrixKind &kind = *skimkv::find(*kernels, m.kind);
+    if (!kind.expand) return "only a matrix of blocks is expanded";
+    const int64_t weights = m.rows * m.columns;
+    skimkv::for_each_part(m.rows, weights, skimkv::threads_for(weights, threads, parallel), parallel,
+                          [&](int64_t first, int64_t last) { kind.expand(m, y, first, last); });
+    return nullptr;
+}
+
+}  // extern "C"

@@ -1,0 +1,86 @@
+"""Modules over matrices of every kind (ops/matrices.py): a linear layer and an embedding."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops import matrices
+
+
+class MatrixModule(nn.Module):
+    """A matrix (rows,columns) as it is stored. `weight` is the stored tensor, so that tied modules can share it.
+
+    kind: one of ops/matrices.py. dtype: of what an embedding returns, and of the bias; None: PyTorch's default.
+    Raises ValueError if the weight does not hold such a matrix.
+    """
+
+    def __init__(self, weight: Tensor, kind: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        matrices.check(weight, kind, rows, columns)
+        self.kind, self.shape, self.dtype = kind, (rows, columns), dtype or torch.get_default_dtype()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def extra_repr(self) -> str:
+        """The sizes and the kind."""
+        return f"{self.shape[1]}, {self.shape[0]}, {self.weight.dtype if self.kind == matrices.FLOATS else self.kind}"
+
+
+class MatrixLinear(MatrixModule):
+    """A linear layer (nn.Linear) for inference. Activations are float32, bfloat16 or float16.
+
+    order: (rows,) int32, the output that each row gives; None if row i gives output i. Only for blocks.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        kind: str,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype | None = None,
+        bias: nn.Parameter | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, kind, rows, columns, dtype)
+        self.out_features, self.in_features = rows, columns
+        self.register_parameter("bias", bias)
+        self.register_buffer("order", order, persistent=False)
+        self._product = ops.Product(
+            partial(ops.matrix, kind=kind, rows=rows, order=order),
+            partial(ops.linear, kind=kind, rows=rows, order=order),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply x (...,in) -> (...,out), in the type of x. Raises ValueError if a gradient is wanted."""
+        return self._product(x, self._parameters["weight"], self._parameters["bias"])
+
+
+def of_linear(layer: nn.Linear) -> MatrixLinear:
+    """Our layer with the weights of one of PyTorch's."""
+    bias: nn.Parameter | None = layer.bias
+    return MatrixLinear(layer.weight, matrices.FLOATS, layer.out_features, layer.in_features, layer.weight.dtype, bias)
+
+
+class MatrixEmbedding(MatrixModule):
+    """An embedding (nn.Embedding) whose rows are dequantised when they are looked up."""
+
+    def __init__(self, weight: Tensor, kind: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(weight, kind, rows, columns, dtype)
+        self.num_embeddings, self.embedding_dim = rows, columns
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids (...) of any integer type -> (...,columns). Raises IndexError for an id out of range."""
+        if self.kind == matrices.FLOATS:
+            return nn.functional.embedding(ids, self.weight).to(self.dtype)
+        index = ids.flatten().long()
+        if not index.numel():
+            return torch.empty(*ids.shape, self.embedding_dim, dtype=self.dtype, device=ids.device)
+        if not 0 <= int(index.min()) <= int(index.max()) < self.num_embeddings:
+            raise IndexError(f"token ids must be from 0 to {self.num_embeddings - 1}")
+        return matrices.dequantise(self.weight, self.kind, index).view(*ids.shape, -1).to(self.dtype)
