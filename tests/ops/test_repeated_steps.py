@@ -17,6 +17,7 @@ from skimkv.methods import Dense, SparQ, parse
 from skimkv.ops import Token
 from skimkv.ops.cpu import views
 from skimkv.stores.base import Shape
+from skimkv.stores.mean_value import MeanValue
 from skimkv.stores.rotation import KeyRotation
 from support.calls import functions_entered
 from support.kernels import NATIVE, on
@@ -234,7 +235,7 @@ def test_a_tensor_of_the_store_that_was_replaced_is_found():
     first = store.chunks[0]
     store.chunks = (replace(first, k=first.k.clone()), *store.chunks[1:])
     first.k.fill_(torch.nan)
-    store.v_mean = store.v_mean.clone()
+    store.mean = MeanValue(store.v_mean.clone())
     token = steps(1)[0]
     assert torch.equal(*(method.decode(s, *token, scale=SCALE) for s in (store, twin)))
     with pytest.raises(AttributeError):

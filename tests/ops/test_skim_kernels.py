@@ -246,7 +246,7 @@ def test_what_the_library_refuses():
                 kernels.skim(store, q, None, **numbers, **options(shape))
         with pytest.raises(ValueError, match="means of its groups"):
             kernels.skim(Full(shape, torch.float32, "cpu", "int4", True), q, None, r=4, k=8, **options(shape))
-        store.v_mean = None
+        store.mean = None
         with pytest.raises(ValueError, match="mean of V"):
             kernels.skim(store, q, None, r=4, k=8, **options(shape))
         store.chunks = (replace(store.chunks[0], means=store.chunks[0].means[..., :8]), *store.chunks[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 
@@ -37,6 +38,8 @@ def exact(store):
     """The same store with its rounded contents in float64."""
     twin = map_tensors(store, lambda t: t.double() if t.is_floating_point() else t.clone())
     twin.dtype = torch.float64
+    if isinstance(twin, Full) and twin.index is not None:
+        twin.index = replace(twin.index, dtype=torch.float64)
     return twin
 
 

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions
 from ..stores.base import Shape, compute_dtype
+from ..stores.channel_index import IndexFormat
 from ..stores.full import Full
 from .base import Method, Traffic, check_whole, one_kernel
 from .sparq import approximate_scores, covered_mass
@@ -66,13 +67,14 @@ class LowRank(Method[Full]):
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""
         B, H, _, D = shape
-        paper = n * self.r + 2 * self.k * D + 2 * D
+        paper, index = n * self.r + 2 * self.k * D + 2 * D, IndexFormat("copy", self.r)
         rows = self.row_format(D).traffic(2 * min(self.k, n) + 2, dtype)
-        cache, fixed = Traffic.of(B * H, paper, *rows, (n * self.r + self.r, dtype.itemsize)), H * D * self.r
-        return Traffic(cache.elements + fixed, cache.bytes + 4 * fixed, cache.paper)
+        cache = Traffic.of(B * H, paper, *rows, *index.read(n, self.r, dtype), *index.append(n, dtype))
+        projection = H * D * self.r
+        return Traffic(cache.elements + projection, cache.bytes + 4 * projection, cache.paper)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of K and V, of the index (Nr per KV head and row) and of P."""
         B, H, _, D = shape
-        index = B * H * n * self.r * dtype.itemsize + 4 * H * D * self.r
-        return self.row_format(D).nbytes(2 * B * H * n, dtype) + index
+        rows = self.row_format(D).nbytes(2 * n, dtype)
+        return B * H * (rows + IndexFormat("copy", self.r).bound(n, dtype)) + 4 * H * D * self.r

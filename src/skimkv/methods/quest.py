@@ -16,6 +16,7 @@ from ..ops import SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, attend_rows, softmax_with_sinks
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
+from ..stores.pages import PageBounds
 from .base import Method, Traffic, check_whole
 
 
@@ -77,14 +78,13 @@ class Quest(Method[Full]):
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2D elements of every closed page, the rows of the pages that are read, and the bounds that an append
         writes, and reads where the page was open."""
-        D, size, pages = shape.D, dtype.itemsize, n // self.page
-        rows = min(self.k // self.page - 1, pages) * self.page + n % self.page
-        bounds = 2 * D * pages + 2 * D + (2 * D if n % self.page else 0)
+        D = shape.D
+        rows = min(self.k // self.page - 1, n // self.page) * self.page + n % self.page
+        bounds = PageBounds.traffic(n, self.page, D, dtype)
         paper = 2 * D * n // self.page + 2 * self.k * D + 2 * D
-        return Traffic.of(shape.B * shape.H, paper, *self.row_format(D).traffic(2 * rows + 2, dtype), (bounds, size))
+        return Traffic.of(shape.B * shape.H, paper, *self.row_format(D).traffic(2 * rows + 2, dtype), *bounds)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of K and V, and of the bounds of all pages."""
-        pages = -(-n // self.page)
         rows = self.row_format(shape.D).nbytes(2 * n, dtype)
-        return shape.B * shape.H * (rows + 2 * pages * shape.D * dtype.itemsize)
+        return shape.B * shape.H * (rows + PageBounds.nbytes(n, self.page, shape.D, dtype))

@@ -7,7 +7,6 @@ not, and the error falls as that of a survey does. docs/skim.md says what was me
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -19,8 +18,9 @@ from ..ops import Kernels, SkimKernels, SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, softmax_with_sinks, take
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
+from ..stores.channel_index import IndexFormat
 from ..stores.full import Full
-from ..stores.quantise import GROUP
+from ..stores.mean_value import MeanValue
 from .base import Method, Traffic, check_whole, one_kernel
 from .sparq import approximate_scores, top_channels
 
@@ -52,6 +52,9 @@ class Skim(Method[Full]):
     def channels(self, D: int) -> int:
         """How many channels are read of heads of size D."""
         return max(1, D // 4) if self.r is None else self.r
+
+    def _index(self, D: int) -> IndexFormat:
+        return IndexFormat("int4", D, group_means=True)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
         """An empty store of every token, with an index in 4 bits, its means, and the mean value.
@@ -117,28 +120,21 @@ class Skim(Method[Full]):
         key_rows, value_rows: rows of K and of V that the step reads, over all heads and rows of the batch, the current
         token not included; None: the most that are expected. `paper` is n r + (key_rows + value_rows) D + 2D per head.
         """
-        D, heads, size, r = shape.D, shape.B * shape.H, dtype.itemsize, self.channels(shape.D)
+        D, heads, r, index = shape.D, shape.B * shape.H, self.channels(shape.D), self._index(shape.D)
         if key_rows is None:
             key_rows = heads * min(n, SINKS + LOCAL + (1 + shape.G) * self.k)
         if value_rows is None:
             value_rows = min(key_rows, heads * min(n, (1 + 2 * self.k) * shape.G))
-        groups = (n + 1) // GROUP
         rows = self.row_format(D).traffic(key_rows + value_rows + 2 * heads, dtype)
-        index = [(r * n, 0.5), (2 * r * groups + D, 4), (D * groups, size)] if groups else [(r * n, size)]
-        append: list[tuple[int, float]] = [(D, size), (2 * D, 4)]
-        if (n + 1) % GROUP == 0:
-            append += [(D * GROUP, size), (D * GROUP // 2, 1), (2 * D, 4), (D, size)]
-        elif groups:
-            append += [(D, 0.5)]
+        fixed = index.read(n, r, dtype) + index.read_means(n, dtype) + index.append(n, dtype) + MeanValue.traffic(D)
         paper = heads * (n * r + 2 * D) + (key_rows + value_rows) * D
-        return Traffic.of(1, paper, *rows, *((heads * count, each) for count, each in [*index, *append]))
+        return Traffic.of(1, paper, *rows, *((heads * count, each) for count, each in fixed))
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of K and V, of the index with its scales, means and open group, and of v_mean."""
-        D, size = shape.D, dtype.itemsize
-        total = self.row_format(D).nbytes(2 * n, dtype) + 4 * D
-        total += math.ceil(n * D / 2) + n // GROUP * (8 + size) * D + GROUP * D * size
-        return shape.B * shape.H * total
+        D = shape.D
+        rows = self.row_format(D).nbytes(2 * n, dtype)
+        return shape.B * shape.H * (rows + self._index(D).bound(n, dtype) + MeanValue.nbytes(D))
 
 
 def estimated_logits(q: Tensor, store: Full, r: int, scale: float) -> Tensor:

@@ -15,8 +15,9 @@ from typing_extensions import Unpack
 from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, attend_rows, choose_positions, softmax_with_sinks, take
 from ..stores.base import Shape, compute_dtype
+from ..stores.channel_index import IndexFormat
 from ..stores.full import CHANNELS, Full
-from ..stores.quantise import BITS, GROUP
+from ..stores.mean_value import MeanValue
 from .base import Method, Traffic, check_whole, one_kernel
 
 TEMPERATURES = ("coverage", "sqrt_d", "sqrt_r")
@@ -59,6 +60,9 @@ class SparQ(Method[Full]):
 
     def _uses_mean(self, shape: Shape) -> bool:
         return shape.G == 1 if self.mean_value is None else self.mean_value
+
+    def _index(self, D: int) -> IndexFormat | None:
+        return None if self.channels == "none" else IndexFormat(self.channels, D)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Full:
         """An empty store of every token, with the index and the mean value that this setting reads.
@@ -103,38 +107,21 @@ class SparQ(Method[Full]):
         and quantised copies add scales, the open group, and quantising one group in every 256 steps. Where channels
         are read from quantised rows, the ends of all of a row's groups come with them.
         """
-        D, r, size, bits, row_format = (
-            shape.D,
-            self.r,
-            dtype.itemsize,
-            BITS.get(self.channels),
-            self.row_format(shape.D),
-        )
-        closed = (n + 1) // GROUP * GROUP if bits else 0
-        quantised = min(n, closed)
-        rows = row_format.traffic(2 * min(self.k, n) + 2, dtype)
-        if self.channels == "none" and row_format.bits:
-            rows += [(n * r, row_format.bits / 8), (n * row_format.ends_bytes // 2, 2)]
-            full = 0
+        D, r, rows, index = shape.D, self.r, self.row_format(shape.D), self._index(shape.D)
+        parts = rows.traffic(2 * min(self.k, n) + 2, dtype)
+        if index is None:
+            parts += rows.traffic_of_channels(n, r, dtype)
         else:
-            full = r * (n - quantised) + (0 if self.channels == "none" else D)
-        codes, scales = r * quantised, 2 * r * (closed // GROUP)
-        means = 2 * D if self._uses_mean(shape) else 0
-        parts = [*rows, (full, size), (codes, (bits or 0) / 8), (scales + means, 4)]
-        if bits and (n + 1) % GROUP == 0:
-            parts += [(D * GROUP, size), (D * GROUP * bits // 8, 1), (2 * D, 4)]
+            parts += index.read(n, r, dtype) + index.append(n, dtype)
+        if self._uses_mean(shape):
+            parts += MeanValue.traffic(D)
         return Traffic.of(shape.B * shape.H, n * r + 2 * self.k * D + 4 * D, *parts)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of K and V, of the index with its scales and its open group, and of v_mean."""
-        D, size = shape.D, dtype.itemsize
-        total = self.row_format(D).nbytes(2 * n, dtype) + (4 * D if self._uses_mean(shape) else 0)
-        bits = BITS.get(self.channels)
-        if bits:
-            total += n * D * bits // 8 + n // GROUP * 8 * D + GROUP * D * size
-        elif self.channels == "copy":
-            total += n * D * size
-        return shape.B * shape.H * total
+        index = self._index(shape.D)
+        total = self.row_format(shape.D).nbytes(2 * n, dtype) + (0 if index is None else index.bound(n, dtype))
+        return shape.B * shape.H * (total + (MeanValue.nbytes(shape.D) if self._uses_mean(shape) else 0))
 
 
 def top_channels(q: Tensor, r: int) -> Tensor:

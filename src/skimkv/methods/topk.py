@@ -15,6 +15,7 @@ from ..ops import Kernels, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
+from ..stores.mean_value import MeanValue
 from .base import Method, Traffic, check_whole, one_kernel
 from .sparq import covered_mass
 
@@ -80,11 +81,11 @@ class TopK(Method[Full]):
         """Count ND + kD + 2D elements, for the oracle 2kD + 2D; the mean value adds 2D in float32."""
         k = min(self.k, n)
         rows = 2 + (2 * k if self.oracle else n + k)
-        mean = 2 * shape.D if self.mean_value else 0
-        parts = [*self.row_format(shape.D).traffic(rows, dtype), (mean, 4)]
-        return Traffic.of(shape.B * shape.H, rows * shape.D + mean, *parts)
+        mean = MeanValue.traffic(shape.D) if self.mean_value else []
+        paper = rows * shape.D + sum(count for count, _ in mean)
+        return Traffic.of(shape.B * shape.H, paper, *self.row_format(shape.D).traffic(rows, dtype), *mean)
 
     def bound(self, n: int, shape: Shape, dtype: torch.dtype) -> int:
         """The bytes of K and V, 2ND elements per KV head, and of the mean value."""
-        mean = 4 * shape.B * shape.H * shape.D if self.mean_value else 0
-        return self.row_format(shape.D).nbytes(shape.B * shape.H * 2 * n, dtype) + mean
+        mean = MeanValue.nbytes(shape.D) if self.mean_value else 0
+        return shape.B * shape.H * (self.row_format(shape.D).nbytes(2 * n, dtype) + mean)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import abc
 import copy
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ def _tensors(value: Any) -> list[Tensor]:
 class Part:
     """Anything whose tensors `map_tensors` visits: a store, or a piece of one."""
 
-    without_batch: frozenset[str] = frozenset()  # names of tensors that have no batch dimension
+    without_batch: ClassVar[frozenset[str]] = frozenset()  # names of tensors that have no batch dimension
 
 
 class Store(Part, abc.ABC):
@@ -160,16 +161,15 @@ class Store(Part, abc.ABC):
         """Whether a cached number depends on a tensor that requires a gradient."""
         return any(t.requires_grad for t in _tensors(self))
 
-    def count(self, elements: int, itemsize: int) -> None:
-        """Add scalars that were read or written to the counted traffic."""
+    def count(self, elements: int, itemsize: float) -> None:
+        """Add scalars that were read or written, of so many bytes each, to the counted traffic."""
         self.elements += elements
-        self.bytes += elements * itemsize
+        self.bytes += math.ceil(elements * itemsize)
 
     def count_rows(self, n: int) -> None:
         """Add n rows of K or V, each of one KV head, to the counted traffic."""
-        for elements, size in self.row_format.traffic(n, self.dtype):
-            self.elements += elements
-            self.bytes += int(elements * size)
+        for amount in self.row_format.traffic(n, self.dtype):
+            self.count(*amount)
 
     def validate(self, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> list[int]:
         """The padding of every row of a block: k, v (B,H,n,D), pad[b] from 0 to n.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,17 @@ class PageBounds(Part):
             for piece, there, _ in self._spans(n // self.page, n // self.page + 1):
                 piece[row, :, :, there] = torch.stack([k.amin(2), k.amax(2)], 2)[:, :, :, None]
 
-    def nbytes(self, lengths: Sequence[int]) -> int:
-        """The bytes of the bounds of rows with so many tokens."""
-        _, H, _, _, D = self.bounds[0].shape
-        return sum(-(-n // self.page) for n in lengths) * H * 2 * D * self.bounds[0].dtype.itemsize
+    @staticmethod
+    def traffic(n: int, page: int, D: int, dtype: torch.dtype) -> list[tuple[int, float]]:
+        """What a step moves with n cached tokens besides the current one, per KV head and row: pairs of a number of
+        scalars and the bytes of each.
+
+        It reads the bounds of the pages before the current token's; the append writes its page's, and reads these too
+        where the page was open.
+        """
+        return [(2 * D * (n // page + (2 if n % page else 1)), dtype.itemsize)]
+
+    @staticmethod
+    def nbytes(n: int, page: int, D: int, dtype: torch.dtype) -> int:
+        """The bytes of the bounds of n tokens, per KV head and row."""
+        return -(-n // page) * 2 * D * dtype.itemsize

@@ -102,9 +102,13 @@ class RowFormat:
 
     def traffic(self, n: int, dtype: torch.dtype) -> list[tuple[int, float]]:
         """What reading n rows moves: pairs of a number of scalars and the bytes of each."""
+        return self.traffic_of_channels(n, self.D, dtype)
+
+    def traffic_of_channels(self, n: int, r: int, dtype: torch.dtype) -> list[tuple[int, float]]:
+        """What reading r channels of n rows moves; the ends of all of a quantised row's spans come with them."""
         if self.bits is None:
-            return [(n * self.D, dtype.itemsize)]
-        return [(n * self.D, self.bits / 8), (n * self.ends_bytes // 2, 2)]
+            return [(n * r, dtype.itemsize)]
+        return [(n * r, self.bits / 8), (n * self.ends_bytes // 2, 2)]
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """The bytes that n rows occupy."""

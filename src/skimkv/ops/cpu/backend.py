@@ -300,12 +300,11 @@ class RepeatedStep:
         if self.view.arguments is not self.arguments or store.shape is not self.shape:
             return None
         if self.budget is None:
-            chunks, tail, v_mean, projection, rows_read = self.places
+            chunks, index, mean, rows_read = self.places
             if (
                 store.chunks is not chunks
-                or store.tail is not tail
-                or store.v_mean is not v_mean
-                or store.projection is not projection
+                or store.index is not index
+                or store.mean is not mean
                 or store.rows_read is not rows_read
             ):
                 return None

@@ -261,7 +261,7 @@ class ClustersView:
 def places_of(store: Full | Slots) -> tuple[object, ...]:
     """The objects of a store that a view points into; chunks do not change, so their tuple stands for their tensors."""
     if isinstance(store, Full):
-        return store.chunks, store.tail, store.v_mean, store.projection, store.rows_read
+        return store.chunks, store.index, store.mean, store.rows_read
     return store.k, store.v, store.score, store.pos
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ...stores.base import LastingView, Shape, Store, Workspace
+from ...stores.chunks import Chunk
 from ...stores.clusters import UNIT, Block, Clusters
-from ...stores.full import Chunk, Full
+from ...stores.full import Full
 from ...stores.quantise import BLOCK, GROUP
 from ...stores.slots import Slots
 
