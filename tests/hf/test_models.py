@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.generation import candidate_generator
 
 import skimkv
+from benchmarks.models import to_json, to_markdown
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import copy_rows, record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
@@ -26,8 +27,6 @@ from skimkv.hf.families import (
     remarks,
     run,
     run_all,
-    to_json,
-    to_markdown,
 )
 from skimkv.hf.layer import Layer
 from skimkv.hf.states import state_tensors

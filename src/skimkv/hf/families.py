@@ -62,12 +62,6 @@ def recorded() -> Record:
     return Record(kept["transformers"], [Family(**family) for family in kept["families"]])
 
 
-def to_json(record: Record) -> str:
-    """The text of families.json: one family on a line."""
-    lines = ",\n".join(json.dumps(family._asdict()) for family in record.families)
-    return f'{{"transformers": "{record.transformers}", "families": [\n{lines}\n]}}\n'
-
-
 def run_all(names: Iterable[str] | None = None, tick: Callable[[str], None] = lambda name: None) -> Record:
     """Run families, by default all that transformers has. tick: called with each name before it runs."""
     results = []
@@ -254,23 +248,6 @@ def counts(record: Record) -> dict[str, int]:
     """How many families have each status."""
     statuses = [family.status for family in record.families]
     return {status: statuses.count(status) for status in (EQUAL, PARTLY, REFUSED, DIFFERS, NOT_RUN)}
-
-
-def to_markdown(record: Record) -> str:
-    """The lists of docs/models.md: first how many there are of each status, then a table for each."""
-    parts = [f"Found with transformers {record.transformers}, {len(record.families)} families."]
-    for status, number in counts(record).items():
-        if not number:
-            continue
-        parts += [f"## {HEADINGS[status]}: {number}", "| family | model | layers | remarks |\n|---|---|---|---|"]
-        rows = []
-        for family in record.families:
-            if family.status == status:
-                layers = f"{family.decoded} of {family.layers}" if status == PARTLY else f"{family.layers or ''}"
-                model = f"`{family.model}`" if family.model else ""
-                rows.append(f"| {family.name} | {model} | {layers} | {remarks(family).replace('|', ' ')} |")
-        parts[-1] += "\n" + "\n".join(rows)
-    return "\n\n".join(parts) + "\n"
 
 
 def remarks(family: Family) -> str:
