@@ -29,6 +29,10 @@ from support.gguf_files import tiny, write
         (["builtin", "--port", "65536"], "--port"),
         (["builtin", "--max-tokens", "1"], "--max-tokens"),
         (["builtin", "--conversations", "-1"], "--conversations"),
+        (["builtin", "--max-body", "0"], "--max-body 0 refuses every request"),
+        (["builtin", "--max-body", "big"], "--max-body 'big' must be a number of bytes such as"),
+        (["builtin", "--cors", "localhost"], "--cors 'localhost' must be an origin such as http://localhost:3000"),
+        (["builtin", "--cors", "http://a.example/path"], "--cors 'http://a.example/path' must be an origin"),
         (
             ["builtin", "--conversation-memory", "much"],
             "--conversation-memory 'much' must be a number of bytes such as",
@@ -123,7 +127,7 @@ def expected(model: str, prompt: str, new: int, **options: Any) -> str:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
     prompt = "".join(f"stone-{i}: {10000 + 37 * i}\n" for i in range(30)) + "stone-7: "
     with Server("builtin", "--method", "SparQ(r=8, k=16)", "--weights", "int8", "--conversations", "1") as server:
         texts = [server.complete(model="builtin", prompt=prompt, max_tokens=8)["choices"][0] for _ in range(2)]
@@ -132,7 +136,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert server.first_line.startswith("skimkv serves builtin with SparQ(r=8, k=16) at ")
     text = expected("builtin", prompt, 8, weights="int8")
     assert [choice["text"] for choice in texts] == [text, text]
-    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(stop) + 1], "stop")
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(stop)], "stop")
     lines = server.errors.splitlines()
     tokens = int(lines[0].split()[0])
     assert [line.split(";")[0] for line in lines[:3]] == [
@@ -144,7 +148,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_gguf_file(tmp_path: Path) -> None:
-    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
     name = str(tmp_path / "tiny.gguf")
     write(tmp_path / "tiny.gguf", tiny())
     with Server(name, "--method", "SparQ(r=8, k=16)") as server:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 import skimkv
 from skimkv.hf.attach import Cache
 from skimkv.serve.conversations import Conversations
-from skimkv.serve.generation import Generator
+from skimkv.serve.generation import Answer, Generator
+from skimkv.serve.requests import Refused
 from support import tiny_models
 
 NEW = 12
@@ -34,15 +34,17 @@ def generator(method: str, count: int = 4, name: str = "llama", **options: Any) 
     return Generator(model(name), skimkv.parse(method), Conversations(count, 10**9), **options)
 
 
-def config(**options: Any) -> Any:
-    return GenerationConfig(**{"max_new_tokens": NEW, "do_sample": False, **options})
+def run(
+    made: Generator, ids: torch.Tensor, cancelled: threading.Event | None = None, take: Any = None, **body: Any
+) -> Answer:
+    """The answer to a prompt, ids (1,n), as the fields of a request say."""
+    prompt = made.prompt(ids[0].tolist(), body, NEW)
+    return made.generate(prompt, cancelled or threading.Event(), take or (lambda tokens: False))
 
 
-def answer(made: Generator, ids: torch.Tensor, **options: Any) -> list[int]:
+def answer(made: Generator, ids: torch.Tensor, **settings: Any) -> list[int]:
     """The new tokens after a prompt, ids (1,n)."""
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    tokens = made.generate(threading.Event(), **inputs, generation_config=config(**options))
-    return tokens[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+    return run(made, ids, generation_config=settings).tokens
 
 
 def directly(method: str, ids: torch.Tensor, name: str = "llama", before: torch.Tensor | None = None) -> list[int]:
@@ -123,41 +125,48 @@ def test_other_ways_to_generate_start_anew(options: dict[str, Any]) -> None:
     assert made.totals.reused_tokens == 0
 
 
-@pytest.mark.slow
 def test_the_seed_belongs_to_the_request():
     made, ids = generator("Dense()"), tiny_models.prompt(n=60)
+    torch.manual_seed(5)
+    expected = torch.rand(6)
 
     def sampled(seed: int) -> list[int]:
-        settings = config(do_sample=True)
-        settings.seed = seed
-        torch.rand(3)  # another request in between
-        return made.generate(threading.Event(), input_ids=ids, generation_config=settings)[0].tolist()  # type: ignore[no-any-return]
+        return run(made, ids, temperature=1.5, seed=seed).tokens
 
+    torch.manual_seed(5)
+    found = [torch.rand(3)]  # another request before
     assert sampled(1) == sampled(1) != sampled(2)
+    found.append(torch.rand(3))  # and one after: it draws as if there had been no seed
+    assert torch.equal(torch.cat(found), expected)
 
 
-class Streamer:
-    """Cancels after a number of calls; the first one brings the prompt."""
+def test_temperature_and_top_p_decide_whether_tokens_are_drawn():
+    made = generator("Dense()")
 
-    def __init__(self, cancelled: threading.Event, calls: int) -> None:
-        self.cancelled, self.calls, self.ended = cancelled, calls, False
+    def config(**body: Any) -> Any:
+        return made.prompt([3, 4], body, NEW).config
 
-    def put(self, value: torch.Tensor) -> None:
-        self.calls -= 1
-        if self.calls == 0:
-            self.cancelled.set()
-
-    def end(self) -> None:
-        self.ended = True
+    assert not config().do_sample and not config(temperature=0).do_sample and not config(top_p=1).do_sample
+    assert config(temperature=1).do_sample and config(top_p=0.5).do_sample
+    assert not config(temperature=1e-9).do_sample  # the scores would overflow
+    assert not config(temperature=0, top_p=0.5).do_sample
+    assert not config(top_p=0.5, generation_config={"do_sample": False}).do_sample
+    assert config(temperature=1).top_k == 0 and config(temperature=1, generation_config={"top_k": 7}).top_k == 7
 
 
 @pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_cancelled_request_ends_early_and_its_prompt_is_kept(calls: int) -> None:
     made, ids, cancelled = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60), threading.Event()
-    streamer = Streamer(cancelled, calls)
-    tokens = made.generate(cancelled, input_ids=ids, generation_config=config(), streamer=streamer)
-    assert calls - 1 <= tokens.shape[1] - 60 <= calls  # as the library asks before or after it hands the token on
-    assert streamer.ended
+    taken: list[int] = []
+
+    def take(tokens: Any) -> bool:
+        taken.extend(tokens)
+        if len(taken) == calls:
+            cancelled.set()
+        return False
+
+    tokens = run(made, ids, cancelled, take).tokens
+    assert tokens == taken and calls <= len(tokens) <= calls + 1
     assert answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
     assert made.totals.reused_tokens == 58
 
@@ -165,33 +174,45 @@ def test_a_cancelled_request_ends_early_and_its_prompt_is_kept(calls: int) -> No
 def test_a_request_that_was_cancelled_before_its_turn_does_nothing():
     made, ids, cancelled = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60), threading.Event()
     cancelled.set()
-    streamer = Streamer(cancelled, 1)
-    assert made.generate(cancelled, input_ids=ids, generation_config=config(), streamer=streamer) is ids
-    assert streamer.ended and made.totals.requests == 0
+    assert run(made, ids, cancelled).tokens == [] and made.totals.requests == 0
+
+
+def test_a_request_that_is_complete_ends():
+    made, ids = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60)
+    taken: list[int] = []
+
+    def take(tokens: Any) -> bool:
+        taken.extend(tokens)
+        return len(taken) >= 3
+
+    assert run(made, ids, take=take).tokens == taken == directly("SparQ(r=4, k=16)", ids)[:3]
 
 
 @pytest.mark.slow
-def test_a_failed_request_keeps_nothing():
+def test_a_failed_request_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ids = generator("SparQ(r=4, k=16)"), tiny_models.prompt(n=60)
-    with pytest.raises(ValueError, match="output_attentions"):
-        answer(made, ids, output_attentions=True, return_dict_in_generate=True)
+
+    def fail(tokens: Any) -> bool:
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        run(made, ids, take=fail)
     assert len(made.conversations) == 0
     assert answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
 
 
 def test_lengths_are_made_to_fit():
-    made, settings = generator("Dense()"), config()
-    made.fit(100, settings)
-    assert settings.max_new_tokens == NEW
-    made.fit(155, settings)
-    assert settings.max_new_tokens == 5
+    made = generator("Dense()")
+
+    def new_tokens(n: int, made: Generator = made, asked: int | None = NEW) -> int:
+        return int(made.prompt([3] * n, {}, asked).config.max_new_tokens)
+
+    assert (new_tokens(100), new_tokens(155), new_tokens(100, asked=None)) == (NEW, 5, 60)
     for n, words in ((160, "the prompt has 160 tokens; prompt and answer together have at most 160"), (0, "is empty")):
-        with pytest.raises(ValueError, match=words):
-            made.fit(n, config())
+        with pytest.raises(Refused, match=words):
+            new_tokens(n)
     assert generator("Dense()", max_tokens=90).max_tokens == 90
     with pytest.raises(ValueError, match="max_tokens = 161: LlamaForCausalLM was made for 160 positions"):
         generator("Dense()", max_tokens=161)
-    assert generator("LMInfinite(k=32, positions='cache')").max_tokens is None
-    unlimited = config(max_new_tokens=None)
-    generator("LMInfinite(k=32, positions='cache')").fit(10**6, unlimited)
-    assert unlimited.max_new_tokens == 1024
+    unlimited = generator("LMInfinite(k=32, positions='cache')")
+    assert unlimited.max_tokens is None and new_tokens(10**6, unlimited, None) == 1024

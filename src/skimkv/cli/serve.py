@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -31,6 +32,13 @@ def _model(value: str) -> str:
     except ValueError as error:
         raise ValueError(str(error).removeprefix("--model ")) from None
     return value
+
+
+def _origins(values: list[str] | None) -> list[str] | None:
+    for value in values or []:
+        if value != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value) is None:
+            raise ValueError(f"--cors {value!r} must be an origin such as http://localhost:3000, or *")
+    return values
 
 
 def serve(
@@ -70,6 +78,21 @@ def serve(
             help="The largest number of tokens of a prompt and its answer together.",
         ),
     ] = None,
+    max_body: Annotated[
+        str | None,
+        size_option(
+            "The largest body of a request, such as 4M. A larger one is refused before it is tokenised.",
+            SERVER_OPTIONS, "1M, or 32 bytes for each of --max-tokens where that is more",
+        ),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", rich_help_panel=SERVER_OPTIONS, callback=_origins,
+            help="Let pages of this origin ask the server, such as http://localhost:3000, or * for all. May be given "
+            "several times.",
+        ),
+    ] = None,
     conversations: Annotated[
         int,
         typer.Option(
@@ -88,13 +111,16 @@ def serve(
 
         skimkv serve Qwen/Qwen3-0.6B --method "SparQ(r=32, k=128)"
 
-    Requests, chat templates, tools and streams are handled by the server of the Transformers library; a method's cache
-    decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in vLLM.
+    A method's cache decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in
+    vLLM.
     """
     from ..hf.load import WEIGHTS, load
 
     if weights not in (None, *WEIGHTS):
         raise ValueError(f"--weights {weights!r} is unknown; known are {', '.join(WEIGHTS)}")
+    largest = None if max_body is None else number_of_bytes("--max-body", max_body)
+    if largest == 0:
+        raise ValueError("--max-body 0 refuses every request; give a number of bytes such as 1M")
     from .. import serve as server
 
     server.check_installed()
@@ -109,7 +135,7 @@ def serve(
 
     kept = Conversations(conversations, number_of_bytes("--conversation-memory", conversation_memory))
     generator = Generator(network, parsed, kept, max_tokens, log=lambda line: print(line, file=sys.stderr, flush=True))
-    app = server.build_application(generator, tokenizer, model)
+    app = server.build_application(generator, tokenizer, model, cors or (), largest)
     opened = server.listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     print(f"skimkv serves {model} with {parsed} at http://{shown}:{opened.getsockname()[1]}/v1", flush=True)

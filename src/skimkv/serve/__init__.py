@@ -1,18 +1,21 @@
-"""An OpenAI endpoint on one machine: the server of the transformers library, with a method's cache for each request."""
+"""An OpenAI endpoint on one machine, with a method's cache for each request."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .disconnect import Application
+    from starlette.applications import Starlette
+
     from .generation import Generator
 
-PACKAGES = ("fastapi", "uvicorn", "openai")
-# Versions of transformers whose server this package knows: from the first one up to, but not including, the second.
+PACKAGES = ("starlette", "uvicorn")
+# Versions of transformers whose marks of reasoning and tools this package can read: from the first one up to, but not
+# including, the second.
 KNOWN_VERSIONS = (5, 20), (5, 24)
 
 
@@ -26,21 +29,23 @@ def check_installed() -> None:
         raise ValueError(_unknown_version(version))
 
 
-def build_application(generator: Generator, tokenizer: Any, name: str) -> Application:
+def build_application(
+    generator: Generator, tokenizer: Any, name: str, cors: Sequence[str] = (), max_body: int | None = None
+) -> Starlette:
     """Make the ASGI application that serves a model under this name.
 
-    It has the library's routes for completions, chat, responses and models, and GET /skimkv, which tells what was
-    generated and what is kept.
+    It has OpenAI's routes for completions, chat completions, responses and models, /health, and GET /skimkv, which
+    tells what was generated and what is kept. cors: the origins whose pages may ask it. max_body: bytes of the largest
+    body of a request; None follows from the longest prompt.
 
-    Raises ValueError, in one line, if a package is missing or the library's server is not one that is known.
+    Raises ValueError, in one line, if a package is missing or the version of transformers is not one that is known.
     """
     check_installed()
     try:
-        from .library import application
-
-        return application(generator, tokenizer, name)
-    except (ImportError, AttributeError, TypeError) as error:
+        from .application import application
+    except ImportError as error:
         raise ValueError(f"{_unknown_version(importlib.metadata.version('transformers'))} ({error})") from error
+    return application(generator, tokenizer, name, cors, max_body)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -52,13 +57,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from None
 
 
-def run(app: Application, opened: socket.socket) -> None:
+def run(app: Starlette, opened: socket.socket) -> None:
     """Serve until Ctrl-C or a signal that ends the process."""
-    import uvicorn
+    from .connections import web_server
 
-    # answers that are on their way have five seconds to end
-    config: Any = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
-    uvicorn.Server(config).run(sockets=[opened])
+    web_server(app).run(sockets=[opened])
 
 
 def _unknown_version(version: str) -> str:

@@ -1,25 +1,29 @@
-"""Generate the answer to one request with a method, starting from the cache of an earlier turn where there is one."""
+"""Generate the answer to one prompt with a method, starting from the cache of an earlier turn where there is one."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..hf.attach import Cache
 from ..hf.positions import counts_in_cache, positions_of
 from ..methods.base import Method
 from .conversations import Conversations, can_crop
+from .logits import BiasAndPenalties
+from .requests import Refused, generation_settings
 
-DEFAULT_NEW_TOKENS = 1024  # where neither the request nor the model says how many
+DEFAULT_NEW_TOKENS = 1024  # where neither the request nor the model says more
+GREEDY_BELOW = 1e-6  # a temperature below this one leaves only the most probable token, and would overflow
 
 
 @dataclass
@@ -32,11 +36,36 @@ class Totals:
     new_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a prompt, and how its answer is generated.
+
+    config: settings of the Transformers library. seed: of this answer alone; None goes on with the numbers that were
+    drawn before. changes: of the logits, before temperature and sampling.
+    """
+
+    ids: Sequence[int]
+    config: Any
+    seed: int | None = None
+    changes: Sequence[LogitsProcessor] = field(default=())
+
+
+class Answer(NamedTuple):
+    """What was generated after a prompt.
+
+    at_end: whether the model ended it. reused: how many tokens of the prompt a kept cache stood for.
+    """
+
+    tokens: list[int]
+    at_end: bool
+    reused: int
+
+
 class Generator:
-    """Answers requests with one model and one method, one after the other.
+    """Answers prompts with one model and one method, one after the other.
 
     max_tokens: of a prompt and its answer together; None stands for the positions that the model was made for.
-    log: is called with one line for each request that has ended.
+    log: is called with one line for each prompt that has been answered.
     Raises ValueError if max_tokens are more than these positions, or if the model is not supported.
     """
 
@@ -54,53 +83,92 @@ class Generator:
         if max_tokens is not None and most is not None and max_tokens > most:
             raise ValueError(f"max_tokens = {max_tokens}: {positions.name} was made for {most} positions")
         self.max_tokens = most if max_tokens is None else max_tokens
+        self.vocabulary: int = model.config.get_text_config().vocab_size
         Cache(model, method, self.max_tokens)
 
-    def fit(self, prompt_tokens: int, generation_config: Any) -> None:
-        """Lower the number of new tokens to what fits after a prompt. Raises ValueError if nothing fits after it."""
-        if generation_config.max_new_tokens is None:
-            generation_config.max_new_tokens = DEFAULT_NEW_TOKENS
-        if prompt_tokens == 0:
-            raise ValueError("the prompt is empty")
-        if self.max_tokens is None:
-            return
-        if prompt_tokens >= self.max_tokens:
-            raise ValueError(
-                f"the prompt has {prompt_tokens} tokens; prompt and answer together have at most {self.max_tokens}: "
-                "shorten the prompt"
-            )
-        room = self.max_tokens - prompt_tokens
-        generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
+    def prompt(self, ids: Sequence[int], body: Mapping[str, Any], new_tokens: int | None) -> Prompt:
+        """Prepare the answer to the tokens of a prompt, as the checked fields of a request say.
 
-    def generate(self, cancelled: threading.Event, **options: Any) -> Tensor:
-        """Call generate() of the model with these options, and return what it returns: tokens (1,n).
-
-        It ends early when `cancelled` is set. Raises ValueError if an option cannot be combined with the method.
+        Raises Refused if the prompt is empty or too long, or if a token is not the model's.
         """
-        ids: Tensor = options["input_ids"]
+        bias = {int(token): float(value) for token, value in body.get("logit_bias", {}).items()}
+        for name, tokens in (("prompt", ids), ("logit_bias", bias)):
+            if tokens and max(tokens) >= self.vocabulary:
+                raise Refused(f"{name} has token {max(tokens)}; the model has {self.vocabulary} tokens", name)
+        config = self._config(body, new_tokens)
+        config.max_new_tokens = min(config.max_new_tokens, self._room(len(ids)))
+        frequency, presence = body.get("frequency_penalty", 0), body.get("presence_penalty", 0)
+        changes = [BiasAndPenalties(len(ids), bias, frequency, presence)] if bias or frequency or presence else []
+        return Prompt(ids, config, body.get("seed"), changes)
+
+    def _room(self, prompt_tokens: int) -> int:
+        """How many tokens fit after a prompt. Raises Refused if it is none."""
+        if prompt_tokens == 0:
+            raise Refused("the prompt is empty")
+        if self.max_tokens is None:
+            return 2**31
+        if prompt_tokens >= self.max_tokens:
+            raise Refused(
+                f"the prompt has {prompt_tokens} tokens; prompt and answer together have at most {self.max_tokens}: "
+                "shorten the prompt",
+                code="context_length_exceeded",
+            )
+        return self.max_tokens - prompt_tokens
+
+    def _config(self, body: Mapping[str, Any], new_tokens: int | None) -> Any:
+        """The model's own settings, changed as a request says."""
+        config: Any = copy.deepcopy(self.model.generation_config)
+        config.max_new_tokens = max(config.max_new_tokens or 0, DEFAULT_NEW_TOKENS)
+        config.max_length = config.cache_implementation = None
+        config.return_dict_in_generate = False
+        own = generation_settings(body.get("generation_config", {}))
+        for name, value in own.items():
+            setattr(config, name, value)
+        config.max_new_tokens = new_tokens or config.max_new_tokens
+        temperature, top_p = body.get("temperature"), body.get("top_p")
+        if temperature is not None:
+            config.temperature, config.do_sample = float(temperature), temperature >= GREEDY_BELOW
+        elif top_p is not None and top_p < 1 and "do_sample" not in own:
+            config.do_sample = True
+        config.top_p = config.top_p if top_p is None else float(top_p)
+        if config.do_sample:
+            config.top_k = config.top_k or 0  # the library would choose among 50 tokens where nobody says how many
+        else:
+            config.temperature = config.top_k = config.top_p = config.min_p = config.typical_p = None
+        return config
+
+    def generate(self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]) -> Answer:
+        """Answer a prompt. `take` is given the tokens as they come, and says whether the answer is complete.
+
+        It ends early when `cancelled` is set. Raises ValueError if a setting cannot be combined with the method.
+        """
         if cancelled.is_set():
-            if options.get("streamer") is not None:
-                options["streamer"].end()
-            return ids
-        start, config = time.perf_counter(), options["generation_config"]
-        seed = vars(config).pop("seed", None)
-        if seed is not None:
-            torch.manual_seed(seed)
-        prompt, is_plain = ids[0].cpu(), _is_plain(config)
-        cache = self.conversations.take(prompt) if is_plain else None
+            return Answer([], False, 0)
+        start, ids = time.perf_counter(), torch.tensor(prompt.ids)
+        is_plain = _is_plain(prompt.config)
+        cache = self.conversations.take(ids) if is_plain else None
         reused = 0 if cache is None else cache.get_seq_length()
         cache = Cache(self.model, self.method, self.max_tokens) if cache is None else cache
-        watch = _Watch(cancelled, cache, self.conversations if is_plain else None)
-        tokens: Tensor = self.model.generate(
-            past_key_values=cache, stopping_criteria=StoppingCriteriaList([watch]), **options
-        )
+        watch = _Watch(cancelled, take, len(ids), cache, self.conversations if is_plain else None)
+        inputs = ids[None].to(self.model.device)
+        with contextlib.ExitStack() as stack:
+            if prompt.seed is not None:
+                stack.enter_context(torch.random.fork_rng())
+                torch.manual_seed(prompt.seed)
+            output: Tensor = self.model.generate(
+                input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=prompt.config,
+                past_key_values=cache, logits_processor=LogitsProcessorList(prompt.changes),
+                stopping_criteria=StoppingCriteriaList([watch]),
+            )  # fmt: skip
+        tokens: list[int] = output[0, len(ids) :].tolist()
+        take(tokens[watch.taken :])
         if watch.after_prompt is not None:
-            self.conversations.keep(prompt, watch.after_prompt)
+            self.conversations.keep(ids, watch.after_prompt)
         elif is_plain and can_crop(cache):
-            cache.crop(len(prompt) - cache.get_seq_length())
-            self.conversations.keep(prompt, cache)
-        self._count(len(prompt), reused, tokens.shape[1] - len(prompt), time.perf_counter() - start)
-        return tokens
+            cache.crop(len(ids) - cache.get_seq_length())
+            self.conversations.keep(ids, cache)
+        self._count(len(ids), reused, len(tokens), time.perf_counter() - start)
+        return Answer(tokens, bool(tokens) and tokens[-1] in _end_tokens(prompt.config), reused)
 
     def _count(self, prompt: int, reused: int, new: int, seconds: float) -> None:
         totals = self.totals
@@ -112,14 +180,25 @@ class Generator:
 
 
 class _Watch(StoppingCriteria):
-    """Ends a generation that was cancelled, and keeps a copy of a cache that cannot go back to the prompt's end.
+    """Hands tokens on, ends a generation that is complete or cancelled, and keeps a copy of the prompt's cache.
 
-    conversations: None if the cache is not kept. after_prompt: that copy, made when the prompt has been read.
+    The copy, after_prompt, is made when the prompt has been read, of a cache that cannot go back to the prompt's end.
+    conversations: None if the cache is not kept. taken: how many new tokens have been handed on; of several rows, none.
     """
 
-    def __init__(self, cancelled: threading.Event, cache: Cache, conversations: Conversations | None) -> None:
-        self.cancelled, self.cache, self.conversations = cancelled, cache, conversations
-        self.after_prompt: Cache | None = None
+    def __init__(
+        self,
+        cancelled: threading.Event,
+        take: Callable[[Sequence[int]], bool],
+        prompt: int,
+        cache: Cache,
+        conversations: Conversations | None,
+    ) -> None:
+        self.cancelled, self.take, self.prompt = cancelled, take, prompt
+        self.cache, self.conversations = cache, conversations
+        self.taken, self.after_prompt = 0, None
+
+    after_prompt: Cache | None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return whether each row of input_ids (B,n) is complete: (B,) bool."""
@@ -127,7 +206,18 @@ class _Watch(StoppingCriteria):
             if not can_crop(self.cache) and self.conversations.can_keep(self.cache):
                 self.after_prompt = copy.deepcopy(self.cache)
             self.conversations = None
-        return torch.full((input_ids.shape[0],), self.cancelled.is_set(), dtype=torch.bool, device=input_ids.device)
+        done = self.cancelled.is_set()
+        if len(input_ids) == 1:
+            new = input_ids[0, self.prompt + self.taken :].tolist()
+            self.taken += len(new)
+            done |= self.take(new)
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
+
+
+def _end_tokens(config: Any) -> list[int]:
+    """The tokens with which the model ends an answer."""
+    ends = config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _is_plain(config: Any) -> bool:

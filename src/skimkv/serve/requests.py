@@ -1,51 +1,129 @@
-"""What a request may ask for: the checks that the library's handlers leave out, each with one line that says why."""
+"""What a request may ask for: a body becomes an object whose fields are checked, each with one line that says why."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 GREATEST_NUMBER = 2**31
+DEEPEST = 64  # objects and lists inside one another
+MOST_STOPS = 16
+MOST_PROMPTS = 128
 
 
-def check_request(body: dict[str, Any]) -> None:
-    """Raise ValueError, in one line that names the field, if a field of a request cannot be what it is."""
-    for name, check in CHECKS.items():
-        if body.get(name) is not None and (reason := check(body[name])) is not None:
-            shown = json.dumps(body[name], default=str)
-            raise ValueError(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'} {reason}")
+class Refused(Exception):
+    """A request that cannot be carried out: the status, one line that says why, the field's name, and a word for it."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(" ".join(message.split()))
+        self.status = status
+        self.error = error_object(str(self), "invalid_request_error", param, code)
 
 
-def require(body: dict[str, Any], *names: str) -> None:
-    """Raise ValueError unless the request has one of these fields."""
-    if all(body.get(name) is None for name in names):
-        raise ValueError(f"the request has no {' or '.join(names)}")
+def error_object(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Make the object with which OpenAI's clients are told of an error."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def _number(low: float, high: float) -> Callable[[Any], str | None]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the object that a body holds, without the fields that are null. Raises Refused if it is none."""
+    try:
+        parsed = json.loads(body, parse_constant=_not_a_number)
+    except RecursionError:
+        raise Refused(f"the body has more than {DEEPEST} objects and lists inside one another") from None
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise Refused("the body must be a JSON object")
+    for name, value in parsed.items():
+        _check_inside("the body", name)
+        _check_inside(name, value)
+    return {name: value for name, value in parsed.items() if value is not None}
+
+
+def _not_a_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise Refused(f"{name} has {half}, which is one half of a surrogate pair and no character", name) from None
+
+
+def _check_inside(name: str, value: Any) -> None:
+    """Check the texts and the depth of a field. Raises Refused."""
+    layer, depth = [value], 1
+    while layer := [part for part in layer if not isinstance(part, int | float)]:
+        if depth > DEEPEST:
+            raise Refused(f"{name} has more than {DEEPEST} objects and lists inside one another", name)
+        below: list[Any] = []
+        for part in layer:
+            if isinstance(part, str):
+                _check_text(part, name)
+            elif isinstance(part, list):
+                below += part
+            elif isinstance(part, dict):
+                below += part.keys()
+                below += part.values()
+        layer, depth = below, depth + 1
+
+
+Check = Callable[[Any], str | None]  # says what is wrong with a value, or nothing
+
+
+def check_request(body: Mapping[str, Any], checks: Mapping[str, Check], needed: str | None = None) -> None:
+    """Raise Refused, in one line that names the field, for a field that cannot be what it is, or that is not used."""
+    for name, value in body.items():
+        if name in HARMLESS:
+            continue
+        if name not in checks:
+            raise Refused(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+        if (reason := checks[name](value)) is not None:
+            raise Refused(f"{name} = {_shown(value)} {reason}", name, "invalid_value")
+    if needed is not None and needed not in body:
+        raise Refused(f"the request has no {needed}", needed, "missing_required_parameter")
+
+
+def _shown(value: Any) -> str:
+    shown = json.dumps(value, default=str)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def _number(low: float, high: float) -> Check:
     def check(value: Any) -> str | None:
         """Say what is wrong with a number, or nothing."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return None if is_number and low <= value <= high else f"must be a number from {low:g} to {high:g}"
+        return None if _is_number(value, low, high) else f"must be a number from {low:g} to {high:g}"
 
     return check
 
 
-def _whole(low: int, high: int) -> Callable[[Any], str | None]:
+def _is_number(value: Any, low: float, high: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and low <= value <= high
+
+
+def _whole(low: int, high: int) -> Check:
     def check(value: Any) -> str | None:
         """Say what is wrong with a whole number, or nothing."""
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        return None if is_whole and low <= value <= high else f"must be a whole number from {low} to {high}"
+        return None if _is_whole(value, low, high) else f"must be a whole number from {low} to {high}"
 
     return check
 
 
-def _texts(value: Any) -> str | None:
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _stops(value: Any) -> str | None:
     texts = value if isinstance(value, list) else [value]
-    whole = all(isinstance(text, str) and text for text in texts)
-    return None if whole and texts else "must be a text that is not empty, or a list of such texts"
+    if len(texts) <= MOST_STOPS and all(isinstance(text, str) and text for text in texts):
+        return None
+    return f"must be a text that is not empty, or a list of at most {MOST_STOPS} such texts"
 
 
 def _text(value: Any) -> str | None:
@@ -54,6 +132,23 @@ def _text(value: Any) -> str | None:
 
 def _flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
+
+
+def _prompt(value: Any) -> str | None:
+    prompts = list_of_prompts(value)
+    if len(prompts) > MOST_PROMPTS:
+        return f"must be at most {MOST_PROMPTS} prompts"
+    good = all(isinstance(prompt, str) or _is_list_of_tokens(prompt) for prompt in prompts)
+    return None if good and prompts else "must be a text, a list of tokens, or a list of such prompts"
+
+
+def list_of_prompts(value: Any) -> list[Any]:
+    """Return the prompts of a completion: texts, and lists of tokens."""
+    return value if isinstance(value, list) and not _is_list_of_tokens(value) else [value]
+
+
+def _is_list_of_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_whole(token, 0, GREATEST_NUMBER) for token in value)
 
 
 def _messages(value: Any) -> str | None:
@@ -71,30 +166,75 @@ def _messages(value: Any) -> str | None:
     return None
 
 
+TEXT_PARTS = "text", "input_text", "output_text"
+
+
 def _is_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
 
 
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and _are_arguments(function)
 
 
-def _objects(value: Any) -> str | None:
-    whole = isinstance(value, list) and all(isinstance(part, dict) for part in value)
-    return None if whole else "must be a list of objects"
+def _are_arguments(function: dict[str, Any]) -> bool:
+    arguments = function.get("arguments")
+    return isinstance(arguments, dict) or _json_object(arguments) is None
+
+
+def _input(value: Any) -> str | None:
+    if isinstance(value, str):
+        return None
+    if not isinstance(value, list) or not value:
+        return "must be a text, or a list of items that is not empty"
+    for item in value:
+        reason = _item(item) if isinstance(item, dict) else "an item is no object"
+        if reason is not None:
+            return f"is not supported: {reason}"
+    return None
+
+
+def _item(item: dict[str, Any]) -> str | None:
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "message" or kind in TEXT_PARTS:
+        reason = _messages([item if kind == "message" else {"role": "user", "content": [item]}])
+        return None if reason is None else f"an item {reason}"
+    if kind == "reasoning":
+        parts = item.get("content") or []
+        good = isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts)
+        return None if good else "a reasoning item has content without a text"
+    if kind == "function_call":
+        good = isinstance(item.get("call_id"), str) and _is_call({"function": item})
+        return None if good else "a function_call needs call_id, name and arguments"
+    if kind == "function_call_output":
+        good = isinstance(item.get("call_id"), str) and isinstance(item.get("output"), str)
+        return None if good else "a function_call_output needs call_id and output, both texts"
+    return f"an item has the type {_shown(kind)}"
+
+
+def _tools(value: Any) -> str | None:
+    whole = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+    if not whole:
+        return "must be a list of objects"
+    named = all(tool.get("type") == "function" and _has_name(tool.get("function", tool)) for tool in value)
+    return None if named else "must be a list of functions with a name"
+
+
+def _has_name(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _bias(value: Any) -> str | None:
-    whole = isinstance(value, dict) and all(token.isdecimal() for token in value)
-    whole = whole and all(_number(-100, 100)(bias) is None for bias in value.values())
+    whole = isinstance(value, dict) and all(token.isascii() and token.isdecimal() for token in value)
+    whole = whole and all(_is_number(bias, -100, 100) for bias in value.values())
     return None if whole else "must be an object from token numbers to numbers from -100 to 100"
 
 
 def _json_object(value: Any) -> str | None:
     try:
         whole = isinstance(value, str) and isinstance(json.loads(value), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = False
     return None if whole else "must be a text that holds a JSON object"
 
@@ -103,40 +243,119 @@ def _object(value: Any) -> str | None:
     return None if isinstance(value, dict) else "must be an object"
 
 
-def _only(*values: Any) -> Callable[[Any], str | None]:
+def _stream_options(value: Any) -> str | None:
+    good = isinstance(value, dict) and all(option is None or isinstance(option, bool) for option in value.values())
+    return None if good else "must be an object of options that are true or false"
+
+
+def _generation_config(value: Any) -> str | None:
+    if not isinstance(value, dict) and (reason := _json_object(value)) is not None:
+        return reason
+    for name, setting in generation_settings(value).items():
+        if name not in SETTINGS:
+            return f"has {name}, which is not supported; supported are {', '.join(SETTINGS)}"
+        if (reason := SETTINGS[name](setting)) is not None:
+            return f"has {name} = {_shown(setting)}, which {reason}"
+    return None
+
+
+def generation_settings(value: Any) -> dict[str, Any]:
+    """Return the settings of the field generation_config, which is an object or a text that holds one.
+
+    The library refuses whole numbers for some of them.
+    """
+    whole: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
+    given = {name: setting for name, setting in whole.items() if setting is not None}
+    reals = {name: float(given[name]) for name in _REAL_SETTINGS.keys() & given.keys() if type(given[name]) is int}
+    return {**given, **reals}
+
+
+def _only(*values: Any) -> Check:
     def check(value: Any) -> str | None:
-        """Say that nothing else is supported, where the library would ignore the field."""
+        """Say that nothing else is supported, where the field would be ignored."""
         known = any(value == other and type(value) is type(other) for other in values)
         return None if known else f"is not supported; leave it out, or write {json.dumps(values[0])}"
 
     return check
 
 
-CHECKS: dict[str, Callable[[Any], str | None]] = {
+# What changes no answer here, and is ignored.
+HARMLESS = "user", "store", "metadata", "service_tier"
+
+# What the field generation_config may set: settings of the Transformers library for one answer of one prompt.
+_REAL_SETTINGS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "typical_p": (0.01, 1),
+    "epsilon_cutoff": (0, 0.99),
+    "eta_cutoff": (0, 0.99),
+    "repetition_penalty": (0.01, 100),
+    "length_penalty": (-100, 100),
+    "guidance_scale": (1, 100),
+}
+SETTINGS: dict[str, Check] = {
+    **{name: _number(*limits) for name, limits in _REAL_SETTINGS.items()},
+    "max_new_tokens": _whole(1, GREATEST_NUMBER),
+    "min_new_tokens": _whole(0, GREATEST_NUMBER),
+    "top_k": _whole(0, GREATEST_NUMBER),
+    "no_repeat_ngram_size": _whole(0, GREATEST_NUMBER),
+    "num_beams": _whole(1, 16),
+    "prompt_lookup_num_tokens": _whole(1, 64),
+    "do_sample": _flag,
+    "early_stopping": _flag,
+}
+
+_EVERYWHERE: dict[str, Check] = {
     "model": _text,
-    "prompt": _text,
-    "suffix": _text,
-    "messages": _messages,
     "stream": _flag,
-    "stop": _texts,
-    "max_tokens": _whole(1, GREATEST_NUMBER),
-    "max_completion_tokens": _whole(1, GREATEST_NUMBER),
-    "max_output_tokens": _whole(1, GREATEST_NUMBER),
+    "stream_options": _stream_options,
     "temperature": _number(0, 2),
     "top_p": _number(0, 1),
-    "frequency_penalty": _number(-0.99, 2),
     "seed": _whole(-(2**63), 2**63 - 1),
+    "generation_config": _generation_config,
+}
+_SCORES: dict[str, Check] = {
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
     "logit_bias": _bias,
-    "tools": _objects,
-    "chat_template_kwargs": _object,
-    "generation_config": _json_object,
-    # what the library would ignore without a word, although it asks for another answer
+    "stop": _stops,
     "n": _only(1),
+}
+_CHATS: dict[str, Check] = {
+    "tools": _tools,
+    "tool_choice": _only("auto", "none"),
+    "parallel_tool_calls": _only(True),
+    "chat_template_kwargs": _object,
+    "top_logprobs": _only(0),
+}
+# The fields of each route, beside the harmless ones; every other field is refused. What is in the tables with `_only`
+# asks for another answer wherever it has another value.
+COMPLETION: dict[str, Check] = {
+    **_EVERYWHERE, **_SCORES,
+    "prompt": _prompt,
+    "max_tokens": _whole(1, GREATEST_NUMBER),
+    "suffix": _only(""),
     "best_of": _only(1),
     "echo": _only(False),
-    "logprobs": _only(False, 0),
-    "top_logprobs": _only(0),
-    "presence_penalty": _only(0, 0.0),
+    "logprobs": _only(False),
+}  # fmt: skip
+CHAT: dict[str, Check] = {
+    **_EVERYWHERE, **_SCORES, **_CHATS,
+    "messages": _messages,
+    "max_tokens": _whole(1, GREATEST_NUMBER),
+    "max_completion_tokens": _whole(1, GREATEST_NUMBER),
+    "logprobs": _only(False),
     "response_format": _only({"type": "text"}),
-    "tool_choice": _only("auto"),
-}
+    "modalities": _only(["text"]),
+}  # fmt: skip
+RESPONSE: dict[str, Check] = {
+    **_EVERYWHERE, **_CHATS,
+    "input": _input,
+    "instructions": _text,
+    "max_output_tokens": _whole(1, GREATEST_NUMBER),
+    "text": _only({"format": {"type": "text"}}, {}),
+    "truncation": _only("disabled"),
+    "background": _only(False),
+    "include": _only([]),
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""POST /v1/chat/completions: the form of its answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .completions import Event, sse, usage
+from .pieces import Piece, Reasoning, ToolCall
+from .worker import Ended
+
+
+class ChatCompletion:
+    """Puts the answer to a chat together, as one object or as the events of a stream.
+
+    model: the name under which it is served.
+    """
+
+    last_words = "data: [DONE]\n\n"
+
+    def __init__(self, model: str, body: Mapping[str, Any]) -> None:
+        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.counts_in_stream = bool(body.get("stream_options", {}).get("include_usage"))
+        self.text, self.reasoning = "", ""
+        self.calls: list[dict[str, Any]] = []
+        self.ends: list[Ended] = []
+
+    def start(self) -> Iterator[Event]:
+        """Yield the events before the first piece."""
+        yield self._event({"role": "assistant", "content": ""})
+
+    def add(self, index: int, piece: Piece | Ended) -> Iterator[Event]:
+        """Take the next piece of the answer, and yield its events. A chat has one answer, so the index is 0."""
+        if isinstance(piece, Ended):
+            self.ends.append(piece)
+            yield self._event({}, self._reason())
+        elif isinstance(piece, ToolCall):
+            self.calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": piece._asdict()})
+            yield self._event({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
+        elif isinstance(piece, Reasoning):
+            self.reasoning += piece
+            yield self._event({"reasoning_content": piece})
+        else:
+            self.text += piece
+            yield self._event({"content": piece})
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the events after the answer."""
+        if self.counts_in_stream:
+            yield {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self.ends)}
+
+    def fail(self, error: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events that tell of an error."""
+        yield error
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+        content = None if self.calls and not self.text else self.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason()}
+        return {**self.head, "object": "chat.completion", "choices": [choice], "usage": usage(self.ends)}
+
+    def write(self, event: Event) -> str:
+        """Write an event of the stream."""
+        return sse(event)
+
+    def _reason(self) -> str:
+        return "length" if self.ends[0].by_length else "tool_calls" if self.calls else "stop"
+
+    def _event(self, delta: dict[str, Any], reason: str | None = None) -> Event:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        counts = {"usage": None} if self.counts_in_stream else {}
+        return {**self.head, "object": "chat.completion.chunk", "choices": [choice], **counts}

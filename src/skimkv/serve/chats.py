@@ -1,0 +1,105 @@
+"""The tokens of a chat: messages, and the items of a response's input, through the model's chat template."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .requests import TEXT_PARTS, Refused
+
+Message = dict[str, Any]
+
+
+def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a prompt for the next message, with the tools of a request.
+
+    Raises Refused if the model has no chat template, or if the template does not take these messages.
+    """
+    if not tokenizer.chat_template:
+        raise Refused("this model has no chat template: use /v1/completions")
+    options = body.get("chat_template_kwargs", {})
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+    if taken := sorted(own & options.keys()):
+        raise Refused(f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs", "invalid_value")
+    try:
+        text = tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            tools=used_tools(body), add_generation_prompt=True, tokenize=False, **options,
+        )  # fmt: skip
+    except Exception as error:  # a template is a program that comes with the model
+        raise Refused(f"the model's chat template does not take these messages: {error}", "messages") from None
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def used_tools(body: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a request lets the model call, in the form that chat templates know; None if it is none."""
+    if body.get("tool_choice") == "none":
+        return None
+    tools = [
+        tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in body.get("tools", [])
+    ]
+    return tools or None
+
+
+def _last(messages: list[Message]) -> Message:
+    return messages[-1] if messages else {"role": ""}
+
+
+def _for_template(message: Message) -> Message:
+    """A message with its content as one text, and the arguments of its calls as objects: what templates expect."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = " ".join(part["text"] for part in content)
+    message = {**message, "content": content}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in message["tool_calls"]]
+    return message
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+
+
+def response_messages(body: Mapping[str, Any]) -> list[Message]:
+    """Return the messages that the input and the instructions of a response stand for."""
+    items = body["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    reasoning = ""
+
+    def begin(role: str, content: Any) -> Message:
+        """Begin a message. What the assistant reasoned before it belongs to it."""
+        nonlocal reasoning
+        messages.append({"role": role, "content": content})
+        if role == "assistant" and reasoning:
+            messages[-1]["reasoning_content"], reasoning = reasoning, ""
+        return messages[-1]
+
+    for item in items:
+        kind, last = item.get("type", "message"), _last(messages)
+        if kind == "reasoning":
+            reasoning += "".join(part["text"] for part in item.get("content") or [])
+        elif kind in TEXT_PARTS:
+            message = last if last["role"] == "user" and isinstance(last["content"], list) else begin("user", [])
+            message["content"].append(item)
+        elif kind == "function_call_output":
+            begin("tool", item["output"])["tool_call_id"] = item["call_id"]
+        elif kind == "function_call":
+            message = last if last["role"] == "assistant" else begin("assistant", "")
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            begin(item["role"], item.get("content"))
+    if instructions := body.get("instructions"):
+        if messages and messages[0]["role"] == "system":
+            system = _for_template(messages.pop(0))["content"]
+            instructions = f"{instructions}\n\n{system}"
+        messages.insert(0, {"role": "system", "content": instructions})
+    return messages

@@ -1,0 +1,90 @@
+"""POST /v1/completions: the form of its answers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .pieces import Piece, Text
+from .worker import Ended
+
+Event = dict[str, Any]
+
+
+def sse(event: Event) -> str:
+    """Write an event of a stream as clients read it."""
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+
+
+def usage(ends: list[Ended]) -> dict[str, Any]:
+    """Return the numbers of tokens of all prompts of a request, and of the answers so far."""
+    read, new = sum(end.prompt_tokens for end in ends), sum(end.new_tokens for end in ends)
+    return {
+        "prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new,
+        "prompt_tokens_details": {"cached_tokens": sum(end.reused_tokens for end in ends)},
+    }  # fmt: skip
+
+
+class Completion:
+    """Puts the answers to a request together, as one object or as the events of a stream.
+
+    model: the name under which it is served.
+    """
+
+    kind, last_words = "text_completion", "data: [DONE]\n\n"
+
+    def __init__(self, model: str, body: Mapping[str, Any]) -> None:
+        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": self.kind, "created": int(time.time()), "model": model}
+        self.counts_in_stream = bool(body.get("stream_options", {}).get("include_usage"))
+        self.texts: list[str] = []
+        self.ends: list[Ended] = []
+
+    def start(self) -> Iterator[Event]:
+        """Yield the events before the first piece."""
+        yield from ()
+
+    def add(self, index: int, piece: Piece | Ended) -> Iterator[Event]:
+        """Take the next piece of the answer to a prompt, and yield its events."""
+        if len(self.texts) <= index:
+            self.texts.append("")
+        if isinstance(piece, Ended):
+            self.ends.append(piece)
+            yield self._event(index, "", _reason(piece))
+        elif isinstance(piece, Text):
+            self.texts[index] += piece
+            yield self._event(index, piece, None)
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the events after all answers."""
+        if self.counts_in_stream:
+            yield {**self.head, "choices": [], "usage": usage(self.ends)}
+
+    def fail(self, error: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events that tell of an error."""
+        yield error
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answers as one object."""
+        choices = [
+            _choice(i, text, _reason(end)) for i, (text, end) in enumerate(zip(self.texts, self.ends, strict=True))
+        ]
+        return {**self.head, "choices": choices, "usage": usage(self.ends)}
+
+    def write(self, event: Event) -> str:
+        """Write an event of the stream."""
+        return sse(event)
+
+    def _event(self, index: int, text: str, reason: str | None) -> Event:
+        counts = {"usage": None} if self.counts_in_stream else {}
+        return {**self.head, "choices": [_choice(index, text, reason)], **counts}
+
+
+def _reason(end: Ended) -> str:
+    return "length" if end.by_length else "stop"
+
+
+def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

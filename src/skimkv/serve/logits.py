@@ -1,0 +1,31 @@
+"""OpenAI's formula for logit_bias, frequency_penalty and presence_penalty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+class BiasAndPenalties(LogitsProcessor):
+    """Changes the logits of the next token, before temperature and sampling.
+
+        logits[t] += bias[t] - frequency * count[t] - presence * (count[t] > 0)
+
+    count: how often a token stands among the generated ones, which begin after `prompt` tokens; the prompt's own tokens
+    do not count. bias: from token numbers to numbers.
+    """
+
+    def __init__(self, prompt: int, bias: Mapping[int, float], frequency: float, presence: float) -> None:
+        self.prompt, self.frequency, self.presence = prompt, frequency, presence
+        self.tokens, self.biases = list(bias), torch.tensor(list(bias.values()), dtype=torch.float32)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the changed logits (B,V) for the tokens so far, input_ids (B,n)."""
+        generated = input_ids[:, self.prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        changed = scores - self.frequency * counts - self.presence * (counts > 0)
+        changed[:, self.tokens] += self.biases.to(changed)
+        return changed

@@ -1,0 +1,150 @@
+"""The text of an answer, piece by piece: tokens become text, which ends before a stop string, and is parsed.
+
+A parser tells apart what a model writes for its reader, its reasoning, and its calls of tools. The Transformers library
+knows how models mark these; what it has no public name for is used in this file only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from transformers.cli.serving.utils import get_response_template
+
+UNFINISHED = "\ufffd"  # what bytes become that are not yet a whole character
+REASONING = "reasoning_content", "thinking", "reasoning"  # what templates call it
+
+
+class Text(str):
+    """A piece of the answer itself."""
+
+
+class Reasoning(str):
+    """A piece of what the model writes before its answer."""
+
+
+class ToolCall(NamedTuple):
+    """A function that the model calls, and its arguments, a JSON object."""
+
+    name: str
+    arguments: str
+
+
+Piece = Text | Reasoning | ToolCall
+
+
+class Writer:
+    """Makes the pieces of one answer from its tokens, and hands each on as soon as no later token can change it.
+
+    stops: strings before the first of which the text ends. parser: None if everything is text.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], parser: Any, put: Callable[[Piece], None]) -> None:
+        self.tokenizer, self.stops, self.parser, self.put = tokenizer, stops, parser, put
+        self.stopped = False
+        self._tokens: list[int] = []
+        self._first, self._read = 0, 0  # the text of _tokens[_first:_read] is known; _tokens[:_first] do not matter
+        self._held = ""  # text that could be the beginning of a stop string
+        self._parses, self._in_call = parser is not None, False
+        self._unparsed = ""  # what the parser was given since the last piece was whole
+        if parser is not None:
+            for piece in [piece for event in parser.initial_events for piece in self._pieces(event)]:
+                put(piece)
+
+    def add(self, tokens: Sequence[int]) -> bool:
+        """Take the next tokens, and return whether the answer has ended at a stop string."""
+        for token in tokens:
+            if not self.stopped:
+                self._tokens.append(token)
+                self._add_text(self._new_text())
+        return self.stopped
+
+    def end(self) -> None:
+        """Hand on what was held back, because no token follows."""
+        if not self.stopped:
+            self._add_text(self._new_text(is_last=True))
+        if not self.stopped:
+            self._put_text(self._held)
+        if self._parses:
+            self._parse(None)
+
+    def _new_text(self, is_last: bool = False) -> str:
+        """The text of tokens that is not yet known, without characters that are not yet whole.
+
+        A few tokens before them are decoded too: some tokenizers begin a text in another way than they go on with it.
+        """
+        before = self._decode(self._tokens[self._first : self._read])
+        whole = self._decode(self._tokens[self._first :])
+        if len(whole) <= len(before) or (whole.endswith(UNFINISHED) and not is_last):
+            return ""
+        self._first, self._read = self._read, len(self._tokens)
+        return whole[len(before) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        # a parser finds its marks among the special tokens
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.parser is None)
+        return text
+
+    def _add_text(self, text: str) -> None:
+        self._held += text
+        places = [place for stop in self.stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.stopped, ready = True, min(places)
+        else:
+            ready = len(self._held) - max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        self._put_text(self._held[:ready])
+        self._held = self._held[ready:]
+
+    def _put_text(self, text: str) -> None:
+        if text and self._parses:
+            self._parse(text)
+        elif text:
+            self.put(Text(text))
+
+    def _parse(self, text: str | None) -> None:
+        """Put the pieces of more text; None is the end. A call of a tool that cannot be read is text like any other."""
+        self._unparsed += text or ""
+        try:
+            events = self.parser.finalize()[1] if text is None else self.parser.feed(text)
+            pieces = [piece for event in events for piece in self._pieces(event)]
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
+            self._parses = False
+            pieces = [Text(self._unparsed)] if self._unparsed else []
+        for piece in pieces:
+            self.put(piece)
+        if not self._in_call:
+            self._unparsed = ""
+
+    def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
+        name, text = event.get("field"), event.get("text")
+        if name == "tool_calls":
+            self._in_call = event["type"] != "region_close"
+            if not self._in_call:
+                function = event["value"]["function"]
+                arguments = function.get("arguments", {})
+                yield ToolCall(function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+        elif event["type"] == "region_chunk" and text and name in (*REASONING, "content"):
+            yield Text(text) if name == "content" else Reasoning(text)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of a text are the beginning of a stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def response_parser(tokenizer: Any, model: Any, prompt: Sequence[int], tools: list[Any] | None) -> Any:
+    """Return the parser of a chat's answer to a prompt, or None if the library knows no marks of this model.
+
+    The prompt may end with the beginning of the answer, after the mark that begins it. Where that mark does not come,
+    because the chat template is another one, the prompt is no part of the answer.
+    """
+    template = get_response_template(tokenizer, model)
+    if template is None:
+        return None
+    text, marks = tokenizer.decode(prompt), template.get("start_anchor", [])
+    patterns = [re.escape(mark) for mark in ([marks] if isinstance(marks, str) else marks)]
+    patterns += [template["start_anchor_pattern"]] if "start_anchor_pattern" in template else []
+    begins = any(re.search(pattern, text) for pattern in patterns)
+    return tokenizer.get_response_parser(template, prefix=text if begins else "", tools=tools)

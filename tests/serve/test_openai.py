@@ -1,0 +1,424 @@
+"""What OpenAI documents of its endpoints, asked of ours with the bundled model: by formula, by field, by error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import skimkv
+from support.serving import Running, running
+
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+NAME = "builtin"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+PROMPT, ANSWER = "red-fox: 31425\nold-oak: 27182\nred-fox: ", "31425"
+ROUTES = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 6},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 6},
+}
+WITH_SCORES = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    torch.set_num_threads(1)  # the model is too small to gain from more
+    model, tokenizer = skimkv.load("builtin")
+    tokenizer.chat_template = TEMPLATE
+    with running(model, tokenizer, NAME, "Dense()") as started:
+        yield started
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """The text of an answer of any route."""
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def ask(server: Running, path: str, **fields: Any) -> dict[str, Any]:
+    """The whole answer of a route to PROMPT."""
+    status, answer = server.request(path, {"model": NAME, **ROUTES[path], **fields})
+    assert status == 200, answer
+    return dict(answer)
+
+
+def tokens_of(server: Running, text: str, chat: bool = False) -> list[int]:
+    """The tokens of a prompt; the chat template adds nothing, so a chat has no token for the beginning."""
+    return list(server.tokenizer(text, add_special_tokens=not chat).input_ids)
+
+
+def by_formula(
+    server: Running, ids: list[int], new: int, frequency: float = 0, presence: float = 0, bias: Any = ()
+) -> list[int]:
+    """Tokens by OpenAI's formula, one by one: mu[j] - c[j] * frequency - (c[j] > 0) * presence, and bias[j] on top.
+
+    c[j] is how often token j was sampled before the current position.
+    """
+    sampled: list[int] = []
+    ends = server.generator.model.generation_config.eos_token_id
+    for _ in range(new):
+        with torch.no_grad():
+            logits = server.generator.model(torch.tensor([ids + sampled]), use_cache=False).logits[0, -1].double()
+        for token in set(sampled):
+            logits[token] -= sampled.count(token) * frequency + presence
+        for token, value in dict(bias).items():
+            logits[token] += value
+        sampled.append(int(logits.argmax()))
+        if sampled[-1] == ends:
+            break
+    return sampled
+
+
+# ---- penalties and biases
+
+
+@pytest.mark.parametrize("path", WITH_SCORES)
+@pytest.mark.parametrize(
+    "fields",
+    [*({"frequency_penalty": f} for f in (0.1, 0.5, 1, 2, -2)), {"presence_penalty": 2}, {"presence_penalty": -1}],
+    ids=str,
+)
+def test_penalties_follow_the_formula(server: Running, path: str, fields: dict[str, float]) -> None:
+    ids = tokens_of(server, PROMPT, "chat" in path)
+    frequency, presence = fields.get("frequency_penalty", 0), fields.get("presence_penalty", 0)
+    right = server.tokenizer.decode(by_formula(server, ids, 6, frequency, presence), skip_special_tokens=True)
+    assert text_of(ask(server, path, **fields)) == right
+
+
+def test_a_penalty_does_not_count_the_tokens_of_the_prompt(server: Running) -> None:
+    """Every digit of the right answer stands in the prompt, and comes once in the answer."""
+    for penalty in (0.1, 0.5, 1, 2):
+        assert text_of(ask(server, "/v1/completions", frequency_penalty=penalty)).startswith(ANSWER)
+
+
+@pytest.mark.parametrize("path", WITH_SCORES)
+def test_a_bias_is_added_to_the_logits(server: Running, path: str) -> None:
+    ids = tokens_of(server, PROMPT, "chat" in path)
+    first = by_formula(server, ids, 1)[0]
+    for bias in ({first: -100}, {first: -100.0, 7: 3}, {321: 100}):
+        right = server.tokenizer.decode(by_formula(server, ids, 6, bias=bias), skip_special_tokens=True)
+        assert text_of(ask(server, path, logit_bias={str(token): value for token, value in bias.items()})) == right
+    assert text_of(ask(server, path, logit_bias={})) == text_of(ask(server, path))
+    status, answer = server.request(path, {**ROUTES[path], "logit_bias": {"2048": 1}})
+    assert status == 400 and answer["error"]["param"] == "logit_bias" and "2048" in answer["error"]["message"]
+
+
+def test_penalties_count_in_every_way_to_generate(server: Running) -> None:
+    """Beams, drafts from the prompt and samples of one token go through the same formula."""
+    plain = ask(server, "/v1/completions", frequency_penalty=1.5)
+    for settings in ({"num_beams": 1}, {"prompt_lookup_num_tokens": 2}, {"do_sample": True, "top_k": 1}):
+        other = ask(server, "/v1/completions", frequency_penalty=1.5, generation_config=json.dumps(settings))
+        assert text_of(other) == text_of(plain), settings
+
+
+def test_sampling_is_from_all_tokens(server: Running) -> None:
+    """At temperature 2 a token outside the 50 most probable ones comes with a known probability: not never."""
+    ids = tokens_of(server, "stone")
+    with torch.no_grad():
+        logits = server.generator.model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+    probable = torch.softmax(logits / 2, 0)
+    best = probable.topk(50).indices.tolist()
+    outside = 1 - float(probable[best].sum())
+    assert outside > 0.1
+    times = 60
+    prompts = [ids] * times
+    answer = ask(server, "/v1/completions", prompt=prompts, max_tokens=1, temperature=2)
+    known = {server.tokenizer.decode([token], skip_special_tokens=True) for token in best}
+    others = sum(choice["text"] not in known for choice in answer["choices"])
+    assert others > 0  # by chance none in (1 - outside) ** 60 < 0.2 % of all runs
+
+
+# ---- fields that are refused, and fields that are harmless
+
+UNUSED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "suffix": "z", "n": 2, "best_of": 3, "echo": True, "logprobs": 1, "top_k": 3, "colour": 1,
+        "functions": [], "reasoning_effort": "low", "response_format": {"type": "json_object"}, "messages": [],
+    },
+    "/v1/chat/completions": {
+        "n": 2, "logprobs": True, "top_logprobs": 3, "functions": [{"name": "f"}], "function_call": "auto",
+        "reasoning_effort": "low", "modalities": ["audio"], "audio": {"voice": "a", "format": "wav"},
+        "prediction": {"type": "content", "content": "x"}, "response_format": {"type": "json_object"},
+        "tool_choice": "required", "parallel_tool_calls": False, "web_search_options": {}, "verbosity": "low",
+        "suffix": "z", "echo": True, "previous_response_id": "resp_1", "top_k": 3, "colour": 1,
+    },
+    "/v1/responses": {
+        "previous_response_id": "resp_1", "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"},
+        "conversation": "conv_1", "background": True, "include": ["message.output_text.logprobs"], "max_tool_calls": 1,
+        "prompt": {"id": "p"}, "truncation": "auto", "top_logprobs": 2, "tool_choice": "required", "stop": "x",
+        "frequency_penalty": 1, "logit_bias": {}, "max_tokens": 4, "modalities": ["text"], "colour": 1,
+        "parallel_tool_calls": False, "tools": [{"type": "web_search"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", UNUSED)
+def test_what_is_not_used_is_refused_by_name(server: Running, path: str) -> None:
+    for name, value in UNUSED[path].items():
+        status, answer = server.request(path, {"model": NAME, **ROUTES[path], name: value})
+        assert status == 400, (name, answer)
+        error = answer["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name} "), answer
+        assert error["code"] in ("unsupported_parameter", "invalid_value")
+        assert "\n" not in error["message"]
+
+
+HARMLESS = {
+    "user": "u",
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "auto",
+    "stream_options": {"include_usage": True},
+}
+AS_IF_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"n": 1, "best_of": 1, "echo": False, "suffix": "", "stop": [], "logit_bias": {}},
+    "/v1/chat/completions": {
+        "n": 1, "logprobs": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "stop": [],
+        "parallel_tool_calls": True, "modalities": ["text"], "frequency_penalty": 0,
+    },
+    "/v1/responses": {
+        "text": {"format": {"type": "text"}}, "truncation": "disabled", "background": False, "include": [],
+        "tool_choice": "none", "tools": [], "parallel_tool_calls": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_changes_nothing_is_accepted(server: Running, path: str) -> None:
+    plain = text_of(ask(server, path))
+    assert text_of(ask(server, path, **HARMLESS)) == plain
+    assert text_of(ask(server, path, **AS_IF_LEFT_OUT[path])) == plain
+    assert text_of(ask(server, path, **dict.fromkeys([*UNUSED[path], *HARMLESS, "stop", "seed", "stream"]))) == plain
+
+
+# ---- valid requests
+
+
+def test_prompts_as_tokens_and_as_lists(server: Running) -> None:
+    ids, other = tokens_of(server, PROMPT), tokens_of(server, "a record")
+    one, two = server.text(PROMPT, 6), server.text("a record", 6)
+    for prompt, right in (
+        (ids, [one]), ([PROMPT], [one]), ([ids], [one]), ([PROMPT, "a record"], [one, two]), ([ids, other], [one, two]),
+    ):  # fmt: skip
+        answer = server.client.completions.create(model=NAME, prompt=prompt, max_tokens=6)
+        assert [choice.text for choice in answer.choices] == right
+        assert [choice.index for choice in answer.choices] == list(range(len(right)))
+        assert answer.usage.prompt_tokens == len(ids) + len(other) * (len(right) - 1)
+    stream = server.client.completions.create(model=NAME, prompt=[PROMPT, "a record"], max_tokens=6, stream=True)
+    texts = {0: "", 1: ""}
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: one, 1: two}
+    for prompt in ([], [[]], [["a"]], [1, "a"], [-1], [2048], [1.5], {}, ["a"] * 129):
+        status, answer = server.request("/v1/completions", {"prompt": prompt})
+        assert (status, answer["error"]["param"]) == (400, "prompt"), prompt
+
+
+def test_models(server: Running) -> None:
+    assert [model.id for model in server.client.models.list()] == [NAME]
+    model = server.client.models.retrieve(NAME)
+    assert (model.id, model.object) == (NAME, "model")
+    with pytest.raises(openai.NotFoundError, match="gpt-4") as caught:
+        server.client.models.retrieve("gpt-4")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        server.client.completions.create(model="gpt-4", prompt="a")
+
+
+def test_a_response_is_one_object_unless_it_is_streamed(server: Running) -> None:
+    answer = server.client.responses.create(model=NAME, input=PROMPT, max_output_tokens=6)
+    text = server.text(PROMPT, 6)
+    assert answer.object == "response" and answer.output_text == text_of(ask(server, "/v1/responses"))
+    assert answer.output_text.startswith(ANSWER) and text.startswith(ANSWER)
+    events = list(server.client.responses.create(model=NAME, input=PROMPT, max_output_tokens=6, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == answer.output_text
+    assert events[-1].response.output_text == answer.output_text
+
+
+def test_messages_and_items(server: Running) -> None:
+    """Every form of the same words gives the same prompt."""
+    head, tail = PROMPT[:15], PROMPT[15:]
+    plain = text_of(ask(server, "/v1/chat/completions"))
+    for messages in (
+        [{"role": "system", "content": head}, {"role": "user", "content": tail}],
+        [{"role": "user", "content": [{"type": "text", "text": PROMPT}], "name": "somebody"}],
+        [{"role": "user", "content": head}, {"role": "assistant", "content": None}, {"role": "user", "content": tail}],
+    ):
+        assert text_of(ask(server, "/v1/chat/completions", messages=messages)) == plain
+    for items in (
+        [{"role": "user", "content": PROMPT}],
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": PROMPT}]}],
+        [{"type": "input_text", "text": PROMPT}],
+        [{"role": "system", "content": head}, {"role": "user", "content": tail}],
+        [{"type": "function_call_output", "call_id": "c", "output": PROMPT}],
+    ):
+        assert text_of(ask(server, "/v1/responses", input=items)) == plain
+    assert text_of(ask(server, "/v1/responses", instructions=head, input=tail)) == plain
+    both = [{"role": "system", "content": tail[:5]}, {"role": "user", "content": tail[5:]}]
+    with_break = text_of(
+        ask(server, "/v1/chat/completions", messages=[{"role": "user", "content": head + "\n\n" + tail}])
+    )
+    assert text_of(ask(server, "/v1/responses", instructions=head, input=both)) == with_break
+    status, answer = server.request("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]})
+    assert status == 400 and "item_reference" in answer["error"]["message"]
+
+
+# ---- how an answer ends
+
+
+@pytest.mark.parametrize("path", WITH_SCORES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_before_the_stop_string(server: Running, path: str, stream: bool) -> None:
+    tokens = by_formula(server, tokens_of(server, PROMPT, "chat" in path), 20)
+    texts = [server.tokenizer.decode(tokens[:n], skip_special_tokens=True) for n in range(1, 21)]
+    whole, body = texts[-1], {**ROUTES[path], "max_tokens": 20}
+    for stop in (whole[2], whole[2:5], [whole[6:8], whole[3]], ["never there", whole[:1]], [whole[4:9], whole[5]]):
+        stops = stop if isinstance(stop, list) else [stop]
+        stopped = next(text for text in texts if any(s in text for s in stops))
+        right = stopped[: min(place for s in stops if (place := stopped.find(s)) >= 0)]
+        if stream:
+            choices = [
+                json.loads(event[6:])["choices"][0] for event in server.events(path, {**body, "stop": stop})[:-1]
+            ]
+            text = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+            reason = choices[-1]["finish_reason"]
+        else:
+            answer = ask(server, path, max_tokens=20, stop=stop)
+            text, reason = text_of(answer), answer["choices"][0]["finish_reason"]
+        assert (text, reason) == (right, "stop"), stop
+    assert text_of(ask(server, path, max_tokens=20, stop=["never there", whole + "x"])) == whole
+    early = ask(server, path, max_tokens=20, stop=whole[1])
+    assert early["usage"]["completion_tokens"] < 20
+
+
+def test_the_finish_reason_is_what_ended_the_answer(server: Running) -> None:
+    end = server.generator.model.generation_config.eos_token_id
+
+    def reason(new: int, **fields: Any) -> tuple[str, int]:
+        answer = ask(server, "/v1/completions", max_tokens=new, **fields)
+        return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
+
+    assert reason(3) == ("length", 3)
+    now = {"logit_bias": {str(end): 100}}
+    assert reason(3, **now) == ("stop", 1)
+    assert reason(1, **now) == ("stop", 1)  # the last token that was allowed is the model's own end
+    assert reason(1) == ("length", 1)
+    chunks = server.events("/v1/completions", {**ROUTES["/v1/completions"], "max_tokens": 1, **now})
+    assert json.loads(chunks[-2][6:])["choices"][0]["finish_reason"] == "stop"
+    chat = ask(server, "/v1/chat/completions", max_tokens=1, **now)
+    assert (chat["choices"][0]["finish_reason"], text_of(chat)) == ("stop", "")
+
+
+def test_a_response_that_is_cut_is_incomplete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = server.client.responses.create(model=NAME, input=PROMPT, max_output_tokens=2)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output[0].status == "incomplete" and answer.usage.output_tokens == 2
+    line_end = server.tokenizer("\n", add_special_tokens=False).input_ids[0]
+    monkeypatch.setattr(server.generator.model.generation_config, "eos_token_id", [line_end])
+    ended = server.client.responses.create(model=NAME, input=PROMPT, max_output_tokens=20)
+    assert (ended.status, ended.incomplete_details) == ("completed", None), ended.usage
+    assert ended.output[0].status == "completed" and ended.output_text.strip() == ANSWER
+
+
+@pytest.mark.parametrize("path", WITH_SCORES)
+def test_a_stream_ends_with_done(server: Running, path: str) -> None:
+    body = ROUTES[path]
+    plain, counted = server.events(path, body), server.events(path, {**body, "stream_options": {"include_usage": True}})
+    assert plain[-1] == counted[-1] == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in counted[:-1]]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 6
+    assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in plain[:-1])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_errors_are_objects_that_the_client_understands(server: Running, path: str) -> None:
+    body = ROUTES[path]
+    bad: list[tuple[int, Any]] = [
+        (400, {**body, "temperature": "hot"}), (400, {**body, "generation_config": "{"}), (400, {}),
+        (400, {**body, "generation_config": '{"return_dict_in_generate": true}'}), (404, {**body, "model": "gpt-4"}),
+        (400, {**body, "generation_config": '{"top_k": "x"}'}), (400, {**body, "generation_config": {"num_beams": 0}}),
+        (400, {**body, "generation_config": '{"cache_implementation": "static"}'}), (400, b'{"temperature": true}'),
+        (400, {**body, "generation_config": '{"max_new_tokens": "many"}'}), (400, {**body, "stream": "yes"}),
+        (400, {**body, "generation_config": '{"eos_token_id": {}}'}), (400, b"{nonsense"), (400, b"[1]"), (400, b""),
+        (400, b"\xff\xfe"), (400, b'{"temperature": NaN}'), (400, b'{"max_tokens": ' + b"9" * 5000 + b"}"),
+    ]  # fmt: skip
+    for status, fields in bad:
+        found, answer = server.request(path, fields)
+        assert found == status, (fields, answer)
+        assert set(answer["error"]) == {"message", "type", "param", "code"}, fields
+        assert answer["error"]["type"] == "invalid_request_error" and "\n" not in answer["error"]["message"]
+    for method, address, status in (
+        ("GET", path, 405), ("POST", "/v1/nonsense", 404), ("POST", "/v1/audio/transcriptions", 404),
+        ("POST", "/v1/models", 405), ("GET", "/", 404),
+    ):  # fmt: skip
+        raw = server.send(address, b"{}" if method == "POST" else None, method=method)
+        assert raw.status == status, address
+        assert set(json.loads(raw.read())["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_official_client_says_why(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client.completions.create(model=NAME, prompt=PROMPT, suffix="z")
+    assert "suffix" in str(caught.value) and caught.value.param == "suffix"
+    assert caught.value.type == "invalid_request_error"
+
+
+# ---- what a server must survive
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_half_of_a_surrogate_pair(server: Running, path: str) -> None:
+    half, body = "\ud800 abc", ROUTES[path]
+    places: list[dict[str, Any]] = [
+        {"prompt": half}, {"prompt": [half]}, {"messages": [{"role": "user", "content": half}]}, {"input": half},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}, {"stop": half}, {"stop": [half]},
+        {"input": [{"role": "user", "content": half}]}, {"user": half}, {half: 1}, {"metadata": {half: "x"}},
+        {"model": half}, {"tools": [{"type": "function", "name": half}]}, {"instructions": half},
+        {"logit_bias": {half: 1}}, {"chat_template_kwargs": {"a": half}}, {"generation_config": {half: 1}},
+    ]  # fmt: skip
+    for fields in places:
+        status, answer = server.request(path, {**body, **fields})
+        assert status == 400, (fields, answer)
+        assert "surrogate" in answer["error"]["message"] and "\n" not in answer["error"]["message"], fields
+    raw = json.dumps({**body, "user": "X"}).encode().replace(b'"X"', b'"\xed\xa0\x80"')
+    assert server.request(path, raw)[0] == 400
+    assert text_of(ask(server, path, user="\U0001f600")) == text_of(ask(server, path))
+
+
+def test_deep_json(server: Running) -> None:
+    for path, body in ROUTES.items():
+        for deep in (
+            b"[" * 100_000,
+            b"[" * 100_000 + b"]" * 100_000,
+            b"[" * 200 + b"]" * 200,
+            b'{"a":' * 90 + b"1" + b"}" * 90,
+        ):
+            raw = json.dumps({**body, "metadata": "X"}).encode().replace(b'"X"', deep)
+            status, answer = server.request(path, raw)
+            assert status == 400 and "\n" not in answer["error"]["message"], deep[:5]
+    config = '{"a": ' + "[" * 100_000 + "}"
+    assert server.request("/v1/completions", {"prompt": "a", "generation_config": config})[0] == 400
+    arguments = [{"function": {"name": "f", "arguments": "[" * 100_000}}]
+    messages = [{"role": "assistant", "tool_calls": arguments}]
+    assert server.request("/v1/chat/completions", {"messages": messages})[0] == 400
