@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu.py"
+from benchmarks import cpu as benchmark
+
 ROW = {"method": "Skim(k=128)", "backend": "cpu", "length": 4096, "kept": 5, "speedup_dense": 2.0, "speedup_torch": 6.0}
 
 
 @pytest.fixture
 def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("benchmarks_cpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     rows = [dict(ROW)]
-    monkeypatch.setattr(module.bench, "attention", lambda *args: {"rows": rows})
-    monkeypatch.setattr(module, "LAYERS", {"2 heads": None})
-    module.rows = rows
-    return module
+    monkeypatch.setattr(benchmark.bench, "attention", lambda *args: {"rows": rows})
+    monkeypatch.setattr(benchmark, "LAYERS", {"2 heads": None})
+    benchmark.rows = rows
+    return benchmark
 
 
 def test_numbers_are_written_and_compared(script, tmp_path: Path, capsys):

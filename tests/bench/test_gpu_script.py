@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,18 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import gpu as script
 from skimkv.ops.gpu import launch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("gpu_script", ROOT / "benchmarks" / "gpu.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -36,7 +28,7 @@ def settings():
     vars(launch.SETTINGS).update(before)
 
 
-def test_the_search_finds_the_best_and_tries_nothing_twice(script):
+def test_the_search_finds_the_best_and_tries_nothing_twice():
     tried_settings = []
 
     def cost(setting):
@@ -48,13 +40,13 @@ def test_the_search_finds_the_best_and_tries_nothing_twice(script):
     assert len(tried_settings) == len(set(tried_settings)) == len(tried)
 
 
-def test_every_search_knows_its_kernel_and_settings(script):
+def test_every_search_knows_its_kernel_and_settings():
     for search in script.SEARCHES:
         names = {field.name for field in dataclasses.fields(getattr(launch.SETTINGS, search.kernel))}
         assert set(search.choices) <= names, search.kernel
 
 
-def test_a_verdict_names_what_was_measured(script):
+def test_a_verdict_names_what_was_measured():
     row = {"method": "Dense()", "share_of_peak": 0.95, "speedup_torch": 0.9, "speedup_theory": 1.0, "ms": 1.5}
     wanted = [
         script.Target(script.SHORT, "Dense()", *rest) for rest in (("share_of_peak", 0.9), ("speedup_torch", 1.0))
@@ -64,13 +56,13 @@ def test_a_verdict_names_what_was_measured(script):
     assert script.judge([], wanted) == []
 
 
-def test_a_step_that_hangs_or_fails_is_ended(script):
+def test_a_step_that_hangs_or_fails_is_ended():
     assert script.run_limited([sys.executable, "-c", "pass"], 60) == "ok"
     assert script.run_limited([sys.executable, "-c", "raise SystemExit(3)"], 60) == "exit status 3"
     assert script.run_limited([sys.executable, "-c", "import time; time.sleep(600)"], 0.5) == "stopped after 0 s"
 
 
-def test_settings_with_a_wrong_result_are_not_timed(script, monkeypatch, tmp_path, settings):
+def test_settings_with_a_wrong_result_are_not_timed(monkeypatch, tmp_path, settings):
     """A setting counts as endlessly slow where its result is wrong, or where it is refused."""
     monkeypatch.setattr(script, "DRY_HEAD_DIM", 16)
     run = script.Run(script.Dry(), tmp_path, "tune", dry=True)
@@ -93,7 +85,7 @@ def test_settings_with_a_wrong_result_are_not_timed(script, monkeypatch, tmp_pat
     assert kept[-1] == row["best"] and [setting["programs"] for setting in kept] == [3, 4]
 
 
-def test_a_stopped_search_leaves_the_best_so_far_to_later_steps(script, monkeypatch, tmp_path, settings):
+def test_a_stopped_search_leaves_the_best_so_far_to_later_steps(monkeypatch, tmp_path, settings):
     """And what other kernels had. Later steps load the file; the half-written one has another name."""
     run = script.Run(None, tmp_path, "tune", dry=True)
     (tmp_path / "tuned.json").write_text('{"choose": {"tile": 1024, "block": 64, "warps": 8, "programs": 2}}')
@@ -113,7 +105,7 @@ def test_a_stopped_search_leaves_the_best_so_far_to_later_steps(script, monkeypa
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["results.jsonl", "tuned.json"]
 
 
-def test_the_parts_of_a_step_share_its_time(script, monkeypatch, tmp_path):
+def test_the_parts_of_a_step_share_its_time(monkeypatch, tmp_path):
     """A kernel whose tuning hangs takes its share and no more; the time that one leaves goes to the rest."""
     now, limits, commands = [0.0], [], []
 
@@ -134,7 +126,7 @@ def test_the_parts_of_a_step_share_its_time(script, monkeypatch, tmp_path):
     assert [len(step.parts) for step in script.STEPS.values()] == [1, 1, 1, len(script.SEARCHES), 1, 3]
 
 
-def test_a_step_whose_results_are_wrong_fails(script, monkeypatch, tmp_path):
+def test_a_step_whose_results_are_wrong_fails(monkeypatch, tmp_path):
     run = script.Run(script.Dry(), tmp_path, "check", dry=True)
     monkeypatch.setattr(script.Run, "candidate", lambda *arguments: None)
     monkeypatch.setattr(script, "error_of", lambda candidate: float("nan"))
@@ -168,18 +160,18 @@ def test_a_dry_run_on_a_cpu(tmp_path):
     assert sum(len(line["table"]) for line in lines if "table" in line) == 4
 
 
-def test_the_tests_of_the_third_step_exist(script):
+def test_the_tests_of_the_third_step_exist():
     assert all((ROOT / "tests" / path).is_file() for path in script.TESTS)
 
 
 @pytest.mark.slow
-def test_the_tests_of_the_third_step_can_be_collected(script):
+def test_the_tests_of_the_third_step_can_be_collected():
     report = script.run_tests([sys.executable], script.TESTS, "--collect-only")
     assert report["ok"], report["lines"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_or_with_a_wrong_step_one_line_says_so(script, capsys, tmp_path):
+def test_without_a_gpu_or_with_a_wrong_step_one_line_says_so(capsys, tmp_path):
     assert script.main(["--steps", "2", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "error: --device cuda: PyTorch sees no CUDA device here\n"
     assert script.main(["--steps", "9", "--out", str(tmp_path)]) == 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rivals.py"
+from benchmarks import rivals as benchmark
+
 BENCH = """import json, sys
 if "--against" not in sys.argv:
     sys.exit("no such option")
@@ -26,15 +26,12 @@ print(json.dumps({"rows": [
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch):
     """The script, with stand-ins for the two programs that it runs."""
-    spec = importlib.util.spec_from_file_location("benchmarks_rivals", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     bench, writer = tmp_path / "bench.py", tmp_path / "writer.py"
     bench.write_text(BENCH)
     writer.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(' '.join(sys.argv[2:]))")
-    monkeypatch.setattr(module, "WRITER", writer)
-    monkeypatch.setattr(module, "BENCH", [sys.executable, str(bench)])
-    return module
+    monkeypatch.setattr(benchmark, "WRITER", writer)
+    monkeypatch.setattr(benchmark, "BENCH", [sys.executable, str(bench)])
+    return benchmark
 
 
 def test_results_are_kept_and_not_measured_again(script, tmp_path: Path, capsys):

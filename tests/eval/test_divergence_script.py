@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import divergence as script
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("divergence_script", ROOT / "benchmarks" / "divergence.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_grids(script):
+def test_grids():
     found = list(script.settings("SparQ(r=[4, 8], k=[16, 32], channels='int4')"))
     assert found == [f"SparQ(r={r}, k={k}, channels='int4')" for r in (4, 8) for k in (16, 32)]
     assert {script.family(method) for method in found} == {"SparQ(channels='int4')"}
@@ -43,7 +28,7 @@ def records(method, share, scores):
     ]  # fmt: skip
 
 
-def test_settings_are_chosen_on_one_half_and_reported_on_the_other(script):
+def test_settings_are_chosen_on_one_half_and_reported_on_the_other():
     """Documents 0, 2, ... choose; r=2 is best there at 5%, and r=8 is a bad buy: more bytes and more divergence."""
     cheap = records("SparQ(r=1, k=8)", 0.02, [0.4, 0.8] * 5)
     middle = records("SparQ(r=2, k=8)", 0.04, [0.1, 0.2] * 5)
@@ -67,7 +52,7 @@ def test_settings_are_chosen_on_one_half_and_reported_on_the_other(script):
     assert targets[0]["times_fewer_than_baseline"] == pytest.approx(targets[1]["share"] / targets[0]["share"])
 
 
-def test_a_small_run(script, tmp_path, capsys):
+def test_a_small_run(tmp_path, capsys):
     """It goes on from the records that are there, and writes the same figures again."""
     rng, text, out = random.Random(0), tmp_path / "words.txt", tmp_path / "out"
     text.write_text(" ".join(rng.choice(["river", "mill", "stone", "of", "a", "king"]) for _ in range(2500)))

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import skimkv
+from benchmarks import evaluation as script
 from skimkv.eval import budgets
 from skimkv.methods import Dense, SparQ
 
-ROOT = Path(__file__).parents[2]
 TEXT = "The quick brown fox jumps over the lazy dog, and then it runs home through the wood. "
 SMALL_SETTINGS = {"Dense()": 1.0, "SparQ(r=8, k=40)": 1 / 16, "LMInfinite(k=40)": 1 / 16}
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("evaluation_script", ROOT / "benchmarks" / "evaluation.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
-def test_a_small_run_goes_on_where_it_was(script, tmp_path, monkeypatch, capsys):
+def test_a_small_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     """Two methods and the two cheapest tasks of RULER; a second run makes no record and keeps the times."""
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT * 300)
@@ -58,7 +43,7 @@ def test_a_small_run_goes_on_where_it_was(script, tmp_path, monkeypatch, capsys)
     capsys.readouterr()
 
 
-def test_settings_are_solved_at_every_share(script, monkeypatch):
+def test_settings_are_solved_at_every_share(monkeypatch):
     """Of SparQ and SnapKV there is a second form; what does not reach a share is left out."""
     monkeypatch.setattr(skimkv.eval.budgets, "METHODS", {m.__name__: m for m in (Dense, SparQ, skimkv.SnapKV)})
     setup = script.Setup(*skimkv.load("builtin"), "builtin")

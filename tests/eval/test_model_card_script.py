@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from benchmarks import model_card as script
 from skimkv.eval.tasks import parse
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("model_card_script", ROOT / "benchmarks" / "model_card.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def count(text: str) -> int:
@@ -31,21 +17,19 @@ def count(text: str) -> int:
 
 @pytest.mark.parametrize("pattern", ["record(lines={})", "passkey(length={})"])
 @pytest.mark.parametrize("length", [1024, 16384])
-def test_a_task_fills_the_context(script: ModuleType, pattern: str, length: int) -> None:
+def test_a_task_fills_the_context(pattern: str, length: int) -> None:
     example = next(parse(script.longest(pattern, length, count)).examples(None, 1))
     assert 0.95 * length < count(example.context + example.question) <= length - 8
 
 
-def test_every_task_of_the_card_is_known(script: ModuleType) -> None:
+def test_every_task_of_the_card_is_known() -> None:
     asked = script.targets(4096, count)
     assert len({parse(target.task).spec for target in asked}) == len(asked)
     assert {target.wanted for target in asked if target.task.startswith("niah_multikey")} == {0.9}
 
 
 @pytest.mark.slow
-def test_a_small_run(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         script,
         "targets",

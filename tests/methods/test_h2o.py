@@ -179,31 +179,6 @@ def test_by_hand(local, last, kept):
         assert torch.equal(store.k[0, 0, slot], k[0, 0, p]) and torch.equal(store.v[0, 0, slot], v[0, 0, p])
 
 
-def test_an_evicted_token_is_never_seen_again_and_nothing_else_moves():
-    method = H2O(k=3, local=1)
-    q, k, v = designed([*FIGURE_3, {0: 0.1, 1: 0.1, 3: 0.1, 4: 0.7}])  # scores 2.3, 1.2, .5, .7: 3 goes
-    store = method.store(Shape(1, 1, 1, 6), torch.float32)
-    method.prefill(store, q[..., :3, :], k[:, :, :3], v[:, :, :3], scale=1.0)
-    address = store.k.data_ptr(), store.v.data_ptr()
-    for i in (3, 4):
-        y = method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=1.0)
-    torch.testing.assert_close(y[0, 0, 0], torch.tensor([0.1, 0.1, 0, 0.1, 0.7, 0]))
-    assert held(store, 0, 0) == pytest.approx({0: 2.3, 1: 1.2, 4: 0.7}, abs=1e-5)
-    assert store.pos[0, 0].tolist() == [0, 1, 4]  # 3 had taken 2's slot, 4 takes 3's
-    assert (store.k.data_ptr(), store.v.data_ptr()) == address
-
-
-def test_heads_evict_on_their_own():
-    q, k, v = (torch.cat([a, b], 1) for a, b in zip(designed(FIGURE_3), designed(FIGURE_3), strict=True))
-    q[0, 1, 0, 3] = q[0, 1, 0, 3, [1, 2, 0, 3, 4, 5]]
-    q[0, 1, 0, 2] = torch.tensor([0.1, 0.1, 0.8, 1e-30, 1e-30, 1e-30]).log()  # head 1: 1.6, .6, .8 after the prompt
-    method = H2O(k=3, local=1)
-    store = method.store(Shape(1, 2, 1, 6), torch.float32)
-    method.prefill(store, q[..., :3, :], k[:, :, :3], v[:, :, :3], scale=1.0)
-    method.decode(store, q[..., 3, :], k[:, :, 3], v[:, :, 3], scale=1.0)
-    assert sorted(held(store, 0, 0)) == [0, 1, 3] and sorted(held(store, 0, 1)) == [0, 2, 3]
-
-
 FRACTIONS = [(0.2, 40, 8), (0.07, 100, 7), (0.1, 30, 3), (0.29, 100, 29), (1.0, 7, 7)]
 
 

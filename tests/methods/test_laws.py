@@ -123,9 +123,10 @@ def test_every_method_is_under_the_laws():
 def test_full_budget_equals_dense(spec, dtype, G, backend):
     s = Sequences.random(Shape(2, 2, G, 16), 301, dtype)
     method = parse(spec)
-    _, y = run(method, s, 290, pad=[0, 37])
-    _, dense = run(Dense(kv=method.kv), s, 290, pad=[0, 37])
-    close(y, dense, dtype)
+    for sinks in (None, 2 * torch.randn(2, G) + 3):
+        _, y = run(method, s, 290, pad=[0, 37], sinks=sinks)
+        _, dense = run(Dense(kv=method.kv), s, 290, pad=[0, 37], sinks=sinks)
+        close(y, dense, dtype)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -1,5 +1,6 @@
 """LMInfinite: the first tokens and the most recent ones (SparQ appendix G); initial=0 is H2O section 5's "Local".
 
+StreamingLLM is LMInfinite with positions in the cache, by its own name and with four sinks.
 Keys of zero and values of unit vectors turn attention into a list: y is 1/m at each of the m positions attended to.
 """
 
@@ -11,31 +12,13 @@ import pytest
 import torch
 
 import skimkv
-from skimkv.methods import LMInfinite
+from skimkv.methods import LMInfinite, StreamingLLM
 from skimkv.methods.lm_infinite import FirstAndRecent
 from skimkv.stores.base import Shape
-from support.hand_worked import D, attended, run
+from skimkv.testing import Sequences, decode, prompt
+from support.hand_worked import run
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-def test_by_hand():
-    """initial = 2, k = 5 over 12 tokens, prompt of 3: two initial, three recent, and the current token."""
-    _, seen = run(LMInfinite(k=5, initial=2), [3], 9)
-    assert seen == [
-        [0],
-        [0, 1],
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        [0, 1, 2, 3, 4],
-        [0, 1, 2, 3, 4, 5],  # five held, all fetched, and the current 5
-        [0, 1, 3, 4, 5, 6],  # 2 has gone
-        [0, 1, 4, 5, 6, 7],
-        [0, 1, 5, 6, 7, 8],
-        [0, 1, 6, 7, 8, 9],
-        [0, 1, 7, 8, 9, 10],
-        [0, 1, 8, 9, 10, 11],
-    ]
 
 
 @pytest.mark.parametrize("prompt", [1, 4, 5, 6, 7, 8, 11, 20])
@@ -72,23 +55,6 @@ def test_keys_keep_their_bytes():
             assert torch.equal(store.v[0, h, slot], v[0, h, t])
 
 
-def test_ragged_rows_each_have_their_own_window():
-    method = LMInfinite(k=4, initial=1)
-    store = method.store(Shape(3, 1, 1, D), torch.float32)
-    k = torch.zeros(3, 1, 9, D)
-    pad = [0, 7, 9]  # 9, 2 and 0 tokens
-    v = torch.stack([torch.eye(D)[[max(i - p, 0) for i in range(9)]] for p in pad])[:, None]
-    method.prefill(store, k[:, :, None], k, v, scale=1.0, pad=pad)
-    assert store.lengths == [9, 2, 0] and store.filled == [4, 2, 0]
-    expected = [[0, 6, 7, 8, 9], [0, 1, 2], [0]]
-    for step in range(3):
-        now = [9 + step, 2 + step, step]
-        y = method.decode(store, k[:, :, :1], k[:, :, 0], torch.eye(D)[now][:, None], scale=1.0)
-        for b, n in enumerate(now):
-            expected[b] = [t for t in range(n + 1) if t < 1 or t >= n - 3]
-            assert attended(y[b, 0, 0]) == expected[b]
-
-
 def test_the_default_is_sixteen_initial_tokens():
     assert LMInfinite(k=20) == LMInfinite(k=20, initial=16)
 
@@ -104,3 +70,23 @@ def test_a_method_of_this_kind_must_say_which_tokens_it_keeps():
         Incomplete(8)
     with pytest.raises(ValueError, match="Incomplete cannot be registered: it has no counts_in_cache, first"):
         skimkv.register(Incomplete)
+
+
+def test_defaults_of_streaming_llm():
+    assert repr(StreamingLLM(k=512)) == "StreamingLLM(k=512)" and StreamingLLM(k=512).sinks == 4
+    assert StreamingLLM(k=8).positions_used(5) == 6 and StreamingLLM(k=8).positions_used(10**6) == 9
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize(("k", "sinks"), [(12, 4), (20, 0), (400, 4)])
+def test_streaming_llm_is_lm_infinite_at_positions_in_the_cache(k, sinks, kv):
+    shape = Shape(2, 2, 2, 16)
+    x = Sequences.random(shape, 60)
+    one, other = StreamingLLM(k, sinks, kv=kv), LMInfinite(k, sinks, "cache", kv=kv)
+    stores = [prompt(method, x.tokens(0, 40), [0, 9]) for method in (one, other)]
+    y = [decode(method, store, x.tokens(40, 60)) for method, store in zip((one, other), stores, strict=True)]
+    torch.testing.assert_close(*y, atol=0, rtol=0)
+    assert stores[0].nbytes == stores[1].nbytes and stores[0].elements == stores[1].elements
+    for n in (1, 30, 70):
+        assert one.traffic(n, shape, torch.bfloat16) == other.traffic(n, shape, torch.bfloat16)
+        assert one.bound(n, shape, torch.bfloat16) == other.bound(n, shape, torch.bfloat16)

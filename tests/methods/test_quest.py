@@ -86,23 +86,6 @@ def test_agrees_with_plain_loops_on_ragged_rows(page, k, softcap):
             torch.testing.assert_close(y[b, h].double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kv", [None, "int4"])
-@pytest.mark.parametrize("blocks", [(1,) * 20, (13, 7), (16, 4), (3, 300)])
-def test_bounds_do_not_depend_on_how_tokens_came(blocks, kv):
-    method, n = Quest(page=4, k=8, kv=kv), sum(blocks)
-    x = Sequences.random(Shape(2, 2, 1, 8), n)
-    whole, parts, start = filled(method, x.k, x.v), method.store(x.shape, torch.float32), 0
-    for block in blocks:
-        parts.append(x.k[:, :, start : start + block], x.v[:, :, start : start + block])
-        start += block
-    for a, b in zip(whole.read_page_bounds(), parts.read_page_bounds(), strict=True):
-        assert torch.equal(a, b)
-    keys = whole.uncounted("k")[:, :, : (n - 1) // 4 * 4].unflatten(2, (-1, 4))
-    assert torch.equal(whole.read_page_bounds()[0], keys.amin(3)) and torch.equal(
-        parts.read_page_bounds()[1], keys.amax(3)
-    )
-
-
 @pytest.mark.parametrize("forgotten", [1, 3, 4, 9, 250])
 @pytest.mark.parametrize("spec", ["Quest(page=4, k=8)", "Quest(page=10, k=30, kv='int8')"])
 def test_crop_opens_a_page_again(spec, forgotten):

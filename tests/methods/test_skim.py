@@ -230,18 +230,3 @@ def test_compact() -> None:
     index, valid = compact(torch.tensor([[[False, True, True, False], [True, False, False, False]]]))
     assert index[0, 0].tolist() == [1, 2] and index[0, 1, 0] == 0
     assert valid.tolist() == [[[True, True], [True, False]]]
-
-
-def test_nan_in_a_key_is_nan_in_the_output() -> None:
-    x = Sequences.random(Shape(1, 1, 2, 16), 300)
-    x.k[0, 0, 30] = torch.nan
-    y = decode(Skim(k=8), prompt(Skim(k=8), x.tokens(0, 299)), x.tokens(299, 300))
-    assert bool(y.isnan().all())
-
-
-@pytest.mark.parametrize(("spec", "says"), [({"k": 0}, "k = 0"), ({"r": 0}, "r = 0"), ({"k": 2.5}, "k = 2.5")])
-def test_bad_parameters(spec: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Skim(**spec)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="r = 17"):
-        Skim(r=17).store(Shape(1, 1, 1, 16), torch.float32)

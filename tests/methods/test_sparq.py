@@ -48,25 +48,6 @@ def test_by_hand_without_mean_value():
     assert store.v_mean is None
 
 
-def test_local_counts_in_k_and_excludes_the_current_token():
-    # local = 0: the two best of s_hat are 0 and 2; e = 1, 9, 1 (current) -> weights 1/11, 9/11, 1/11
-    y, _ = step(SparQ(r=2, k=2, local=0, mean_value=False), *by_hand())
-    torch.testing.assert_close(y[0, 0, 0], torch.tensor([8.0, 0, 180.0, 4.0]) / 11)
-    # local = 2 = k: positions 2 and 3 whatever they score; e = 9, 2, 1
-    y, _ = step(SparQ(r=2, k=2, local=2, mean_value=False), *by_hand())
-    torch.testing.assert_close(y[0, 0, 0], torch.tensor([0.0, 8.0, 180.0, 4.0]) / 12)
-
-
-def test_local_defaults_to_a_quarter_of_k():
-    # k = 4 of six cached tokens: local 1 = {5}; then the three best of s_hat = 6 5 4 3 2 1 -> 0, 1, 2
-    K, V = torch.zeros(1, 1, 7, 8), torch.eye(8)[None, None, :7]
-    K[0, 0, :, 0] = torch.tensor([6.0, 5, 4, 3, 2, 1, 1])
-    q = torch.zeros(1, 1, 1, 8)
-    q[..., 0] = 1e-3  # so flat a softmax that every attended position weighs about 1/5
-    y, _ = step(SparQ(r=1, k=4, mean_value=False), q, K, V)
-    assert (y[0, 0, 0] > 0.1).tolist() == [True, True, True, False, False, True, True, False]
-
-
 @pytest.mark.parametrize(("temperature", "tau"), [("coverage", 1.5), ("sqrt_d", 2.0), ("sqrt_r", math.sqrt(2))])
 def test_temperatures(temperature, tau):
     # the example above: q[i1].K = 1.5 ln w, so s_hat is proportional to w^(1.5/tau); fig. 7b's ablation

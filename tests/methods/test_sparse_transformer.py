@@ -90,22 +90,6 @@ def test_a_window_is_its_special_case():
 
 
 @pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        ("Strided(k=0)", "k = 0"),
-        ("Strided(k=4, local=5)", "local = 5 must be at most 4"),
-        ("Fixed(k=4, l=0)", "l = 0"),
-        ("Fixed(k=4, l=5)", "l = 5 must be at most 4"),
-        ("Fixed(k=8, c=5)", "c = 5 must be at most 4"),
-        ("Fixed(k=8, l=2, c=True)", "c = True"),
-    ],
-)
-def test_bad_input(spec, named):
-    with pytest.raises(ValueError, match=named):
-        parse(spec)
-
-
-@pytest.mark.parametrize(
     ("method", "budgets"),
     [
         (Strided(k=0.25), [10, 5, 1]),

@@ -130,18 +130,6 @@ def test_repr_is_short_and_says_what_is_not_default(method, text):
         ("SparQ(r=" + "(" * 240 + "1" + ")" * 240 + ", k=1)", "not a method spec"),
         ("SparQ(r=" + "-" * 480 + "1, k=1)", "not a literal"),
         ("Dense" + "()" * 247, "not a method spec"),
-    ],
-    ids=lambda x: x[:40],
-)
-def test_what_is_no_spec(spec, says):
-    with pytest.raises(ValueError, match=says) as error:
-        parse(spec)
-    assert one_line(error)
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
         ("SparQ(r=32, k=128, channels=int8)", "put quotes around it: channels='int8'"),
         ("Dense(kv=int4)", "put quotes around it: kv='int4'"),
         ("TopK(k=4, oracle=true)", "write oracle=True"),
@@ -152,8 +140,9 @@ def test_what_is_no_spec(spec, says):
         ("pyramid_kv(k=512)", "unknown method 'PyramidKV'"),
         ("SinkCache(k=512)", "it is StreamingLLM\\(k=512\\) here"),
     ],
+    ids=lambda x: x[:40],
 )
-def test_a_message_says_what_to_write(spec, says):
+def test_what_is_no_spec(spec, says):
     for check in (parse, check_method):
         with pytest.raises(ValueError, match=says) as error:
             check(spec)
@@ -288,6 +277,13 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("SubGenStream(delta=True, t=1, s=1)", "delta"),
         ("SubGenStream(delta=1e999, t=1, s=1)", "delta"),
         ("SubGenStream(delta=1, t=1, s=1, seed=0.5)", "seed"),
+        ("Skim(r=0)", "r = 0"),
+        ("Strided(k=0)", "k = 0"),
+        ("Strided(k=4, local=5)", "local = 5 must be at most 4"),
+        ("Fixed(k=4, l=0)", "l = 0"),
+        ("Fixed(k=4, l=5)", "l = 5 must be at most 4"),
+        ("Fixed(k=8, c=5)", "c = 5 must be at most 4"),
+        ("Fixed(k=8, l=2, c=True)", "c = True"),
     ],
 )
 def test_bounds_are_named(spec, says):
@@ -296,7 +292,7 @@ def test_bounds_are_named(spec, says):
     assert one_line(error)
 
 
-@pytest.mark.parametrize("method", [SparQ(9, 4), LowRank(9, 4), SparQ(2**31 - 1, 4)])
+@pytest.mark.parametrize("method", [SparQ(9, 4), LowRank(9, 4), Skim(r=9), SparQ(2**31 - 1, 4)])
 def test_r_is_at_most_the_head_size(method):
     with pytest.raises(ValueError, match=r"r = \d+ must be at most 8"):
         method.store(Shape(1, 1, 1, 8), torch.float32)

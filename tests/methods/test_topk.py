@@ -39,13 +39,6 @@ def test_equation_6_by_hand():
     torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, 0.4, 0, 0.25, 0.1]) + 0.25 * 0.2)
 
 
-def test_the_current_token_costs_nothing():
-    # its weight is the smallest, and the largest: k positions besides it either way
-    for p in ([0.3, 0.3001, 0.3, 0.0999], [0.1, 0.2, 0.1, 0.6]):
-        y = output(TopK(k=1), *given([p]))
-        torch.testing.assert_close(y[0, 0, 0], torch.tensor([0, p[1], 0, p[3]]))
-
-
 @pytest.mark.parametrize("oracle", [False, True])
 def test_a_group_chooses_together(oracle):
     # sums .6 .5 .1: position 0, though head 1 alone prefers 1 (SparQ section 4's rule: sum the softmaxed scores)

@@ -153,14 +153,15 @@ def test_a_long_row_on_two_threads(isa):
         (576, 1, "float16", False),
     ],
 )
-def test_slots(isa, D, G, dtype, scored):
+@pytest.mark.parametrize("kv", KINDS)
+def test_slots(isa, D, G, dtype, scored, kv):
     for capacity, seen in ((300, [300, 7]), (40, [95, 12]), (1, [1, 1])):
         shape, type_ = Shape(2, 2, G, D), TYPES[dtype]
-        store = Slots(shape, type_, "cpu", capacity, scored=scored)
+        store = Slots(shape, type_, "cpu", capacity, scored=scored, kv=kv)
         k, v = torch.randn(2, 2, 2, max(seen), D).to(type_)
         store.append(k, v, [max(seen) - n for n in seen])
         for b, n in enumerate(store.filled):
-            store.k[b, :, n:] = store.v[b, :, n:] = torch.nan
+            store.k[b, :, n:] = store.v[b, :, n:] = 255 if kv else torch.nan  # as ends of a row: NaN
         q, new, recent = torch.randn(2, 2, G, D).to(type_), torch.randn(2, 2, 2, D).to(type_), [3, 0]
         if scored:
             store.score.uniform_()
@@ -200,11 +201,18 @@ STEPS = {"dense": (), "sparq": (8, 24, 6, "coverage", True), "topk": (24, False)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("op", "channels"), [("dense", "none"), ("topk", "none"), *(("sparq", c) for c in CHANNELS)])
+@pytest.mark.parametrize(
+    ("op", "channels", "kv"),
+    [
+        *((op, "none", kv) for op in ("dense", "topk") for kv in KINDS),
+        *(("sparq", channels, None) for channels in CHANNELS),
+        *(("sparq", "copy", kv) for kv in KINDS[1:]),
+    ],
+)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, threads):
+def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, kv, threads):
     D, lengths = 24, [2302, 1790, 3]  # several parts, groups that fill, a part that is empty
-    q, one = filled(D, lengths, torch.bfloat16, 2, channels)
+    q, one = filled(D, lengths, torch.bfloat16, 2, channels, kv=kv)
     two = one.fork()
     with on(isa, threads):
         for _ in range(3):
@@ -217,10 +225,11 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, threads)
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("channels", CHANNELS)
-@pytest.mark.parametrize(("D", "dtype"), [*((24, dtype) for dtype in TYPES), (576, "bfloat16")])
-def test_append_writes_what_the_reference_writes(isa, channels, D, dtype):
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize(("D", "dtype"), [*((72, dtype) for dtype in TYPES), (576, "bfloat16")])
+def test_append_writes_what_the_reference_writes(isa, channels, D, dtype, kv):
     lengths = [254, 510, 3]  # a group fills, then a chunk; the third row is short
-    _, one = filled(D, lengths, TYPES[dtype], 2, channels)
+    _, one = filled(D, lengths, TYPES[dtype], 2, channels, kv=kv)
     two = one.fork()
     with on(isa):
         for _ in range(6):

@@ -9,9 +9,8 @@ import torch
 
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
-from skimkv.stores.slots import Slots
 from support import ref, steps
-from support.kernels import ISAS, NATIVE, TYPES, close, compare, exact, filled, held, on
+from support.kernels import ISAS, NATIVE, TYPES, compare, exact, filled, held, on
 
 pytestmark = [
     pytest.mark.skipif(not NATIVE, reason="the native library is not built"),
@@ -52,70 +51,6 @@ def test_rows_of_odd_width(isa, span, dtype, kv):
         compare("dense", isa, q, store, D**-0.5, None)
         compare("sparq", isa, q, store, D**-0.5, None, 1, 301, 5, "coverage", True)
         compare("topk", isa, q, store, D**-0.5, None, 301, False)
-
-
-@every_isa
-@pytest.mark.parametrize(
-    ("D", "G", "dtype", "scored"), [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 8, "float16", False)]
-)
-def test_slots(isa, D, G, dtype, scored, kv):
-    for capacity, seen in ((300, [300, 7]), (40, [95, 12]), (1, [1, 1])):
-        shape, type_ = Shape(2, 2, G, D), TYPES[dtype]
-        store = Slots(shape, type_, "cpu", capacity, scored=scored, kv=kv)
-        k, v = torch.randn(2, 2, 2, max(seen), D).to(type_)
-        store.append(k, v, [max(seen) - n for n in seen])
-        for b, n in enumerate(store.filled):
-            store.k[b, :, n:] = store.v[b, :, n:] = 255
-        q, new, recent = torch.randn(2, 2, G, D).to(type_), torch.randn(2, 2, 2, D).to(type_), [3, 0]
-        if scored:
-            store.score.uniform_()
-            for b, n in enumerate(store.filled):
-                store.pos[b, :, :n] = torch.stack([torch.randperm(seen[b])[:n] for _ in range(2)])
-        twin = exact(store)
-        want = ref.slots(twin, q.double(), *new.double(), D**-0.5, 9.0, recent)
-        with on(isa, 2):
-            got = steps.slots(store, q, *new, D**-0.5, 9.0, recent)
-        assert (store.filled, store.lengths) == (twin.filled, twin.lengths)
-        for b, n in enumerate(store.filled):
-            assert torch.equal(store.k[b, :, :n], twin.k[b, :, :n]) and torch.equal(store.v[b, :, :n], twin.v[b, :, :n])
-            for name in ("score", "pos") if scored else ():
-                a, e = (getattr(s, name)[b, :, :n].double() for s in (store, twin))
-                torch.testing.assert_close(a, e, atol=1e-6, rtol=1e-4)
-            store.k[b, :, n:] = store.v[b, :, n:] = 0
-        close(got, want, store, q, D**-0.5)
-
-
-@every_isa
-@pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_append_writes_what_the_reference_writes(isa, channels, dtype, kv):
-    D, lengths = 72, [254, 510, 3]  # a group fills, then a chunk; the third row is short
-    _, one = filled(D, lengths, TYPES[dtype], 2, channels, kv=kv)
-    two = one.fork()
-    with on(isa):
-        for _ in range(6):
-            k, v = torch.randn(2, D, 2, 3).to(TYPES[dtype]).permute(0, 3, 2, 1)  # transposed, strided
-            ref.append(one, k, v)
-            steps.append(two, k, v)
-    held(one, two)
-
-
-@every_isa
-@pytest.mark.parametrize(
-    ("op", "args"), [("dense", ()), ("sparq", (8, 24, 6, "coverage", True)), ("topk", (24, False))]
-)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_step_that_appends_is_an_append_and_a_step(isa, op, args, threads, kv):
-    D, lengths = 24, [2302, 1790, 3]
-    q, one = filled(D, lengths, torch.bfloat16, 2, "copy" if op == "sparq" else "none", kv=kv)
-    two = one.fork()
-    with on(isa, threads):
-        for _ in range(3):
-            k, v = torch.randn(2, 3, 2, D).to(torch.bfloat16)
-            steps.append(one, k, v)
-            want = getattr(steps, op)(one, q, D**-0.5, None, *args)
-            assert torch.equal(getattr(steps, op)(two, q, D**-0.5, None, *args, (k, v)), want)
-    held(one, two)
 
 
 @every_isa

@@ -157,19 +157,6 @@ def test_a_stream_s_bytes_by_hand():
     assert store.nbytes == 5 * (4 * 16 * 2 + 4) + 2 * 7 * 16 * 2 + 8 + 8
 
 
-def test_h2o_frees_what_it_evicts():
-    method, x = H2O(32), torch.randn(1, 2, 1500, 16)
-    store = empty_store(method, Shape(1, 2, 1, 16), torch.float32)
-    with Memory() as memory:
-        y = method.prefill(store, x[:, :, None], x, x, scale=0.25)
-    budget = 2 * 32 * (2 * 16 * 4 + 8)
-    assert store.allocated == budget == sum(tensors(store).values())
-    assert memory.live <= budget + y.nbytes + 4096  # the prompt's keys, values and sums are gone
-    for i in range(40):
-        method.decode(store, x[:, :, None, i], x[:, :, i], x[:, :, i], scale=0.25)
-    assert sum(tensors(store).values()) == budget
-
-
 def rows(method, n=(300, 290, 270)):
     """A ragged batch of three after a prompt and two steps, and the next tokens."""
     B, longest = len(n), max(n)

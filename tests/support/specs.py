@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-from skimkv.methods import (
-    H2O,
-    TOVA,
-    Dense,
-    Fixed,
-    LMInfinite,
-    LowRank,
-    Quest,
-    Skim,
-    SnapKV,
-    SparQ,
-    StreamingLLM,
-    Strided,
-    SubGen,
-    SubGenStream,
-    TopK,
-)
+from skimkv.methods import parse
 
-EACH = [
-    Dense(),
-    SparQ(6, 4, mean_value=True),
-    SparQ(6, 4, channels="none"),
-    SparQ(6, 4, channels="int8"),
-    SparQ(6, 4, channels="int4"),
-    Skim(4),
-    TopK(4),
-    TopK(4, oracle=True),
-    TopK(4, mean_value=True),
-    Quest(4, 12),
-    LowRank(2, 4),
-    LMInfinite(6, initial=2),
-    LMInfinite(6, initial=2, positions="cache"),
-    StreamingLLM(6, sinks=2),
-    Strided(8, local=3),
-    Fixed(8, l=4, c=2),
-    H2O(6),
-    H2O(0.5),
-    H2O(6, score="mean"),
-    SnapKV(6, window=2, pool=3),
-    TOVA(6),
-    SubGen(3, recent=3),
-    SubGenStream(0.5, 2, 3),
-]
+EACH = [parse(spec) for spec in (
+    "Dense()", "SparQ(6, 4, mean_value=True)", "SparQ(6, 4, channels='none')", "SparQ(6, 4, channels='int8')",
+    "SparQ(6, 4, channels='int4')", "Skim(4)", "TopK(4)", "TopK(4, oracle=True)", "TopK(4, mean_value=True)",
+    "Quest(4, 12)", "LowRank(2, 4)", "LMInfinite(6, initial=2)", "LMInfinite(6, initial=2, positions='cache')",
+    "StreamingLLM(6, sinks=2)", "Strided(8, local=3)", "Fixed(8, l=4, c=2)", "H2O(6)", "H2O(0.5)",
+    "H2O(6, score='mean')", "SnapKV(6, window=2, pool=3)", "TOVA(6)", "SubGen(3, recent=3)", "SubGenStream(0.5, 2, 3)",
+)]  # fmt: skip
