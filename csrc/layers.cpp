@@ -25,105 +25,55 @@ using skimkv::threads_for;
 using skimkv::Tokens;
 using skimkv::value_bytes;
 
-// Scratch memory of the calling thread, which is kept between operations.
-thread_local skimkv::ScratchMemory scratch;
-
-const char *gated_error(const skimkv_gated_mlp *op, const Tokens &tokens) {
-    if (!op) return "operation is NULL";
-    if (tokens.n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
-    for (const skimkv_matrix *m : {&op->gate, &op->up, &op->down})
-        if (const char *error = matrix_error(*m, tokens)) return error;
-    const Sizes gate = sizes_of(op->gate), up = sizes_of(op->up), down = sizes_of(op->down);
-    const bool fits = gate.out == up.out && gate.in == up.in && gate.out == down.in;
-    if (!fits || gate.dtype != up.dtype || gate.dtype != down.dtype) return "gate, up and down do not fit each other";
-    return nullptr;
-}
-
 int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Bytes of the memory that `gated` works in.
-int64_t gated_bytes(const skimkv_gated_mlp *op, int64_t n) {
-    const Sizes gate = sizes_of(op->gate);
-    const int64_t first = input_bytes(op->gate, n) + input_bytes(op->up, n), second = input_bytes(op->down, n);
-    return 2 * in_lines(n * gate.out * value_bytes(gate.dtype)) + (first > second ? first : second);
+const char *norm_error(const skimkv_norm &norm, int dtype) {
+    if (!norm.w || skimkv::is_misaligned(norm.w, dtype))
+        return "the weights of a normalisation are NULL, or not aligned";
+    return norm.eps >= 0 ? nullptr : "eps must be at least 0";
 }
 
-// y = down(silu(gate(x)) * up(x)).
-void gated(const Kernels *kernels, const skimkv_gated_mlp *op, const Tokens &tokens, char *work, int threads,
-           skimkv_parallel parallel) {
-    const Sizes gate = sizes_of(op->gate), down = sizes_of(op->down);
-    const int64_t n = tokens.n;
-    char *up = work + in_lines(n * gate.out * value_bytes(gate.dtype)), *inputs = up + (up - work);
-    const skimkv_matrix first[] = {op->gate, op->up};
-    const Tokens first_tokens[] = {{tokens.x, work, n}, {tokens.x, up, n}}, second_tokens{work, tokens.y, n};
-    multiply(kernels, first, first_tokens, 2, inputs, threads_for(2 * gate.out * gate.in, threads, parallel), parallel);
-    kernels->gate(gate.dtype, work, up, n * gate.out);
-    multiply(kernels, &op->down, &second_tokens, 1, inputs, threads_for(down.out * down.in, threads, parallel),
-             parallel);
-}
-
-const char *layer_end_error(const skimkv_layer_end *op, const Tokens &tokens, const void *residual) {
-    if (!op) return "operation is NULL";
-    if (tokens.n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
-    if (const char *error = matrix_error(op->o, tokens)) return error;
-    if (const char *error = gated_error(&op->mlp, tokens)) return error;
-    const Sizes o = sizes_of(op->o), gate = sizes_of(op->mlp.gate), down = sizes_of(op->mlp.down);
-    if (o.out != gate.in || o.out != down.out || o.dtype != gate.dtype) return "o and mlp do not fit each other";
-    if (!op->norm || !residual) return "norm or residual is NULL";
-    if (!(op->eps >= 0)) return "eps must be at least 0";
-    if (skimkv::is_misaligned(op->norm, o.dtype) || skimkv::is_misaligned(residual, o.dtype))
-        return "norm or residual is not aligned to its elements";
-    return nullptr;
-}
-
-const char *projections_error(const skimkv_projections *op, const Tokens tokens[3], const void *cos, const void *sin) {
-    if (!op) return "operation is NULL";
-    if (tokens->n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
-    const skimkv_matrix *matrices[] = {&op->q, &op->k, &op->v};
-    for (int i = 0; i < 3; i++)
-        if (const char *error = matrix_error(*matrices[i], tokens[i])) return error;
-    const Sizes q = sizes_of(op->q), k = sizes_of(op->k), v = sizes_of(op->v);
-    if (q.in != k.in || q.in != v.in || q.dtype != k.dtype || q.dtype != v.dtype)
-        return "q, k and v do not fit each other";
-    if (op->D < 2 || op->D > SKIMKV_MAX_HEAD || op->D % 2) return "D must be even and from 2 to 576";
-    if (q.out % op->D || k.out % op->D || v.out % op->D) return "the outputs of q, k and v must be heads of D";
-    if (!cos || !sin) return "cos or sin is NULL";
-    if (!op->q_norm != !op->k_norm) return "q and k are normalised, or neither is";
-    if (op->q_norm && (!(op->q_eps >= 0) || !(op->k_eps >= 0))) return "eps must be at least 0";
-    if (op->norm && !(op->eps >= 0)) return "eps must be at least 0";
-    for (const void *p : {cos, sin, op->norm, op->q_norm, op->k_norm})
-        if (skimkv::is_misaligned(p, q.dtype)) return "cos, sin or the weights of a normalisation are not aligned";
+// Whether a layer is one of n tokens x -> y of `first`, and its parts fit each other.
+const char *layer_error(const skimkv_layer &layer, const skimkv_layer &first, const void *x, void *y, int64_t n) {
+    for (const skimkv_matrix *m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+        if (const char *error = matrix_error(*m, {x, y, n})) return error;
+        if (sizes_of(*m).dtype != sizes_of(first.q).dtype) return "the matrices are not of one dtype";
+    }
+    const Sizes q = sizes_of(layer.q), k = sizes_of(layer.k), v = sizes_of(layer.v), o = sizes_of(layer.o);
+    const Sizes gate = sizes_of(layer.gate), up = sizes_of(layer.up), down = sizes_of(layer.down);
+    if (q.in != sizes_of(first.q).in || layer.D != first.D) return "the layers do not fit each other";
+    if (k.in != q.in || v.in != q.in || k.out != v.out) return "q, k and v do not fit each other";
+    if (o.in != q.out || o.out != q.in) return "q and o do not fit each other";
+    if (gate.in != q.in || up.in != q.in || gate.out != up.out || down.in != gate.out || down.out != q.in)
+        return "gate, up and down do not fit each other";
+    if (layer.D < 2 || layer.D > SKIMKV_MAX_HEAD || layer.D % 2) return "D must be even and from 2 to 576";
+    if (q.out % layer.D || k.out % layer.D) return "the outputs of q, k and v must be heads of D";
+    if (!layer.of_q.w != !layer.of_k.w) return "q and k are normalised, or neither is";
+    for (const skimkv_norm *norm : {&layer.before, &layer.after, &layer.of_q, &layer.of_k}) {
+        if (!norm->w && (norm == &layer.of_q || norm == &layer.of_k)) continue;
+        if (const char *error = norm_error(*norm, q.dtype)) return error;
+    }
     return nullptr;
 }
 
 const char *layers_error(const skimkv_layers *op, const void *x, const void *cos, const void *sin, void *y, int64_t n) {
     if (!op) return "operation is NULL";
     if (!op->layers || op->count < 1) return "there must be at least one layer";
-    const Tokens tokens[] = {{x, y, n}, {x, y, n}, {x, y, n}};
-    Sizes of_first{};
-    for (int64_t i = 0; i < op->count; i++) {
-        const skimkv_projections *before = op->layers[i].before;
-        const skimkv_layer_end *after = op->layers[i].after;
-        if (const char *error = projections_error(before, tokens, cos, sin)) return error;
-        if (const char *error = layer_end_error(after, tokens[0], x)) return error;
-        const Sizes q = sizes_of(before->q), o = sizes_of(after->o);
-        if (i == 0) of_first = q;
-        if (sizes_of(before->k).out != sizes_of(before->v).out) return "k and v of a layer differ in size";
-        if (q.in != of_first.in || o.out != q.in || o.in != q.out || q.dtype != of_first.dtype || o.dtype != q.dtype ||
-            before->D != op->layers[0].before->D)
-            return "the layers do not fit each other";
-    }
-    if (!op->norm || skimkv::is_misaligned(op->norm, of_first.dtype)) return "norm is NULL, or not aligned";
-    if (!(op->eps >= 0)) return "eps must be at least 0";
-    return nullptr;
+    if (n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
+    for (int64_t i = 0; i < op->count; i++)
+        if (const char *error = layer_error(op->layers[i], op->layers[0], x, y, n)) return error;
+    const int dtype = sizes_of(op->layers->q).dtype;
+    if (!cos || !sin) return "cos or sin is NULL";
+    if (skimkv::is_misaligned(cos, dtype) || skimkv::is_misaligned(sin, dtype)) return "cos or sin is not aligned";
+    return norm_error(op->norm, dtype);
 }
 
-// Whether a step of attention is that of n tokens as the projections give them.
-const char *step_error(const skimkv_op *step, const skimkv_projections *before, int64_t n) {
+// Whether a step of attention is that of n tokens as the layer gives them.
+const char *step_error(const skimkv_op *step, const skimkv_layer &layer, int64_t n) {
     if (const char *error = skimkv_check(step)) return error;
     const skimkv_cache *c = step->cache;
-    const Sizes q = sizes_of(before->q);
-    const int64_t keys = sizes_of(before->k).out, D = before->D, GD = c->G * D;
+    const Sizes q = sizes_of(layer.q);
+    const int64_t keys = sizes_of(layer.k).out, D = layer.D, GD = c->G * D;
     if (c->B != n || c->D != D || c->H * D != keys || c->H * GD != q.out) return "a cache does not fit its layer";
     if (step->dtype != q.dtype || c->dtype != q.dtype) return "a cache is not of its layer's dtype";
     if (step->q_b != q.out || step->q_h != GD || step->q_g != D || step->y_b != q.out || step->y_h != GD ||
@@ -132,130 +82,142 @@ const char *step_error(const skimkv_op *step, const skimkv_projections *before, 
     return step->keep == SKIMKV_OUTSIDE ? "a step must keep its token" : nullptr;
 }
 
-// Where a token is between the parts of a layer.
+// Where a token is between the parts of a layer. `normed` has the size of a token; `inputs` are those of products, in
+// the form in which a matrix multiplies them.
 struct States {
-    char *queries, *keys, *values, *attended, *tokens[2];
+    char *queries, *keys, *values, *attended, *tokens[2], *normed, *gate, *up, *inputs;
 };
 
-// Scratch memory for the states, which the operations inside do not use. Null pointers if there is no memory.
+// Scratch memory for the states of every layer. Null pointers if there is no memory.
 States states_of(const skimkv_layers *op, int64_t n) {
     static thread_local skimkv::ScratchMemory memory;
-    int64_t queries = 0, keys = 0;
+    const Sizes first = sizes_of(op->layers->q);
+    int64_t queries = 0, keys = 0, inner = 0, inputs = 0;
+    const auto raise = [](int64_t &most, int64_t value) { most = value > most ? value : most; };
     for (int64_t i = 0; i < op->count; i++) {
-        const int64_t q = sizes_of(op->layers[i].before->q).out, k = sizes_of(op->layers[i].before->k).out;
-        queries = q > queries ? q : queries, keys = k > keys ? k : keys;
+        const skimkv_layer &layer = op->layers[i];
+        raise(queries, sizes_of(layer.q).out), raise(keys, sizes_of(layer.k).out);
+        raise(inner, sizes_of(layer.gate).out);
+        raise(inputs, input_bytes(layer.q, n) + input_bytes(layer.k, n) + input_bytes(layer.v, n));
+        raise(inputs, input_bytes(layer.gate, n) + input_bytes(layer.up, n));
+        raise(inputs, input_bytes(layer.o, n)), raise(inputs, input_bytes(layer.down, n));
     }
-    const Sizes first = sizes_of(op->layers->before->q);
-    const int64_t bytes = n * value_bytes(first.dtype), of_q = in_lines(queries * bytes), of_k = in_lines(keys * bytes);
-    const int64_t of_tokens = in_lines(first.in * bytes);
-    char *const start = (char *)memory.get((size_t)(2 * (of_q + of_k + of_tokens)));
-    if (!start) return {};
-    char *const tokens = start + 2 * (of_q + of_k);
-    return {start, start + 2 * of_q, start + 2 * of_q + of_k, start + of_q, {tokens, tokens + of_tokens}};
+    const int64_t bytes = n * value_bytes(first.dtype), token = in_lines(first.in * bytes);
+    const int64_t sizes[] = {in_lines(queries * bytes),
+                             in_lines(keys * bytes),
+                             in_lines(keys * bytes),
+                             in_lines(queries * bytes),
+                             token,
+                             token,
+                             token,
+                             in_lines(inner * bytes),
+                             in_lines(inner * bytes),
+                             inputs};
+    int64_t all = 0;
+    for (int64_t size : sizes) all += size;
+    char *next = (char *)memory.get((size_t)all), *parts[10];
+    if (!next) return {};
+    for (int i = 0; i < 10; i++) parts[i] = next, next += sizes[i];
+    return {parts[0], parts[1], parts[2], parts[3], {parts[4], parts[5]}, parts[6], parts[7], parts[8], parts[9]};
+}
+
+// How an operation of n tokens computes.
+struct Run {
+    const Kernels *kernels;
+    int64_t n;
+    int threads;
+    skimkv_parallel parallel;
+
+    // Multiplies x with matrices of one number of inputs.
+    template <int count>
+    void multiply_all(const void *x, const skimkv_matrix (&matrices)[count], void *const (&y)[count],
+                      char *inputs) const {
+        Tokens tokens[count];
+        int64_t products = 0;
+        for (int i = 0; i < count; i++) {
+            tokens[i] = {x, y[i], n};
+            products += sizes_of(matrices[i]).out * sizes_of(matrices[i]).in;
+        }
+        multiply(kernels, matrices, tokens, count, inputs, threads_for(products, threads, parallel), parallel);
+    }
+
+    // Normalises `tokens` times x of so many values.
+    void normalise(const skimkv_norm &norm, int64_t size, int dtype, const void *x, void *y, int64_t tokens) const {
+        const skimkv_rms_norm op{norm.w, size, norm.eps, dtype};
+        kernels->rms_norm(&op, {x, y, tokens}, 0, tokens);
+    }
+};
+
+// Queries, keys and values of the tokens x, normalised and rotated.
+void project(const Run &run, const skimkv_layer &layer, const void *x, const void *cos, const void *sin,
+             const States &states) {
+    const Sizes q = sizes_of(layer.q), k = sizes_of(layer.k);
+    const int64_t n = run.n, D = layer.D, size = value_bytes(q.dtype), heads[] = {q.out / D, k.out / D};
+    run.normalise(layer.before, q.in, q.dtype, x, states.normed, n);
+    run.multiply_all(states.normed, {layer.q, layer.k, layer.v}, {states.queries, states.keys, states.values},
+                     states.inputs);
+    if (layer.of_q.w) {
+        run.normalise(layer.of_q, D, q.dtype, states.queries, states.queries, n * heads[0]);
+        run.normalise(layer.of_k, D, q.dtype, states.keys, states.keys, n * heads[1]);
+    }
+    for (int64_t t = 0; t < n; t++) {
+        const char *c = (const char *)cos + t * D * size, *s = (const char *)sin + t * D * size;
+        run.kernels->rotate(q.dtype, c, s, heads[0], (int)D, states.queries + t * q.out * size);
+        run.kernels->rotate(q.dtype, c, s, heads[1], (int)D, states.keys + t * k.out * size);
+    }
+}
+
+// y = t + down(silu(gate(after(t))) * up(after(t))), where t = x + o(attended).
+void finish(const Run &run, const skimkv_layer &layer, const void *x, const States &states, void *y) {
+    const Sizes o = sizes_of(layer.o);
+    const int64_t n = run.n, count = n * o.out;
+    run.multiply_all(states.attended, {layer.o}, {y}, states.inputs);
+    run.kernels->add(o.dtype, y, x, count);
+    run.normalise(layer.after, o.out, o.dtype, y, states.normed, n);
+    run.multiply_all(states.normed, {layer.gate, layer.up}, {states.gate, states.up}, states.inputs);
+    run.kernels->gate(o.dtype, states.gate, states.up, n * sizes_of(layer.gate).out);
+    run.multiply_all(states.gate, {layer.down}, {states.normed}, states.inputs);
+    run.kernels->add(o.dtype, y, states.normed, count);
 }
 
 }  // namespace
 
 extern "C" {
 
-const char *skimkv_gated_mlp_run(const skimkv_gated_mlp *op, const void *x, void *y, int64_t n, int threads,
-                                 skimkv_parallel parallel) {
-    if (const char *error = gated_error(op, {x, y, n})) return error;
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return NO_KERNELS;
-    char *work = (char *)scratch.get((size_t)gated_bytes(op, n));
-    if (!work) return NO_MEMORY;
-    gated(kernels, op, {x, y, n}, work, threads, parallel);
-    return nullptr;
-}
-
-const char *skimkv_layer_end_run(const skimkv_layer_end *op, const void *x, const void *residual, void *y, int64_t n,
-                                 int threads, skimkv_parallel parallel) {
-    if (const char *error = layer_end_error(op, {x, y, n}, residual)) return error;
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return NO_KERNELS;
-    const Sizes o = sizes_of(op->o);
-    const int64_t count = n * o.out, bytes = in_lines(count * value_bytes(o.dtype));
-    const int64_t first = input_bytes(op->o, n), second = gated_bytes(&op->mlp, n);
-    char *const values = (char *)scratch.get((size_t)(bytes + (first > second ? first : second)));
-    if (!values) return NO_MEMORY;
-    char *const work = values + bytes;
-    const skimkv_rms_norm norm{op->norm, o.out, op->eps, o.dtype};
-    const Tokens tokens{x, y, n};
-    multiply(kernels, &op->o, &tokens, 1, work, threads_for(o.out * o.in, threads, parallel), parallel);
-    kernels->add(o.dtype, y, residual, count);
-    kernels->rms_norm(&norm, {y, values, n}, 0, n);
-    gated(kernels, &op->mlp, {values, values, n}, work, threads, parallel);
-    kernels->add(o.dtype, y, values, count);
-    return nullptr;
-}
-
-const char *skimkv_projections_run(const skimkv_projections *op, const void *x, const void *cos, const void *sin,
-                                   void *queries, void *keys, void *values, int64_t n, int threads,
-                                   skimkv_parallel parallel) {
-    Tokens tokens[] = {{x, queries, n}, {x, keys, n}, {x, values, n}};
-    if (const char *error = projections_error(op, tokens, cos, sin)) return error;
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return NO_KERNELS;
-    const Sizes q = sizes_of(op->q), k = sizes_of(op->k), v = sizes_of(op->v);
-    const int64_t size = value_bytes(q.dtype), D = op->D, heads[] = {q.out / D, k.out / D};
-    const int64_t normed_bytes = op->norm ? in_lines(n * q.in * size) : 0;
-    const int64_t all_inputs = input_bytes(op->q, n) + input_bytes(op->k, n) + input_bytes(op->v, n);
-    char *const normed = (char *)scratch.get((size_t)(normed_bytes + all_inputs)), *const inputs =
-                                                                                       normed + normed_bytes;
-    if (!normed) return NO_MEMORY;
-    if (op->norm) {
-        const skimkv_rms_norm norm{op->norm, q.in, op->eps, q.dtype};
-        kernels->rms_norm(&norm, {x, normed, n}, 0, n);
-        for (Tokens &part : tokens) part.x = normed;
-    }
-    const skimkv_matrix matrices[] = {op->q, op->k, op->v};
-    threads = threads_for((q.out + k.out + v.out) * q.in, threads, parallel);
-    multiply(kernels, matrices, tokens, 3, inputs, threads, parallel);
-    if (op->q_norm) {
-        const skimkv_rms_norm of_q{op->q_norm, D, op->q_eps, q.dtype}, of_k{op->k_norm, D, op->k_eps, q.dtype};
-        kernels->rms_norm(&of_q, {queries, queries, n * heads[0]}, 0, n * heads[0]);
-        kernels->rms_norm(&of_k, {keys, keys, n * heads[1]}, 0, n * heads[1]);
-    }
-    for (int64_t t = 0; t < n; t++) {
-        const char *c = (const char *)cos + t * D * size, *s = (const char *)sin + t * D * size;
-        kernels->rotate(q.dtype, c, s, heads[0], (int)D, (char *)queries + t * q.out * size);
-        kernels->rotate(q.dtype, c, s, heads[1], (int)D, (char *)keys + t * k.out * size);
-    }
-    return nullptr;
-}
-
-const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, const void *x, const void *cos,
-                              const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel) {
+const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend, void *context,
+                              const void *x, const void *cos, const void *sin, void *y, int64_t n, int threads,
+                              skimkv_parallel parallel) {
     if (const char *error = layers_error(op, x, cos, sin, y, n)) return error;
-    if (!selected_kernels()) return NO_KERNELS;
+    const Run run{selected_kernels(), n, threads, parallel};
+    if (!run.kernels) return NO_KERNELS;
     const States states = states_of(op, n);
     if (!states.queries) return NO_MEMORY;
     for (int64_t i = 0; steps && i < op->count; i++) {
-        if (!steps[i]) return "a step is NULL";
+        if (!steps[i] && attend) continue;
+        if (!steps[i]) return "a step is NULL, and there is no function that attends";
         steps[i]->q = states.queries, steps[i]->y = states.attended;
         steps[i]->k_new = states.keys, steps[i]->v_new = states.values;
-        if (const char *error = step_error(steps[i], op->layers[i].before, n)) return error;
+        if (const char *error = step_error(steps[i], op->layers[i], n)) return error;
     }
-    const Sizes first = sizes_of(op->layers->before->q);
+    const Sizes first = sizes_of(op->layers->q);
     const void *now = x;
     for (int64_t i = 0; i < op->count; i++) {
-        const skimkv_projections *before = op->layers[i].before;
-        char *const next = states.tokens[i % 2];
-        const char *error = skimkv_projections_run(before, now, cos, sin, states.queries, states.keys, states.values, n,
-                                                   threads, parallel);
-        if (error) return error;
-        if (steps) {
-            error =
+        const skimkv_layer &layer = op->layers[i];
+        project(run, layer, now, cos, sin, states);
+        if (steps && steps[i]) {
+            const char *error =
                 skimkv_step(steps[i], states.queries, states.attended, states.keys, states.values, threads, parallel);
+            if (error) return error;
+        } else if (steps) {
+            if (attend(context, i, states.queries, states.keys, states.values, states.attended))
+                return "attention of a layer failed";
         } else {
-            std::memset(states.attended, 0, (size_t)(n * sizes_of(before->q).out * value_bytes(first.dtype)));
+            std::memset(states.attended, 0, (size_t)(n * sizes_of(layer.q).out * value_bytes(first.dtype)));
         }
-        if (!error) error = skimkv_layer_end_run(op->layers[i].after, states.attended, now, next, n, threads, parallel);
-        if (error) return error;
-        now = next;
+        finish(run, layer, now, states, states.tokens[i % 2]);
+        now = states.tokens[i % 2];
     }
-    const skimkv_rms_norm norm{op->norm, first.in, op->eps, first.dtype};
+    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype};
     return skimkv_rms_norm_run(&norm, now, y, n, threads, parallel);
 }
 

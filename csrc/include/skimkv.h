@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 12
+#define SKIMKV_VERSION 13
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -316,7 +316,7 @@ SKIMKV_API const char *skimkv_product_run(const skimkv_matrix *matrix, const voi
 SKIMKV_API const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y, int threads,
                                             skimkv_parallel parallel);
 
-/* The most tokens of the operations below that join several products. */
+/* The most tokens of an operation of several products. */
 #define SKIMKV_MAX_FLOAT_TOKENS 64
 
 /* Root-mean-square normalisation of n tokens x [n,size] -> y [n,size]: w * x / sqrt(mean(x^2) + eps), where the
@@ -331,64 +331,45 @@ typedef struct skimkv_rms_norm {
 SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,
                                            skimkv_parallel parallel);
 
-/* The gated feed-forward layer of at most 64 tokens x [n,in] as one operation: y = down(silu(gate(x)) * up(x)), where
- * silu(x) = x / (1 + exp(-x)). All values are rounded to dtype. */
-typedef struct skimkv_gated_mlp {
-    skimkv_matrix gate, up, down;
-} skimkv_gated_mlp;
-
-SKIMKV_API const char *skimkv_gated_mlp_run(const skimkv_gated_mlp *op, const void *x, void *y, int64_t n, int threads,
-                                            skimkv_parallel parallel);
-
-/* What follows attention in a layer of a model, as one operation: t = residual + o(x), and y = t + mlp(norm(t)), where
- * norm is a root-mean-square normalisation. residual and y are [n,out] of o. */
-typedef struct skimkv_layer_end {
-    skimkv_matrix o;
-    const void *norm; /* [out] weights */
+/* A root-mean-square normalisation inside an operation of several: its weights, and eps, at least 0. */
+typedef struct skimkv_norm {
+    const void *w;
     float eps;
-    skimkv_gated_mlp mlp;
-} skimkv_layer_end;
+} skimkv_norm;
 
-SKIMKV_API const char *skimkv_layer_end_run(const skimkv_layer_end *op, const void *x, const void *residual, void *y,
-                                            int64_t n, int threads, skimkv_parallel parallel);
-
-/* What attention needs of at most 64 tokens x [n,in] as one operation: queries, keys and values. The tokens may be
- * normalised first. Every head of q and k may be normalised; then it is rotated: channel d becomes x[d] cos[d] - x[d +
- * D/2] sin[d], and channel d + D/2 becomes x[d + D/2] cos[d + D/2] + x[d] sin[d + D/2], where cos and sin [n,D] are
- * given for each token. */
-typedef struct skimkv_projections {
-    skimkv_matrix q, k, v;
-    int64_t D;
-    const void *norm;            /* [in] weights of a root-mean-square normalisation, or NULL */
-    const void *q_norm, *k_norm; /* [D] likewise, or both NULL */
-    float eps, q_eps, k_eps;
-} skimkv_projections;
-
-/* queries, keys and values are [n,out] of their matrix; they, x, cos and sin are of dtype. */
-SKIMKV_API const char *skimkv_projections_run(const skimkv_projections *op, const void *x, const void *cos,
-                                              const void *sin, void *queries, void *keys, void *values, int64_t n,
-                                              int threads, skimkv_parallel parallel);
-
-/* The layers of a model as one operation, for a decode step: each one's projections, attention and end. All are of one
- * dtype and of one size of tokens and of heads. */
+/* A layer of a model: t = x + o(attention(q, k, v)), then y = t + down(silu(gate(u)) * up(u)), where q, k and v are
+ * products of before(x), u = after(t), and silu(x) = x / (1 + exp(-x)). The heads of q and k may be normalised; then
+ * they are rotated: channel d becomes x[d] cos[d] - x[d + D/2] sin[d], and channel d + D/2 becomes
+ * x[d + D/2] cos[d + D/2] + x[d] sin[d + D/2]. Every value is rounded to dtype. */
 typedef struct skimkv_layer {
-    const skimkv_projections *before;
-    const skimkv_layer_end *after;
+    skimkv_matrix q, k, v, o, gate, up, down;
+    skimkv_norm before, after; /* of tokens */
+    skimkv_norm of_q, of_k;    /* of heads; w is NULL in both, or in neither */
+    int64_t D;
 } skimkv_layer;
 
+/* The layers of a model as one operation, for a decode step. All are of one dtype, and of one size of tokens and of
+ * heads. */
 typedef struct skimkv_layers {
     const skimkv_layer *layers; /* [count] */
     int64_t count;
-    const void *norm; /* weights of the root-mean-square normalisation after the last layer */
-    float eps;
+    skimkv_norm norm; /* after the last layer */
 } skimkv_layers;
 
-/* x and y [n,size] are one token for each row of the caches, cos and sin [n,D] as above. steps[i] is the attention of
- * layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their addresses are set here. All of it is
- * validated before the first layer runs. Without steps (NULL) attention gives zeros, so that the rest can be timed. */
-SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, const void *x,
-                                         const void *cos, const void *sin, void *y, int64_t n, int threads,
-                                         skimkv_parallel parallel);
+/* Attention of a layer that the caller computes: queries [n,rows of q], keys and values [n,rows of k] -> y like the
+ * queries, all of the layers' dtype. It takes the tokens into the layer's cache. It returns 0, or another number, which
+ * ends the operation. It is called in the thread of the operation, and must not run layers itself. */
+typedef int (*skimkv_attend)(void *context, int64_t layer, const void *queries, const void *keys, const void *values,
+                             void *y);
+
+/* x and y [n,size] are one token for each row of the caches, at most 64; cos and sin [n,D] are given for each token.
+ * steps[i] is the attention of layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their addresses
+ * are set here. All of it is validated before the first layer runs. Where steps[i] is NULL, `attend` is called. Without
+ * steps (NULL) attention gives zeros, so that the rest can be timed. Returns NULL, or in one line why it did not
+ * compute. */
+SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend,
+                                         void *context, const void *x, const void *cos, const void *sin, void *y,
+                                         int64_t n, int threads, skimkv_parallel parallel);
 
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
  * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller

@@ -234,32 +234,58 @@ static Result norm(const Case &c) {
     return result;
 }
 
-// A feed-forward layer with random weights, and the projections of an attention layer, whose heads are normalised.
-static Result parts(const Case &c) {
-    const int n = 3, in = 64, D = c.D, out = 2 * D, size = size_of(c.dtype);
+// What a layer asked attention.
+struct Asked {
+    Bytes queries, keys, values;
+};
+
+// Stands in for attention: notes what it was asked, and answers with the queries.
+static int answer(void *context, int64_t, const void *queries, const void *keys, const void *values, void *y) {
+    Asked &asked = *(Asked *)context;
+    std::memcpy(asked.queries.data(), queries, asked.queries.size());
+    std::memcpy(asked.keys.data(), keys, asked.keys.size());
+    std::memcpy(asked.values.data(), values, asked.values.size());
+    std::memcpy(y, queries, asked.queries.size());
+    return 0;
+}
+
+// A layer with random weights, whose heads are normalised, and the normalisation after it.
+static Result layers(const Case &c) {
+    const int n = 3, in = 64, inner = 96, D = c.D, q_rows = 16 * D, k_rows = 8 * D;
     state = 23;
     const auto random = [&](int count) {
         Floats values;
         for (int i = 0; i < count; i++) values.push_back(noise());
         return pack(values, c.dtype);
     };
-    const Bytes w = random(96 * in), down = random(in * 96), x = random(n * in), heads = random(out * in);
-    const Bytes norm = random(D), before = random(in), wide = random(n * 96), cos = random(n * D), sin = random(n * D);
-    const skimkv_matrix gate{w.data(), 96, in, nullptr, nullptr, kind_of(c.dtype), c.dtype};
-    const skimkv_matrix last{down.data(), in, 96, nullptr, nullptr, kind_of(c.dtype), c.dtype};
-    const skimkv_matrix project{heads.data(), out, in, nullptr, nullptr, kind_of(c.dtype), c.dtype};
-    const skimkv_gated_mlp mlp{gate, gate, last};
-    const skimkv_projections attention{project,     project,     project, D,     before.data(),
-                                       norm.data(), norm.data(), 1e-5f,   1e-5f, 1e-5f};
-    const skimkv_layer_end end{last, before.data(), 1e-5f, mlp};
-    Bytes y((size_t)(n * in * size)), z(y), q((size_t)(n * out * size)), k(q), v(q);
-    must(skimkv_gated_mlp_run(&mlp, x.data(), y.data(), n, 1, nullptr));
-    must(skimkv_layer_end_run(&end, wide.data(), x.data(), z.data(), n, 1, nullptr));
-    must(skimkv_projections_run(&attention, x.data(), cos.data(), sin.data(), q.data(), k.data(), v.data(), n, 1,
-                                nullptr));
+    const auto matrix = [&](const Bytes &w, int rows, int columns) {
+        return skimkv_matrix{w.data(), rows, columns, nullptr, nullptr, kind_of(c.dtype), c.dtype};
+    };
+    const Bytes q = random(q_rows * in), k = random(k_rows * in), o = random(in * q_rows), up = random(inner * in);
+    const Bytes down = random(in * inner), x = random(n * in), cos = random(n * D), sin = random(n * D);
+    const Bytes of_head = random(D), of_token = random(in);
+    const skimkv_norm tokens{of_token.data(), 1e-5f}, heads{of_head.data(), 1e-5f};
+    const skimkv_layer layer{matrix(q, q_rows, in),
+                             matrix(k, k_rows, in),
+                             matrix(k, k_rows, in),
+                             matrix(o, in, q_rows),
+                             matrix(up, inner, in),
+                             matrix(up, inner, in),
+                             matrix(down, in, inner),
+                             tokens,
+                             tokens,
+                             heads,
+                             heads,
+                             D};
+    const skimkv_layers op{&layer, 1, tokens};
+    skimkv_op *const steps[] = {nullptr};
+    const size_t size = (size_t)size_of(c.dtype), of_keys = (size_t)(n * k_rows) * size;
+    Asked asked{Bytes(2 * of_keys), Bytes(of_keys), Bytes(of_keys)};
+    Bytes y(x.size());
+    must(skimkv_layers_run(&op, steps, answer, &asked, x.data(), cos.data(), sin.data(), y.data(), n, 1, nullptr));
     Result result;
-    for (const Bytes *of : {&y, &z, &q, &k, &v})
-        for (size_t i = 0; i < of->size(); i += (size_t)size) result.y.push_back(float_of(&(*of)[i], c.dtype));
+    for (const Bytes *of : {&y, &asked.queries, &asked.keys, &asked.values})
+        for (size_t i = 0; i < of->size(); i += size) result.y.push_back(float_of(&(*of)[i], c.dtype));
     return result;
 }
 
@@ -281,7 +307,7 @@ static bool agrees(const std::string &isa, const Case &c) {
     for (Result *of : {of_scalar, of_isa}) {
         must(skimkv_force(of == of_isa ? isa.c_str() : "scalar"));
         of[0] = steps(c);
-        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c), of[4] = norm(c), of[5] = parts(c);
+        if (plain) of[1] = linear(c), of[2] = key_scores(c), of[3] = prompt(c), of[4] = norm(c), of[5] = layers(c);
     }
     const double most = c.dtype == SKIMKV_BF16 ? 8e-3 : c.dtype == SKIMKV_F16 ? 1e-3 : 1e-4;
     double error[6];

@@ -34,11 +34,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from .. import ops
 from ..methods import parse
 from ..methods.base import Method, check_whole
+from ..ops import SoftmaxOptions
 from ..stores.base import Store, Workspace
 from ..stores.rotation import KeyRotation
 from .adapters import check_adapter, transformers_model
 from .attention_interface import LIBRARY_ATTENTION, attention, left_padding, mask
-from .cache_step import CacheStep, begin_step
+from .cache_step import CacheStep, takes_steps
 from .compile import CompiledForward, compiled_forward, set_forward
 from .layer import AttentionLayer, Layer
 from .positions import Positions, check_length, counts_in_cache, positions_of
@@ -124,29 +125,25 @@ class Cache(LibraryCache):
             self.positions.check(seen + more, used)
             self._checked = seen + more
 
-    def begin_step(self, attention_mask: Tensor | None, rows: int) -> CacheStep | None:
-        """Begin a decode step of all layers at once, with one token in each of so many rows.
+    def begin_step(
+        self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions]
+    ) -> CacheStep | None:
+        """Begin a decode step of all layers at once, with one token of this type in each of so many rows.
 
-        attention_mask: (rows,tokens), as a model's forward takes it. None where a layer must attend by itself, and
-        where `update` or the attention function would refuse the token. Warns and raises ValueError as `update` does.
+        attention_mask: (rows,tokens), as a model's forward takes it. softmax: the options of every layer's attention.
+        None where the mask is wrong, or the layers need more of it than counts of padding. Warns and raises ValueError
+        as `update` does.
         """
-        layers: list[Any] = self.layers
         seen, updated = self.get_seq_length(), self._updated
-        if not seen or (updated is not None and updated.pending is not None):
+        if not seen or (updated is not None and updated.pending is not None) or len(self.layers) != len(softmax):
             return None
         if attention_mask is not None and attention_mask.shape[0] != rows:
             return None
         pads, error = left_padding(attention_mask, seen + 1, rows)
-        if error or max(pads) > seen:
+        if error or max(pads) > seen or not takes_steps(self.layers, any(pads)):
             return None
-        step = begin_step(layers, [seen - pad for pad in pads])
-        if step is not None:
-            try:
-                self._check_positions(seen, 1)
-            except BaseException:
-                step.release()
-                raise
-        return step
+        self._check_positions(seen, 1)
+        return CacheStep(self, [(dtype, options) for options in softmax], pads)
 
     def _begin_generation(self, prefill_until: int | None, prompt_end: int | None, keep_recording: bool) -> None:
         """Prepare for a new call of generate(). prefill_until, prompt_end: as of Layer."""

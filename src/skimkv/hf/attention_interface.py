@@ -84,8 +84,7 @@ def attention(
 
 
 def _eager(module: torch.nn.Module) -> Any:
-    kind = getattr(type(module), "stands_for", type(module))  # one of our modules (decode_modules.py)
-    return sys.modules[kind.__module__].eager_attention_forward
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def mask(library_name: str, **kwargs: Any) -> Tensor | None:
@@ -106,8 +105,18 @@ def mask(library_name: str, **kwargs: Any) -> Tensor | None:
         library_mask: Tensor | None = make_library_mask()
         return library_mask
     pads, error = left_padding(given, n, kwargs["batch_size"])
-    counts: Any = torch.tensor(pads, device=kwargs.get("device", "cpu"))
-    counts.pads, counts.error, counts.start, counts.make_library_mask = pads, error, start, make_library_mask
+    counts: Any = padding_counts(pads, error, start, kwargs.get("device", "cpu"))
+    counts.make_library_mask = make_library_mask
+    return counts  # type: ignore[no-any-return]
+
+
+def padding_counts(pads: list[int], error: str | None, start: int, device: Any = "cpu") -> Tensor:
+    """The mask of a causal block that begins at a position, as a layer of ours knows it: the padding of every row.
+
+    error: what is wrong with it, if anything is.
+    """
+    counts: Any = torch.tensor(pads, device=device)
+    counts.pads, counts.error, counts.start = pads, error, start
     return counts  # type: ignore[no-any-return]
 
 

@@ -1,46 +1,52 @@
 """A decode step of a model as one operation of the library, from the embedding to the last normalisation.
 
-It takes the place of the forward of transformers' model of decoder layers (LlamaModel and its like). A step of one
-token in every row, with a cache of ours whose layers only repeat their last step, runs without transformers' code
-between the layers. All else goes to the model's own forward, as do layers with a hook, an adapter or a gradient.
+It takes the place of the forward of a model whose layers compute what Llama's do, by whatever class: the model's own
+forward says so on random numbers, before the first step and after each change of what its code reads. A step of one
+token in every row, with a cache of ours, then runs without transformers' code between the layers. All else goes to the
+model's own forward, as do layers with a hook, an adapter or a gradient.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache as LibraryCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+from typing_extensions import Unpack
 
 from .. import ops
+from ..ops import SoftmaxOptions
 from .attention_interface import attention
-from .decode_modules import DecoderLayer, decode_modules, norm_of
-from .joint_operation import JointOperation
-from .norms import replace_norms
+from .layer import AttentionLayer
+from .norms import NormForward, eps_of, is_close, replace_norms, restore_norms
+from .watch import Watch
 
-# All names that the code of these classes uses, so that another version of it is noticed and left as it is.
-_NAMES = {
-    "BaseModelOutputWithPast", "DynamicCache", "ValueError", "arange", "config", "create_causal_mask", "device",
-    "embed_tokens", "get_seq_length", "layers", "norm", "num_hidden_layers", "rotary_emb", "shape", "torch",
-    "unsqueeze",
+MOST_TOKENS = 15  # more rows are so many that products are worth a call each
+MODEL_PARTS = "embed_tokens", "layers", "norm", "rotary_emb"
+PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"  # of a layer, all that it has
+PROJECTIONS, PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+# What a decode step is made of, or what changes nothing in one.
+PLAIN_ARGUMENTS = {
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
+    "cache_position",
 }  # fmt: skip
-_TWO_MASKS = _NAMES | {
-    "create_sliding_window_causal_mask", "dict", "enumerate", "has_sliding_layers", "isinstance", "layer_types",
-}  # fmt: skip
-MODELS: dict[type[nn.Module], set[str]] = {
-    LlamaModel: _NAMES,
-    MistralModel: _NAMES | {"create_sliding_window_causal_mask", "sliding_window"},
-    Qwen2Model: _TWO_MASKS,
-    Qwen3Model: _TWO_MASKS,
-}
+
+
+class Prepared(NamedTuple):
+    """The layers of a model as one operation, for steps of one kind, as long as `watch` sees no change.
+
+    operation: None where the model's own forward computes. softmax: the options of every layer's attention.
+    """
+
+    form: tuple[object, ...]
+    watch: Watch
+    operation: ops.Layers | None = None
+    softmax: Sequence[SoftmaxOptions] = ()
 
 
 class StepForward:
@@ -48,11 +54,7 @@ class StepForward:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        self._joint = JointOperation(self._prepare)
-        self._dicts: list[Mapping[str, nn.Module]] = []
-        self._modules: list[nn.Module] = []
-        self._attentions: list[dict[str, Any]] = []
-        self._forms: list[tuple[float, int | None]] = []
+        self._prepared: Prepared | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model's own forward does, whose arguments and errors these are."""
@@ -82,24 +84,26 @@ class StepForward:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)) or not self._is_plain(kwargs):
             return None
-        step = begin(mask, tokens.shape[0])
+        if x is None:
+            x = self.model.embed_tokens(ids)
+            del kwargs["input_ids"]
+            kwargs["inputs_embeds"] = x
+        prepared = self.prepared(x, [_window(layer) for layer in cache.layers])
+        operation = None if prepared is None else prepared.operation
+        if prepared is None or operation is None:
+            return None
+        if positions is None:
+            positions = torch.tensor([[cache.get_seq_length()]])
+        angles = self.model.rotary_emb(x, position_ids=positions)
+        if not operation.fits(x, *angles):
+            return None
+        cos, sin = angles
+        step = begin(mask, x.shape[0], x.dtype, prepared.softmax)
         if step is None:
             return None
+        attend = step.attend_by(self.model.config._attn_implementation, [one.self_attn for one in self.model.layers])
         try:
-            if x is None:
-                x = self.model.embed_tokens(ids)
-                del kwargs["input_ids"]
-                kwargs["inputs_embeds"] = x
-            operation = self.operation(x)
-            if operation is None or step.forms != [(x.dtype, *form) for form in self._forms]:
-                return None
-            if positions is None:
-                positions = torch.tensor([[cache.get_seq_length()]])
-            angles = self.model.rotary_emb(x, position_ids=positions)
-            if not operation.fits(x, *angles):
-                return None
-            cos, sin = angles
-            y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses))
+            y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses, attend))
             return y
         finally:
             step.release()
@@ -121,44 +125,165 @@ class StepForward:
         function = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
         return getattr(function, "func", None) is attention
 
-    def operation(self, x: Tensor) -> ops.Layers | None:
-        """All layers as one operation for x (B,1,size) and its like; None where they are called one by one."""
-        modules = [module for part in self._dicts for module in part.values()]
-        if not modules or modules != self._modules:
-            self._find_modules()
-            modules = self._modules
-        operation = self._joint.operation(x, modules)
-        if operation is None or self.model.config.num_hidden_layers != operation.count:
+    def prepared(self, x: Tensor, windows: list[int | None]) -> Prepared | None:
+        """All layers as one operation for x (B,1,size) and its like, with a cache whose layers have these windows.
+
+        None, or without an operation, where the model's own forward computes them.
+        """
+        size = x.shape[-1]
+        if not x.is_cpu or not 0 < x.numel() <= MOST_TOKENS * size or torch.is_autocast_enabled("cpu"):
             return None
-        return None if any(attributes["training"] for attributes in self._attentions) else operation
+        form, prepared = (size, x.dtype, ops.forced_backend.get(), windows), self._prepared
+        if prepared is None or prepared.form != form or not prepared.watch.is_unchanged():
+            prepared = self._prepared = self._prepare(form, x, windows)
+        return None if prepared.watch.has_hooks() else prepared
 
-    def _find_modules(self) -> None:
-        layers = self.model.layers
-        parents: list[nn.Module] = [self.model, layers]
-        for layer in layers:
-            parents += [layer, *(part for part in layer._modules.values() if part is not None)]
-        self._dicts = [parent._modules for parent in parents]  # type: ignore[misc]
-        self._modules = [module for part in self._dicts for module in part.values()]
+    def _prepare(self, form: tuple[object, ...], x: Tensor, windows: list[int | None]) -> Prepared:
+        model, before = self.model, self._prepared
+        watch = Watch([model.layers, *(part for layer in model.layers for part in layer.modules()), model.norm], model)
+        count = model.config.num_hidden_layers
+        operation = None
+        if count == len(model.layers) == len(windows) and not _is_changed(watch.modules):
+            operation = layers_operation(model, x)
+        if operation is None:
+            return Prepared(form, watch)
+        is_known = before is not None and before.operation is not None and before.form[-1] == windows
+        if before is not None and is_known and before.watch.computes_as(watch):  # only tensors changed
+            return Prepared(form, watch, operation, before.softmax)
+        softmax = _compare(model, x.shape[-1], windows)
+        return Prepared(form, watch) if softmax is None else Prepared(form, watch, operation, softmax)
 
-    def _prepare(self, x: Tensor, modules: Sequence[nn.Module]) -> ops.Layers | None:
-        layers, self._forms, self._attentions = list(self.model.layers), [], []
-        norm = norm_of(self.model.norm, x)
-        if norm is None or not layers or x.shape[1] != 1 or not all(isinstance(one, DecoderLayer) for one in layers):
+
+def _window(layer: Any) -> int | None:
+    """How many tokens a layer of a cache sees; None: all."""
+    window: int | None = layer.window if getattr(layer, "attends", False) else getattr(layer, "sliding_window", None)
+    return window
+
+
+def _is_changed(modules: Sequence[nn.Module]) -> bool:
+    """Whether a module is in training, or has a forward of its own that is not ours."""
+    return any(one.training or type(vars(one).get("forward")) not in (type(None), NormForward) for one in modules)
+
+
+def layers_operation(model: Any, x: Tensor, *, converts: bool = False) -> ops.Layers | None:
+    """The layers and the last normalisation of a model for x (B,1,size) and its like.
+
+    converts: copies of small weights, in x's type, may take their places. None if a module has no place in it.
+    """
+    layers = [layer for module in model.layers if (layer := _layer(module, x, converts)) is not None]
+    norm = _norm(model.norm, x, converts)
+    if not layers or len(layers) < len(model.layers) or norm is None:
+        return None
+    return ops.Layers(layers, norm)
+
+
+def _layer(layer: nn.Module, x: Tensor, converts: bool) -> ops.Layer | None:
+    parts: Any = layer._modules
+    if not all(isinstance(parts.get(name), nn.Module) for name in PARTS):
+        return None
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    linear = [attention._modules.get(name) for name in PROJECTIONS] + [mlp._modules.get(name) for name in PRODUCTS]
+    matrices = [matrix for one in linear if (matrix := _matrix(one, x, converts)) is not None]
+    norms = [_norm(parts[name], x, converts) for name in PARTS[::2]]
+    head_norms = [attention._modules[name] for name in ("q_norm", "k_norm") if name in attention._modules]
+    of_heads = [_norm(norm, x, converts) for norm in head_norms]
+    if len(matrices) < len(linear) or None in norms or None in of_heads or len(of_heads) == 1:
+        return None
+    heads: Any = *matrices, *norms, getattr(attention, "head_dim", 0), tuple(of_heads) or None
+    return ops.Layer(*heads)
+
+
+def _matrix(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
+    """The matrix of one of our linear layers for tokens of x's type; None for others, and where PyTorch computes."""
+    product = None if layer is None else vars(layer).get("_product")
+    if not isinstance(product, ops.Product):
+        return None
+    bias = layer._parameters["bias"]
+    matrix = product.matrix(x.new_empty(*x.shape[:-1], layer.in_features), layer._parameters["weight"], bias)
+    return matrix if converts or matrix is None or matrix.bias is bias else None
+
+
+def _norm(norm: Any, x: Tensor, converts: bool) -> ops.Norm | None:
+    eps = eps_of(norm)
+    if eps is None or (norm.weight.dtype != x.dtype and not converts):
+        return None
+    return ops.Norm(norm.weight.to(x.dtype), eps)
+
+
+class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
+    """A layer of a cache without tokens: it keeps what attention is asked, and answers with random numbers.
+
+    draw: where these come from; None: it raises _Asked instead.
+    """
+
+    cached_tokens, nbytes, allocated = None, 0, 0  # type: ignore[assignment]
+
+    def __init__(self, draw: torch.Generator | None, seen: int, window: int | None) -> None:
+        super().__init__()
+        self.draw, self.seen, self.window = draw, seen, window
+        self.asked: tuple[Tensor, Tensor, Tensor] | None = None
+        self.softmax: SoftmaxOptions = {"scale": 0.0}
+        self.answer = torch.empty(0)
+
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
+    ) -> Tensor:
+        """Keep what is asked: heads (B,heads,1,D). Returns random numbers of q's shape."""
+        self.asked, self.softmax = (q.flatten(1, 2), k, v), softmax
+        if self.draw is None:
+            raise _Asked
+        self.answer = torch.randn(q.shape, generator=self.draw)
+        return self.answer
+
+
+class _Asked(Exception):
+    """The first layer of a model asked for attention."""
+
+
+def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[SoftmaxOptions] | None:
+    """The options of every layer's attention, if a model's own forward computes what our operation does; else None.
+
+    Both compute in float32, on random tokens and with random answers of attention.
+    """
+    draw = torch.Generator().manual_seed(0)
+    x = 0.05 * torch.randn(2, 1, size, generator=draw)
+    operation = layers_operation(model, x, converts=True)
+    if operation is None:
+        return None
+    seen = min([37, *(window - 1 for window in windows if window is not None)])
+    given, same = [_Given(draw, seen, window) for window in windows], list[bool]()
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Answer as the given layer did, and note whether its question was the same."""
+        asked = given[i].asked
+        same.append(asked is not None and all(map(is_close, (q, k, v), asked)))
+        return given[i].answer.flatten(1, 2).transpose(1, 2)
+
+    try:
+        out = _own_forward(model, given, inputs_embeds=x)
+        cos, sin = model.rotary_emb(x, position_ids=torch.tensor([[seen]]))
+        if type(out) is not BaseModelOutputWithPast or not operation.fits(x, cos, sin):
             return None
-        parts = [part for layer in layers if (part := layer.prepared(x)) is not None]
-        attentions = [layer.self_attn for layer in layers]
-        if len(parts) < len(layers) or [one.layer_idx for one in attentions] != [*range(len(layers))]:
-            return None
-        self._forms = [(one.scaling, one.window()) for one in attentions]
-        self._attentions = [one.__dict__ for one in attentions]
-        return ops.Layers(parts, norm)
+        y, expected = operation(x, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
+        is_same = all(same) and is_close(y, expected) and _only_embeds(model, seen, windows)
+    except (RuntimeError, TypeError, ValueError):  # one of them does not compute in float32, or asks something else
+        return None
+    return [layer.softmax for layer in given] if is_same and all("sinks" not in one.softmax for one in given) else None
 
 
-# What a decode step is made of, or what changes nothing in one.
-PLAIN_ARGUMENTS = {
-    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
-    "cache_position",
-}  # fmt: skip
+def _only_embeds(model: Any, seen: int, windows: Sequence[int | None]) -> bool:
+    """Whether a model's own forward does with ids of tokens nothing but embed them, before its first layer attends."""
+    ids, asked = torch.tensor([[0], [1]]), list[Any]()
+    for tokens in ({"input_ids": ids}, {"inputs_embeds": model.embed_tokens(ids)}):
+        given = [_Given(None, seen, window) for window in windows]
+        with contextlib.suppress(_Asked):
+            _own_forward(model, given, **tokens)
+        asked.append(given[0].asked)
+    return None not in asked and all(map(torch.equal, *asked))
+
+
+def _own_forward(model: Any, layers: Sequence[_Given], **tokens: Tensor) -> Any:
+    return type(model).forward(model, **tokens, past_key_values=LibraryCache(layers=list(layers)), use_cache=True)
 
 
 def step_forward(model: nn.Module) -> StepForward | None:
@@ -168,24 +293,25 @@ def step_forward(model: nn.Module) -> StepForward | None:
 
 
 def replace_modules(model: nn.Module) -> None:
-    """Put our modules in the places of a model's normalisations, feed-forward and attention layers, and layers.
-
-    And its forward, where all of these are one operation.
-    """
+    """Let a model's normalisations be one operation each, and decode steps of all of its layers one."""
     replace_norms(model)
-    for name, ours in decode_modules(model).items():
-        model.set_submodule(name, ours)
     replace_forward(model)
 
 
 def replace_forward(model: nn.Module) -> None:
-    """Let every model of decoder layers inside this one take decode steps as one operation, where its code is known."""
+    """Let every model of decoder layers inside this one take decode steps as one operation where it can."""
     for part in model.modules():
-        names = MODELS.get(type(part))
-        if names is None or "forward" in part.__dict__:
+        if not set(MODEL_PARTS) <= part._modules.keys() or "forward" in part.__dict__:
             continue
-        if set(inspect.unwrap(type(part).forward).__code__.co_names) == names:
+        layers: Any = part._modules["layers"]
+        if isinstance(layers, nn.ModuleList) and all(set(PARTS) == layer._modules.keys() for layer in layers):
             part.forward = StepForward(part)
+
+
+def restore_modules(model: nn.Module) -> None:
+    """Undo `replace_modules`."""
+    restore_norms(model)
+    restore_forward(model)
 
 
 def restore_forward(model: nn.Module) -> None:

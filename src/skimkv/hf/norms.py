@@ -5,50 +5,87 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .. import ops
+from .watch import Watch
+
+EPS_NAMES = "variance_epsilon", "eps"  # of the attribute of a normalisation
+MOST_ROUNDED = 0.05  # the share of values that may be one rounding away, where a sum has another order
 
 
-class RMSNorm(LlamaRMSNorm):
-    """Llama's normalisation for inference, which is one operation on a CPU. weight: (size,)."""
+class NormForward:
+    """The forward of a root-mean-square normalisation, one operation on a CPU where the module computes just that.
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.variance_epsilon = weight, eps
-        self._product = ops.Product(partial(ops.norm_matrix, eps=eps), partial(ops.rms_norm, eps=eps))
+    The module's own forward says so, on random numbers, before the first call and after each change of what it reads.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm: Any = norm
+        self._watch: Watch | None = None
+        self._product: ops.Product | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
         """Normalise x (...,size) -> (...,size). Raises ValueError if a gradient is wanted on a CPU."""
-        return self._product(x, self._parameters["weight"]) if x.is_cpu else super().forward(x)
+        product = self.product() if x.is_cpu else None
+        if product is None:
+            return type(self.norm).forward(self.norm, x)  # type: ignore[no-any-return]
+        return product(x, self.norm._parameters["weight"])
+
+    def product(self) -> ops.Product | None:
+        """The operation; None if the module computes something else."""
+        if self._watch is None or not self._watch.is_unchanged():
+            self._watch, self._product, eps = Watch([self.norm]), None, eps_of(self.norm)
+            if eps is not None and _is_rms_norm(self.norm, eps):
+                self._product = ops.Product(partial(ops.norm_matrix, eps=eps), partial(ops.rms_norm, eps=eps))
+        return self._product
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy is of another module: it looks at that."""
+        return {"norm": self.norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["norm"])  # type: ignore[misc]
 
 
-def is_llama_norm(module: nn.Module) -> bool:
-    """Whether a module computes what Llama's normalisation does: transformers copies its code into many families."""
-    has_hooks = module._forward_hooks or module._forward_pre_hooks
-    return code_of(type(module)) == code_of(LlamaRMSNorm) and not has_hooks
+def eps_of(norm: nn.Module) -> float | None:
+    """The eps of a module that may be a normalisation: with weights (size,) only. None if it is another module."""
+    weight, values = norm._parameters.get("weight"), vars(norm)
+    eps = next((values[name] for name in EPS_NAMES if name in values), None)
+    if weight is None or weight.ndim != 1 or len(norm._parameters) > 1 or norm._modules:
+        return None
+    return eps if isinstance(eps, float) else None
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is ours, or computes what ours does."""
-    return isinstance(module, RMSNorm) or is_llama_norm(module)
+def _is_rms_norm(norm: Any, eps: float) -> bool:
+    """Whether a module computes `ops.rms_norm`, with the same roundings, of numbers so small that eps counts."""
+    weight: Tensor = norm.weight
+    draw = torch.Generator().manual_seed(0)
+    x = (2 * max(eps, 1e-12) ** 0.5 * torch.randn(4, weight.shape[0], generator=draw)).to(weight.dtype)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        exact = is_close(ops.rms_norm(x.float(), weight.float(), eps=eps), type(norm).forward(norm, x.float()))
+        ours, own = ops.rms_norm(x, weight, eps=eps), type(norm).forward(norm, x)
+    return exact and ours.dtype == own.dtype and bool((ours != own).float().mean() <= MOST_ROUNDED)
 
 
-def code_of(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """What the code of a module says, to compare it with another one's; empty if it is not Python's."""
-    code = getattr(kind.forward, "__code__", None)
-    return (code.co_code, code.co_names, code.co_consts) if code else ()
-
-
-def norms_of(model: nn.Module) -> dict[str, RMSNorm]:
-    """Our module for every one of a model's that is a normalisation as Llama has it, by name; weights are shared."""
-    return {
-        name: RMSNorm(part.weight, part.variance_epsilon) for name, part in model.named_modules() if is_llama_norm(part)
-    }
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results of one formula in float32 agree; numbers that are not finite do not."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Put our modules in the places of a model's normalisations."""
-    for name, norm in norms_of(model).items():
-        model.set_submodule(name, norm.train(model.get_submodule(name).training))
+    """Give every normalisation of a model that has no forward of its own, and no hook, ours."""
+    for part in model.modules():
+        has_hooks = part._forward_hooks or part._forward_pre_hooks
+        if eps_of(part) is not None and "forward" not in vars(part) and not has_hooks:
+            part.forward = NormForward(part)
+
+
+def restore_norms(model: nn.Module) -> None:
+    """Undo `replace_norms`."""
+    for part in model.modules():
+        if isinstance(vars(part).get("forward"), NormForward):
+            del part.forward

@@ -147,7 +147,6 @@ def attends(kind: type[Any]) -> str | None:
     "interface": through the attention interface. "with a bias": so, with a bias of positions that is added to the
     logits. "alone": without it. transformers itself looks for the interface in a model's file, not in every class.
     """
-    kind = getattr(kind, "stands_for", kind)  # one of our modules
     try:
         source = inspect.getsource(kind.forward)
     except (AttributeError, OSError, TypeError):

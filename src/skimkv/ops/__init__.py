@@ -6,7 +6,7 @@ are declared in `protocol.py`.
 
 from .backends import BACKENDS, backend, forced_backend, graphable, kernels_for, select_backend
 from .cpu.backend import RepeatedStep
-from .cpu.layer_parts import GatedMLP, LayerEnd, Layers, Norm, Projections
+from .cpu.layers import Layer, Layers, Norm
 from .cpu.linear import Matrix
 from .key_scores import key_scores
 from .linear import Product, linear, matrix
@@ -15,8 +15,7 @@ from .protocol import Again, Kernels, SkimKernels, SoftmaxOptions, Token
 from .rms_norm import norm_matrix, rms_norm
 
 __all__ = [
-    "BACKENDS", "Again", "GatedMLP", "Kernels", "LayerEnd", "Layers", "Matrix", "Norm", "Product", "Projections",
-    "RepeatedStep", "SkimKernels", "SoftmaxOptions", "Token", "append_block", "backend", "causal_attention",
-    "forced_backend", "graphable", "kernels_for", "key_scores", "linear", "matrix", "norm_matrix", "rms_norm",
-    "select_backend",
+    "BACKENDS", "Again", "Kernels", "Layer", "Layers", "Matrix", "Norm", "Product", "RepeatedStep", "SkimKernels",
+    "SoftmaxOptions", "Token", "append_block", "backend", "causal_attention", "forced_backend", "graphable",
+    "kernels_for", "key_scores", "linear", "matrix", "norm_matrix", "rms_norm", "select_backend",
 ]  # fmt: skip

@@ -1,0 +1,122 @@
+"""What modules compute with besides their inputs: what stands for them is right while that stays the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import is_
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+_hooks_of_all = torch.nn.modules.module._global_forward_hooks
+_hooks_before_all = torch.nn.modules.module._global_forward_pre_hooks
+Read = tuple[Mapping[str, Any], str, Any]  # that this mapping holds this value by this name
+CALLED = "forward", "__call__"  # what a call of a module enters
+
+
+class Watch:
+    """All that some modules read: their tensors, parts, attributes and configuration, and the code of their classes.
+
+    An attribute counts if the code of the module's class names it, in what a call of the module enters. It is looked at
+    in every step, so everything that Python has to look up is kept here. caller: a module that calls these, and reads
+    likewise; who wants to see it called does not matter.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], caller: nn.Module | None = None) -> None:
+        self.modules = modules
+        modules = [*modules, *([] if caller is None else [caller])]
+        self._modules, self._kinds = modules, [type(module) for module in modules]
+        names = {kind: _names_and_functions(kind) for kind in self._kinds}
+        self._read = [
+            *(read for kind, (named, functions) in names.items() for read in _read_by_class(kind, named, functions)),
+            *(read for module in modules for read in _read_by_module(module, names[type(module)][0])),
+        ]
+        tensors = [
+            (named, name, tensor)
+            for module in modules
+            for named in (module._parameters, module._buffers)
+            for name, tensor in named.items()
+        ]
+        self._places = [(mapping.get, name) for mapping, name, _ in (*self._read, *tensors)]
+        self._values = [value for *_, value in (*self._read, *tensors)]
+        self._parts = [(module._modules, dict(module._modules)) for module in modules if module._modules]
+        self._addresses = [(one.data_ptr, one.data_ptr()) for *_, one in tensors if one is not None]
+        self._hooks = [hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    def is_unchanged(self) -> bool:
+        """Whether the modules read what they read before, and have their tensors where they were."""
+        if not all(map(is_, [get(name) for get, name in self._places], self._values)):
+            return False
+        for now, before in self._parts:
+            if now != before:
+                return False
+        for address_of, address in self._addresses:
+            if address_of() != address:
+                return False
+        return [type(module) for module in self._modules] == self._kinds
+
+    def computes_as(self, other: Watch) -> bool:
+        """Whether it is of the same modules as another one, and these read the same but for their tensors."""
+        mine, theirs = self._read, other._read
+        if self._modules != other._modules or self._kinds != other._kinds or len(mine) != len(theirs):
+            return False
+        return all(a[0] is b[0] and a[1] == b[1] and a[2] is b[2] for a, b in zip(mine, theirs, strict=True))
+
+    def has_hooks(self) -> bool:
+        """Whether a hook wants to see one of the modules called."""
+        return any(self._hooks) or bool(_hooks_of_all or _hooks_before_all)
+
+
+def _read_by_class(kind: type[nn.Module], names: set[str], functions: Sequence[FunctionType]) -> Iterator[Read]:
+    """What the code of a class finds by name in the class, in its bases, and in its file."""
+    bases = _bases(kind)
+    for name in sorted({*CALLED, *(name for name in names if any(name in vars(base) for base in bases))}):
+        for base in bases:
+            yield vars(base), name, vars(base).get(name)
+    for function in functions:
+        for name in sorted(_names_in(function.__code__) & function.__globals__.keys()):
+            yield function.__globals__, name, function.__globals__[name]
+
+
+def _read_by_module(module: nn.Module, names: set[str]) -> Iterator[Read]:
+    attributes = vars(module)
+    for name in sorted({*names & attributes.keys(), "forward"}):
+        value = attributes.get(name)
+        yield attributes, name, value
+        if isinstance(value, PreTrainedConfig):
+            for of_config in sorted(names & vars(value).keys()):
+                yield vars(value), of_config, vars(value)[of_config]
+
+
+def _names_and_functions(kind: type[nn.Module]) -> tuple[set[str], list[FunctionType]]:
+    """All names in the functions that a call of a module of this class enters in its file, and these functions."""
+    names, functions = {*CALLED}, _functions_of(kind, CALLED)
+    for function in functions:  # grows
+        new = _names_in(function.__code__)
+        in_file = [value for name in new if isinstance(value := function.__globals__.get(name), FunctionType)]
+        near = [one for value in in_file if (one := inspect.unwrap(value)).__globals__ is function.__globals__]
+        functions += [one for one in [*near, *_functions_of(kind, new - names)] if one not in functions]
+        names |= new
+    return names, functions
+
+
+def _functions_of(kind: type[nn.Module], names: Collection[str]) -> list[FunctionType]:
+    """The functions that a class or one of its bases defines by these names."""
+    found = [inspect.unwrap(vars(base)[name]) for base in _bases(kind) for name in names if name in vars(base)]
+    return [one for one in found if isinstance(one, FunctionType)]
+
+
+def _bases(kind: type[nn.Module]) -> Sequence[type]:
+    """A class and its bases, before PyTorch's."""
+    return kind.__mro__[: kind.__mro__.index(nn.Module)]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """All names in a function, and its strings that are names, as getattr() takes them."""
+    parts = [part for part in code.co_consts if isinstance(part, CodeType)]
+    strings = {part for part in code.co_consts if isinstance(part, str) and part.isidentifier()}
+    return {*code.co_names, *strings}.union(*map(_names_in, parts))

@@ -1,0 +1,175 @@
+"""The layers of a model as one operation in C++, for a decode step (csrc/layers.cpp: skimkv_layers_run)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import library
+from .linear import CMatrix, Matrix, dtype_number
+
+# Attention of a layer, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D), of the type of the tokens.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+CAttend = CFUNCTYPE(c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)  # skimkv_attend
+
+
+class CNorm(Structure):
+    """The structure skimkv_norm of skimkv.h."""
+
+    _fields_ = library.structure_fields(("w", c_void_p), ("eps", c_float))
+
+
+class CLayer(Structure):
+    """The structure skimkv_layer of skimkv.h."""
+
+    _fields_ = library.structure_fields(
+        ("q k v o gate up down", CMatrix), ("before after of_q of_k", CNorm), ("D", c_int64)
+    )
+
+
+class CLayers(Structure):
+    """The structure skimkv_layers of skimkv.h."""
+
+    _fields_ = library.structure_fields(("layers", c_void_p), ("count", c_int64), ("norm", CNorm))
+
+
+class Norm(NamedTuple):
+    """A root-mean-square normalisation: weight (size,), eps."""
+
+    weight: Tensor
+    eps: float
+
+    def part(self, size: int, dtype: int) -> CNorm:
+        """It as a part of an operation. Raises ValueError if it is not one of `size` numbers of the type `dtype`."""
+        weight = self.weight
+        if weight.shape != (size,) or dtype_number(weight) != dtype or not weight.is_contiguous():
+            raise ValueError(
+                f"weights of a normalisation are {weight.dtype} {tuple(weight.shape)}; must be contiguous ({size},) of "
+                "the tokens' type"
+            )
+        return CNorm(weight.data_ptr(), self.eps)
+
+
+class Layer(NamedTuple):
+    """A layer of a model: t = x + o(attention(q, k, v)), then t + down(silu(gate(u)) * up(u)) with u = after(t).
+
+    q, k and v are products of before(x). D: the head size. head_norms: of the heads of q and of k, or None.
+    """
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    before: Norm
+    after: Norm
+    D: int
+    head_norms: tuple[Norm, Norm] | None = None
+
+    def part(self) -> CLayer:
+        """It as a part of an operation. Raises ValueError if the weights of a normalisation do not fit."""
+        size, dtype, D = self.q.inputs, self.q.op.dtype, self.D
+        heads = [norm.part(D, dtype) for norm in self.head_norms] if self.head_norms else [CNorm(), CNorm()]
+        norms = [self.before.part(size, dtype), self.after.part(size, dtype), *heads]
+        return CLayer(*(matrix.op for matrix in self[:7]), *norms, D)
+
+
+class Layers:
+    """All layers of a model, with attention inside, prepared for one token of one type in every row of a batch.
+
+    norm: of the last layer's tokens. It keeps the tensors and holds their addresses: it is right as long as each stays
+    where it was. Several threads may use it. Raises ValueError if the weights of a normalisation do not fit.
+    """
+
+    def __init__(self, layers: Sequence[Layer], norm: Norm) -> None:
+        first = layers[0].q
+        self.layers, self.norm, self.count, self.D = layers, norm, len(layers), layers[0].D
+        self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
+        self.op = CLayers(ctypes.addressof(self.list), self.count, norm.part(first.inputs, first.op.dtype))
+        self.address, self.run, self.pool = ctypes.addressof(self.op), _run(), library.thread_pool()
+
+    def fits(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether cos and sin are (B,1,D) or (1,1,D) for x (B,1,in), and of its type on its device."""
+        shape = cos.shape
+        if shape != sin.shape or not cos.dtype == sin.dtype == x.dtype or not (cos.is_cpu and sin.is_cpu):
+            return False
+        return shape in ((x.shape[0], 1, self.D), (1, 1, self.D))
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        steps: Sequence[int | None] | None,
+        attend: Attend | None = None,
+    ) -> Tensor:
+        """Compute all layers of x (B,1,in), which `fits` cos and sin, -> (B,1,in).
+
+        steps: the address of each layer's step of attention; None for a layer whose attention is `attend`. Without
+        steps attention gives zeros, so that the rest can be timed. Raises what `attend` raises, or ValueError with the
+        library's reason: before the first layer runs, unless memory ran out.
+        """
+        B = x.shape[0]
+        if cos.shape[0] != B:
+            cos, sin = cos.expand(B, 1, self.D), sin.expand(B, 1, self.D)
+        if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+            x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        if steps is not None and len(steps) != self.count:
+            raise ValueError(f"there are {len(steps)} steps of attention for {self.count} layers")
+        y = torch.empty_like(x)
+        addresses = None if steps is None else (c_void_p * self.count)(*steps)
+        raised: list[BaseException] = []
+        function = CAttend() if attend is None else self._callback(attend, B, x.dtype, raised)
+        threads = torch.get_num_threads() if self.pool else 1
+        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+        error = self.run(self.address, addresses, function, None, *pointers, B, threads, self.pool)
+        if raised:
+            raise raised[0]
+        if error is not None:
+            raise ValueError(error.decode())
+        return y
+
+    def _callback(self, attend: Attend, B: int, dtype: torch.dtype, raised: list[BaseException]) -> object:
+        """`attend` as the library calls it. What it raises becomes the first of `raised`."""
+        D = self.D
+
+        def copied(address: int, heads: int) -> Tensor:
+            """The numbers at an address (B,heads,1,D); attention may keep them, and the library takes others there."""
+            x = torch.empty(B, heads, 1, D, dtype=dtype)
+            ctypes.memmove(x.data_ptr(), address, x.nbytes)
+            return x
+
+        def called(_: object, i: int, queries: int, keys: int, values: int, y: int) -> int:
+            try:
+                layer = self.layers[i]
+                H, heads = layer.k.out // D, layer.q.out // D
+                found = attend(i, copied(queries, heads), copied(keys, H), copied(values, H))
+                if found.shape != (B, 1, heads, D) or found.dtype != dtype or not found.is_cpu:
+                    raise ValueError(
+                        f"attention of layer {i} gave {found.dtype} {tuple(found.shape)} on {found.device}; must be "
+                        f"{dtype} {(B, 1, heads, D)} on cpu"
+                    )
+                found = found.contiguous()
+                ctypes.memmove(y, found.data_ptr(), found.nbytes)
+            except BaseException as error:  # it cannot pass through the library
+                raised.append(error)
+                return 1
+            return 0
+
+        return CAttend(called)
+
+
+@functools.cache
+def _run() -> Callable[..., bytes | None]:
+    run = library.library().skimkv_layers_run
+    run.argtypes = [c_void_p] * 2 + [CAttend] + [c_void_p] * 5 + [c_int64, c_int, c_void_p]
+    run.restype = c_char_p
+    return run
