@@ -1,4 +1,4 @@
-"""A decode step of all layers as one operation: it says the same, and what is more than a step goes layer by layer."""
+"""A decode step of all layers as one operation: it says the same, and what is more goes to the model's own forward."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from transformers import (
     AttentionInterface,
     DynamicCache,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,13 +22,13 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama import modeling_llama
 
 import skimkv
 from skimkv import ops
-from skimkv.hf.decode_step import StepForward, replace_forward, restore_forward, step_forward
+from skimkv.hf.cache_step import CacheStep
+from skimkv.hf.decode_step import StepForward, replace_modules, restore_forward, step_forward
 from skimkv.hf.weights import quantise
-from skimkv.ops.cpu import layer_parts
 from support.instruction_sets import NATIVE
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -45,12 +47,13 @@ SIZES = {
 }
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "llama with biases": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
     "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None)),
     "mistral with a window": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=64)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
 }
-METHODS = {
+REPEATED = {
     "Dense": "Dense",
     "Dense with int8 rows": "Dense(kv='int8')",
     "SparQ": "SparQ(r=4, k=8)",
@@ -60,6 +63,13 @@ METHODS = {
     "LMInfinite": "LMInfinite(k=24)",
     "SubGen": "SubGen(k=12)",
 }
+ATTENDING = {  # which have no kernel for all of a step
+    "TOVA": "TOVA(k=12)",
+    "Quest": "Quest(k=8, page=4)",
+    "LMInfinite at positions in its cache": "LMInfinite(k=24, positions='cache')",
+    "SubGenStream": "SubGenStream(t=4, s=4, delta=0.5)",
+}
+METHODS = REPEATED | ATTENDING
 DENSE = "Dense"
 
 
@@ -67,6 +77,9 @@ def random_model(family="llama", weights="bfloat16", dtype=torch.bfloat16):
     torch.manual_seed(0)
     kind, config = FAMILIES[family]
     model = kind(copy.deepcopy(config)).eval().requires_grad_(False)
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            tensor.copy_(torch.rand_like(tensor) + 0.5)
     return quantise(model.to(dtype), weights)
 
 
@@ -79,11 +92,10 @@ def prompt(batch=1, n=20):
 
 
 def after_prompt(model, spec=DENSE, batch=1):
-    """A cache of a prompt and one token, whose next step repeats the last one."""
+    """A cache of a prompt."""
     cache = new_cache(model, spec)
     with torch.no_grad():
-        model(prompt(batch), past_key_values=cache)
-        model(prompt(batch, 1), past_key_values=cache)
+        model(prompt(batch, 21), past_key_values=cache)
     return cache
 
 
@@ -99,30 +111,37 @@ def logits(model, spec=DENSE, batch=1, steps=6, **kwargs):
 @pytest.fixture
 def steps_at_once(monkeypatch):
     """A list that grows by one with every step of all layers at once."""
-    steps, call = [], layer_parts.Layers.__call__
+    steps, take = [], CacheStep.take
 
     def counting(self, *args):
         steps.append(self)
-        return call(self, *args)
+        return take(self, *args)
 
-    monkeypatch.setattr(layer_parts.Layers, "__call__", counting)
+    monkeypatch.setattr(CacheStep, "take", counting)
     return steps
+
+
+def check_own_forward(model, found, *args, **kwargs):
+    """That the model's own forward says what was found, on the same arguments of `logits`."""
+    restore_forward(model)
+    expected = logits(model, *args, **kwargs)
+    most = 0 if found.dtype == torch.bfloat16 else 2.0**-12 * expected.abs().max()  # where roundings move codes
+    assert (found - expected).abs().max() <= most
+    replace_modules(model)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_says_the_same(family, method, steps_at_once):
-    """For one row and for three; the first step of a cache goes layer by layer, and those after it repeat it."""
+    """For one row and for three, from the first token after the prompt."""
     for weights in ("bfloat16", "int8"):
         model = random_model(family, weights)
         for batch in (1, 3):
             steps_at_once.clear()
             ours = logits(model, METHODS[method], batch)
-            assert len(steps_at_once) == 5
-            restore_forward(model)
-            assert torch.equal(ours, logits(model, METHODS[method], batch))
-            assert len(steps_at_once) == 5
-            replace_forward(model)
+            assert len(steps_at_once) == 6
+            assert None not in steps_at_once[-1].addresses or method in ATTENDING
+            check_own_forward(model, ours, METHODS[method], batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -130,12 +149,11 @@ def test_a_model_says_the_same(family, method, steps_at_once):
 def test_other_types(weights, dtype, steps_at_once):
     model = random_model("qwen3", weights, dtype)
     ours = logits(model)
-    assert len(steps_at_once) == 5
-    restore_forward(model)
-    assert torch.equal(ours, logits(model))
+    assert len(steps_at_once) == 6
+    check_own_forward(model, ours)
 
 
-@pytest.mark.parametrize("spec", ["Dense", "SparQ(r=4, k=8, channels='int8')", "H2O(k=12)"])
+@pytest.mark.parametrize("spec", ["Dense", "SparQ(r=4, k=8, channels='int8')", "H2O(k=12)", "TOVA(k=12)"])
 def test_generate_with_padding(spec, steps_at_once):
     """Rows of several lengths, with the masks and positions that generate() makes, in memory that has to grow."""
     model = random_model("llama")
@@ -144,11 +162,42 @@ def test_generate_with_padding(spec, steps_at_once):
     settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 300, "pad_token_id": 0}
     with skimkv.attach(model, spec):
         ours = model.generate(ids, **settings)
-        at_once = len(steps_at_once)
-        assert 290 <= at_once <= 298, "the first step goes layer by layer, and so does one that needs more memory"
+        assert len(steps_at_once) == 299
         restore_forward(model)
         assert torch.equal(ours, model.generate(ids, **settings))
-        assert len(steps_at_once) == at_once
+        assert len(steps_at_once) == 299
+
+
+@pytest.mark.filterwarnings("ignore:.*layers")
+def test_layers_that_the_library_caches(steps_at_once):
+    """A window that is shorter than the text: these layers keep the library's cache, and attend as it does."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    torch.manual_seed(0)
+    model = quantise(Qwen2ForCausalLM(config).eval().requires_grad_(False).bfloat16(), "bfloat16")
+
+    def run(mask=None, batch=1):
+        cache, tokens = skimkv.Cache(model, "SparQ(r=4, k=8)"), prompt(batch, 30)
+        with torch.no_grad():
+            found = [
+                model(
+                    tokens[:, first:last],
+                    past_key_values=cache,
+                    attention_mask=None if mask is None else mask[:, :last],
+                )
+                for first, last in [(0, 20), *((20 + i, 21 + i) for i in range(10))]
+            ]
+        return torch.cat([out.logits for out in found], 1)
+
+    mask = torch.ones(2, 30)
+    mask[1, :2] = 0
+    for given, batch, at_once in ((None, 1, 10), (None, 3, 10), (torch.ones(1, 30), 1, 10), (mask, 2, 0)):
+        steps_at_once.clear()
+        ours = run(given, batch)
+        assert len(steps_at_once) == at_once, "the library makes the mask where rows are padded"
+        restore_forward(model)
+        assert torch.equal(ours, run(given, batch))
+        replace_modules(model)
 
 
 def test_arguments_of_a_step(steps_at_once):
@@ -222,63 +271,222 @@ def test_contexts_in_which_it_goes_layer_by_layer(steps_at_once):
         finally:
             AttentionInterface.register(name, function)
         assert len(called) == 3, "another attention function is called"
+        assert not steps_at_once
         caches[-1].activate_past_recording()
         step()
-        assert not steps_at_once
+        assert len(steps_at_once) == 1 and set(steps_at_once[0].addresses) == {None}, "a draft can be taken back"
         step()
-        assert len(steps_at_once) == 1 and not caches
+        assert len(steps_at_once) == 2 and not caches
         cache = after_prompt(model)
         model.config.output_hidden_states = True
         assert len(model(torch.tensor([[3]]), past_key_values=cache).hidden_states) == 4
-        assert len(steps_at_once) == 1
+        assert len(steps_at_once) == 2
 
 
 @pytest.mark.parametrize("part", ["", ".self_attn", ".mlp", ".self_attn.k_proj", ".mlp.act_fn", ".input_layernorm"])
 def test_a_hook_sees_its_layer_called(part, steps_at_once):
     model = random_model()
     before, seen = logits(model), []
-    assert len(steps_at_once) == 5
+    assert len(steps_at_once) == 6
     hook = model.get_submodule(f"model.layers.1{part}").register_forward_hook(lambda *args: seen.append(1))
     assert torch.equal(logits(model), before)
-    assert len(steps_at_once) == 5 and len(seen) == 7
+    assert len(steps_at_once) == 6 and len(seen) == 7
     hook.remove()
     assert torch.equal(logits(model), before)
-    assert len(steps_at_once) == 10
+    assert len(steps_at_once) == 12
     everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1))
     try:
         seen.clear()
         assert torch.equal(logits(model), before)
     finally:
         everywhere.remove()
-    assert len(steps_at_once) == 10 and len(seen) > 7 * 3 * 10
+    assert len(steps_at_once) == 12 and len(seen) > 7 * 3 * 10
 
 
-@pytest.mark.parametrize(
-    "part", ["layers.1.mlp.up_proj", "layers.2.self_attn.v_proj", "norm", "layers.0.input_layernorm"]
-)
-def test_what_changes_between_two_steps_is_noticed(part, steps_at_once):
+def twice(module):
+    """A forward that gives twice what the module's own gives."""
+    own = type(module).forward
+    return lambda *args, **kwargs: 2 * own(module, *args, **kwargs)
+
+
+def other_weight(part):
+    part.weight = torch.nn.Parameter(torch.randn_like(part.weight), requires_grad=False)
+
+
+def other_data(part):
+    part.weight.data = torch.randn_like(part.weight)
+
+
+def bias_in_place(part):
+    part.bias.add_(1)
+
+
+def no_bias(part):
+    part.bias = None
+
+
+def other_module(name):
+    def change(part):
+        part.set_submodule(name, torch.nn.Linear(64, part.get_submodule(name).out_features).bfloat16())
+
+    return change
+
+
+def attribute(name, value):
+    return lambda part: setattr(part, name, value)
+
+
+# What may change between two steps: where, how, and whether all layers are one operation still.
+CHANGES = {
+    "eps of a layer": ("layers.1.input_layernorm", attribute("variance_epsilon", 1.0), True),
+    "eps after attention": ("layers.1.post_attention_layernorm", attribute("variance_epsilon", 1.0), True),
+    "eps of heads": ("layers.1.self_attn.q_norm", attribute("variance_epsilon", 1.0), True),
+    "eps of the last normalisation": ("norm", attribute("variance_epsilon", 1.0), True),
+    "the scale of logits": ("layers.1.self_attn", attribute("scaling", 1.0), True),
+    "an activation": ("layers.1.mlp", attribute("act_fn", torch.nn.GELU()), False),
+    "the scale of angles": ("rotary_emb", attribute("attention_scaling", 2.0), True),
+    "the frequencies of angles": ("rotary_emb", attribute("inv_freq", torch.rand(8)), True),
+    "a matrix": ("layers.2.self_attn.v_proj", other_weight, True),
+    "a matrix's data": ("layers.1.mlp.up_proj", other_data, True),
+    "a normalisation's weights": ("layers.0.input_layernorm", other_weight, True),
+    "the last normalisation's data": ("norm", other_data, True),
+    "the embedding": ("embed_tokens", other_data, True),
+    "a bias": ("layers.1.self_attn.q_proj", bias_in_place, True),
+    "no bias": ("layers.1.self_attn.q_proj", no_bias, True),
+    "a layer of PyTorch's": ("layers.1", other_module("self_attn.o_proj"), False),
+    "a forward of a layer's own": ("layers.1.mlp", lambda part: setattr(part, "forward", twice(part)), False),
+    "a forward of a product's own": (
+        "layers.1.mlp.gate_proj",
+        lambda part: setattr(part, "forward", twice(part)),
+        False,
+    ),
+    "a forward of a normalisation's own": ("norm", lambda part: setattr(part, "forward", twice(part)), False),
+    "a hook": ("layers.1.mlp", lambda part: part.register_forward_pre_hook(lambda _, args: (args[0] * 2,)), False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_two_steps_is_noticed(change, steps_at_once):
+    torch.manual_seed(0)
+    where, apply, is_at_once = CHANGES[change]
+    config = Qwen3Config(**SIZES, attention_bias=True)
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False).bfloat16()
+    model.model.layers[1].self_attn.q_proj.bias.normal_()
+    model = quantise(model, "bfloat16")
+    before = logits(model)
+    assert len(steps_at_once) == 6
+    apply(model.model.get_submodule(where))
+    ours = logits(model)
+    assert not torch.equal(ours, before)
+    assert len(steps_at_once) == (12 if is_at_once else 6)
+    check_own_forward(model, ours)
+
+
+def plus_one(self, hidden_states):
+    """Llama's normalisation, and one; by the names that its own code has."""
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype) + 1
+
+
+def scaled_mlp(self, x):
+    """Llama's feed-forward layer, by 1.01."""
+    return 1.01 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def turned_back(x):
+    """Llama's rotation with another sign."""
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((x2, -x1), dim=-1)
+
+
+def scaled(function, factor=1.01):
+    """A method whose result, or its states, are scaled."""
+
+    def forward(self, *args, **kwargs):
+        out = function(self, *args, **kwargs)
+        return (out[0] * factor, *out[1:]) if isinstance(out, tuple) else out * factor
+
+    return forward
+
+
+def scaled_embedding(self, input_ids=None, inputs_embeds=None, **kwargs):
+    """Llama's forward, which scales what it embeds, but not what was embedded before."""
+    embeds = self.embed_tokens(input_ids) * 2 if inputs_embeds is None else inputs_embeds
+    return OWN_FORWARD(self, inputs_embeds=embeds, **kwargs)
+
+
+OWN_FORWARD = modeling_llama.LlamaModel.forward
+ARITHMETIC = {
+    "a normalisation": (modeling_llama.LlamaRMSNorm, "forward", plus_one),
+    "a feed-forward layer": (modeling_llama.LlamaMLP, "forward", scaled_mlp),
+    "the sign of a rotation": (modeling_llama, "rotate_half", turned_back),
+    "an attention layer": (modeling_llama.LlamaAttention, "forward", scaled(modeling_llama.LlamaAttention.forward)),
+    "a residual": (modeling_llama.LlamaDecoderLayer, "forward", scaled(modeling_llama.LlamaDecoderLayer.forward)),
+    "an embedding": (modeling_llama.LlamaModel, "forward", scaled_embedding),
+}
+
+
+@pytest.mark.parametrize("change", ARITHMETIC)
+def test_changed_arithmetic_is_the_models_own(change, steps_at_once, monkeypatch):
+    """Under the same names: before the first step, and between two."""
+    early, late = random_model(), random_model()
+    before = logits(late)
+    assert len(steps_at_once) == 6
+    with monkeypatch.context() as context:
+        context.setattr(*ARITHMETIC[change])
+        for model in (early, late):
+            ours = logits(model)
+            assert not torch.equal(ours, before)
+            assert len(steps_at_once) == 6
+            check_own_forward(model, ours)
+    for model in (early, late):
+        assert torch.equal(logits(model), before)
+    assert len(steps_at_once) == 18
+
+
+def test_a_class_of_another_arithmetic_is_called(steps_at_once):
+    """A subclass that a module got before its first step, or between two."""
     model = random_model()
-    layer, one = model.get_submodule(f"model.{part}"), torch.tensor([[3]])
+    mlp = model.model.layers[1].mlp
 
-    def step():
-        with torch.no_grad():
-            return model(one, past_key_values=after_prompt(model)).logits
+    class Scaled(type(mlp)):
+        forward = scaled_mlp
 
-    before, weight = step(), layer.weight
-    other = torch.randn_like(weight)
-    layer.weight.data, data = other, layer.weight.data
-    changed = step()
-    assert not torch.equal(changed, before)
-    layer.weight.data = data
-    assert torch.equal(step(), before)
-    layer.weight = torch.nn.Parameter(other.clone(), requires_grad=False)
-    assert torch.equal(step(), changed)
-    layer.weight = weight
-    assert torch.equal(step(), before) and len(steps_at_once) == 5
-    layer.forward = lambda x: type(layer).forward(layer, x)
-    assert torch.equal(step(), before) and len(steps_at_once) == 5, "a forward of its own is called"
-    del layer.forward
-    assert torch.equal(step(), before) and len(steps_at_once) == 6
+    before, own = logits(model), type(mlp)
+    assert len(steps_at_once) == 6
+    mlp.__class__ = Scaled
+    ours = logits(model)
+    assert not torch.equal(ours, before) and len(steps_at_once) == 6
+    check_own_forward(model, ours)
+    mlp.__class__ = own
+    assert torch.equal(logits(model), before) and len(steps_at_once) == 12
+
+    class Same(type(mlp)):
+        def forward(self, x):
+            return super().forward(x) * 1
+
+    mlp.__class__ = Same
+    assert torch.equal(logits(model), before) and len(steps_at_once) == 18, "what computes the same is replaced"
+
+
+def test_layers_are_compared_once(steps_at_once, monkeypatch):
+    """While only weights change; another attribute, or another kind of step, is compared anew."""
+    model, calls = random_model(), []
+    own = type(model.model).forward
+    monkeypatch.setattr(type(model.model), "forward", lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs))
+    logits(model)
+    compared = len(calls)  # with the prompt
+    logits(model)
+    assert len(calls) == compared + 1
+    model.model.layers[0].mlp.up_proj.weight.data = torch.randn(96, 64).bfloat16()
+    logits(model)
+    assert len(calls) == compared + 2
+    model.model.norm.variance_epsilon = 0.5
+    logits(model)
+    assert len(calls) == 2 * compared + 2 and len(steps_at_once) == 24
 
 
 def test_layers_that_are_taken_out_or_replaced(steps_at_once):
@@ -287,19 +495,17 @@ def test_layers_that_are_taken_out_or_replaced(steps_at_once):
     model.model.layers = torch.nn.ModuleList(list(whole)[:2])
     model.config.num_hidden_layers = 2
     ours = logits(model)
-    assert len(steps_at_once) == 5 and steps_at_once[0].count == 2
-    restore_forward(model)
-    assert torch.equal(ours, logits(model))
-    replace_forward(model)
+    assert len(steps_at_once) == 6 and len(steps_at_once[0].addresses) == 2
+    check_own_forward(model, ours)
     model.model.layers = whole
     assert torch.equal(ours, logits(model)), "transformers runs as many as the configuration says"
-    assert len(steps_at_once) == 5
+    assert len(steps_at_once) == 6
     model.config.num_hidden_layers = 3
     assert not torch.equal(ours, logits(model))
-    assert len(steps_at_once) == 10
-    model.model.layers[1] = LlamaDecoderLayer(model.config, 1).eval().bfloat16()
+    assert len(steps_at_once) == 12
+    model.model.layers[1] = modeling_llama.LlamaDecoderLayer(model.config, 1).eval().bfloat16()
     assert not torch.equal(ours, logits(model))
-    assert len(steps_at_once) == 10, "a layer of transformers' is called"
+    assert len(steps_at_once) == 12, "a layer of transformers' is called"
 
 
 def test_masks_are_refused_as_layer_by_layer(steps_at_once):
@@ -313,7 +519,7 @@ def test_masks_are_refused_as_layer_by_layer(steps_at_once):
     }.items():
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             model(one, past_key_values=after_prompt(model), attention_mask=mask)
-    assert not steps_at_once
+    assert len(steps_at_once) <= 1
 
 
 def test_a_window_is_kept(steps_at_once):
@@ -323,7 +529,7 @@ def test_a_window_is_kept(steps_at_once):
         model(prompt(n=61), past_key_values=cache)
         for _ in range(3):
             model(one, past_key_values=cache)
-        assert len(steps_at_once) == 2
+        assert len(steps_at_once) == 3
         with pytest.raises(ValueError, match="65 tokens exceed this cache"):
             model(one, past_key_values=cache)
 
@@ -336,21 +542,31 @@ def test_positions_are_warned_of_once():
     assert len(found) == 1
 
 
-def test_a_step_that_was_interrupted_spoils_its_cache(steps_at_once, monkeypatch):
+@pytest.mark.parametrize("spec", ["Dense", "TOVA(k=12)"])
+def test_a_step_that_was_interrupted_spoils_its_cache(spec, steps_at_once, monkeypatch):
+    """Between layers, or in a layer that attends by itself: the exception comes as it was raised."""
     model, one = random_model(), torch.tensor([[3]])
-    cache = after_prompt(model)
+    cache = after_prompt(model, spec)
+    with torch.no_grad():
+        model(one, past_key_values=cache)
+
+    class Interrupted(BaseException):
+        pass
 
     def interrupted(self, *args):
-        raise KeyboardInterrupt
+        raise Interrupted
 
     with monkeypatch.context() as context, torch.no_grad():
-        context.setattr(layer_parts.Layers, "__call__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        if spec == "Dense":
+            context.setattr(ops.Layers, "__call__", interrupted)
+        else:
+            context.setattr(cache.layers[1], "attend", interrupted)
+        with pytest.raises(Interrupted):
             model(one, past_key_values=cache)
     with torch.no_grad():
-        with pytest.raises((RuntimeError, ValueError), match=r"half updated|the cache holds"):
+        with pytest.raises((RuntimeError, ValueError), match=r"half updated|the cache holds|interrupted"):
             model(one, past_key_values=cache)
-        model(one, past_key_values=after_prompt(model))
+        model(one, past_key_values=after_prompt(model, spec))
 
 
 def test_a_cache_that_another_thread_uses_is_refused():
@@ -375,7 +591,7 @@ def test_a_cache_that_another_thread_uses_is_refused():
 
 def test_threads_with_caches_of_their_own(steps_at_once):
     model = random_model()
-    expected = {spec: logits(model, spec, steps=20) for spec in ("Dense", "H2O(k=12)")}
+    expected = {spec: logits(model, spec, steps=20) for spec in ("Dense", "H2O(k=12)", "TOVA(k=12)")}
     found = {}
     threads = [
         threading.Thread(target=lambda spec=spec: found.update({spec: logits(model, spec, steps=20)}))
@@ -395,36 +611,28 @@ def test_copies_are_of_their_own_modules(steps_at_once):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert step_forward(twin.model).model is twin.model
         steps_at_once.clear()
-        assert torch.equal(logits(twin), before) and len(steps_at_once) == 5
+        assert torch.equal(logits(twin), before) and len(steps_at_once) == 6
         twin.model.layers[0].mlp.up_proj.weight.zero_()
         assert not torch.equal(logits(twin), before)
         assert torch.equal(logits(model), before)
 
 
-def test_other_models_keep_their_forward(monkeypatch):
+def test_other_models_keep_their_forward():
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
 
     def forward(self, input_ids=None, **kwargs):
-        """Embed, as no version does that was seen."""
         return self.embed_tokens(input_ids)
 
-    class Other(type(model.model)):
-        pass
-
-    model.model.__class__ = Other
-    replace_forward(model)
-    assert step_forward(model.model) is None
-    model.model.__class__ = Other.__base__
     model.model.forward = forward
-    replace_forward(model)
+    replace_modules(model)
     assert model.model.forward is forward, "somebody else's stays"
     del model.model.forward
-    with monkeypatch.context() as context:
-        context.setattr(type(model.model), "forward", forward)
-        replace_forward(model)
-        assert step_forward(model.model) is None
-    replace_forward(model)
+    replace_modules(model)
     assert isinstance(step_forward(model.model), StepForward)
     ours = logits(model)  # with layers of transformers, it finds nothing to do
     restore_forward(model)
     assert "forward" not in model.model.__dict__ and torch.equal(ours, logits(model))
+    gemma = GemmaForCausalLM(GemmaConfig(**SIZES)).eval().bfloat16()
+    quantise(gemma, "int8")
+    ours = logits(gemma)
+    check_own_forward(gemma, ours)

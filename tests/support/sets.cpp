@@ -318,7 +318,7 @@ static bool agrees(const std::string &isa, const Case &c) {
     if (same_cache && error[0] <= most && same_rest) return true;
     std::printf(
         "%s: type %d, channels %d, bits %d, D %d, G %d: errors of steps %.1e, linear %.1e, key scores %.1e, prompts "
-        "%.1e, norms %.1e, parts of layers %.1e%s\n",
+        "%.1e, norms %.1e, layers %.1e%s\n",
         isa.c_str(), c.dtype, c.channels, c.bits, c.D, c.G, error[0], error[1], error[2], error[3], error[4], error[5],
         same_cache ? "" : "; the caches differ");
     return false;

@@ -72,10 +72,7 @@ class StepForward:
         self.__init__(state["model"])  # type: ignore[misc]
 
     def _step(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """The tokens (B,1,size) after the last normalisation; None where the model's own forward has to compute them.
-
-        Tokens that were embedded for it are put into kwargs, so that they are embedded once.
-        """
+        """The tokens (B,1,size) after the last normalisation; None where the model's own forward computes them."""
         cache: Any = kwargs.get("past_key_values")
         ids, x = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         begin, tokens = getattr(cache, "begin_step", None), cast(Tensor, ids if x is None else x)
@@ -84,10 +81,7 @@ class StepForward:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)) or not self._is_plain(kwargs):
             return None
-        if x is None:
-            x = self.model.embed_tokens(ids)
-            del kwargs["input_ids"]
-            kwargs["inputs_embeds"] = x
+        x = self.model.embed_tokens(ids) if x is None else x
         prepared = self.prepared(x, [_window(layer) for layer in cache.layers])
         operation = None if prepared is None else prepared.operation
         if prepared is None or operation is None:
@@ -162,7 +156,11 @@ def _window(layer: Any) -> int | None:
 
 def _is_changed(modules: Sequence[nn.Module]) -> bool:
     """Whether a module is in training, or has a forward of its own that is not ours."""
-    return any(one.training or type(vars(one).get("forward")) not in (type(None), NormForward) for one in modules)
+    return any(
+        (one.training and not isinstance(one, nn.ModuleList)) or not isinstance(forward, NormForward | None)
+        for one in modules
+        for forward in [vars(one).get("forward")]
+    )
 
 
 def layers_operation(model: Any, x: Tensor, *, converts: bool = False) -> ops.Layers | None:
@@ -216,7 +214,7 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
     draw: where these come from; None: it raises _Asked instead.
     """
 
-    cached_tokens, nbytes, allocated = None, 0, 0  # type: ignore[assignment]
+    cached_tokens, nbytes, allocated = None, 0, 0
 
     def __init__(self, draw: torch.Generator | None, seen: int, window: int | None) -> None:
         super().__init__()
@@ -273,13 +271,15 @@ def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[Softm
 
 def _only_embeds(model: Any, seen: int, windows: Sequence[int | None]) -> bool:
     """Whether a model's own forward does with ids of tokens nothing but embed them, before its first layer attends."""
-    ids, asked = torch.tensor([[0], [1]]), list[Any]()
+    ids, found = torch.tensor([[0], [1]]), list[Tensor]()
     for tokens in ({"input_ids": ids}, {"inputs_embeds": model.embed_tokens(ids)}):
-        given = [_Given(None, seen, window) for window in windows]
+        first, *others = [_Given(torch.Generator().manual_seed(0), seen, window) for window in windows]
+        for layer in others:
+            layer.draw = None
         with contextlib.suppress(_Asked):
-            _own_forward(model, given, **tokens)
-        asked.append(given[0].asked)
-    return None not in asked and all(map(torch.equal, *asked))
+            found.append(_own_forward(model, [first, *others], **tokens).last_hidden_state)
+        found += [q for layer in others[:1] if layer.asked is not None for q in layer.asked]
+    return len(found) % 2 == 0 and all(map(torch.equal, found[: len(found) // 2], found[len(found) // 2 :]))
 
 
 def _own_forward(model: Any, layers: Sequence[_Given], **tokens: Tensor) -> Any:

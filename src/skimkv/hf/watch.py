@@ -64,7 +64,7 @@ class Watch:
         mine, theirs = self._read, other._read
         if self._modules != other._modules or self._kinds != other._kinds or len(mine) != len(theirs):
             return False
-        return all(a[0] is b[0] and a[1] == b[1] and a[2] is b[2] for a, b in zip(mine, theirs, strict=True))
+        return all(a[1] == b[1] and a[2] is b[2] for a, b in zip(mine, theirs, strict=True))
 
     def has_hooks(self) -> bool:
         """Whether a hook wants to see one of the modules called."""
