@@ -116,7 +116,7 @@ def side_by_side(scores: Sequence[float], i: int, n: int, greatest: float) -> li
 
 
 def shifted(ax: Axes, i: int, n: int, right: float = 0.0, down: float = 0.6) -> Transform:
-    """Data coordinates for line i of n, each moved by so many points from the one before it, around the true place.
+    """Data coordinates for line i of n, each `right` and `down` points from the one before it, around the true place.
 
     So equal lines do not hide each other. `side_by_side` is for scores whose scale has an end.
     """

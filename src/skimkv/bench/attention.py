@@ -33,7 +33,7 @@ from .machine import Call, Machine, nothing, peak_bandwidth
 from .rounds import Timings, is_delayed, take_turns
 from .torch_baseline import dense_calls, dtype_of
 
-SLOW = 2.0  # a path of PyTorch's that takes so many times as long as its fastest is not timed
+SLOW = 2.0  # times as long as PyTorch's fastest path; one of its paths that takes longer is not timed
 MOST_SETS = 64  # of caches that are taken in turn
 PAPER_GRID = {
     "batch": (1, 4, 16, 64), "length": (1024, 4096, 16384, 65536), "r": (16, 32, 64), "k": (64, 128, 256, 512),
@@ -172,7 +172,7 @@ def sets_in_turn(
 def candidates(
     machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, sets: int, onnx: bool = False
 ) -> dict[str, Candidate]:
-    """Return every method after n tokens, and PyTorch's dense paths, on so many sets of caches; onnx: its paths too."""
+    """Return every method after n tokens, and PyTorch's dense paths, on `sets` sets of caches; onnx: its paths too."""
     candidates_by_name: dict[str, Candidate] = {}
     spare = machine.free_bytes() // sets - set_bytes(machine, methods, shape, dtype, n, onnx)
     for i in range(sets):
@@ -275,7 +275,7 @@ def race(
 
 
 def repeat(call: Call, times: int) -> None:
-    """Run a call so many times."""
+    """Run a call `times` times."""
     for _ in range(times):
         call()
 

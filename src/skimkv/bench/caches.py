@@ -18,7 +18,7 @@ SCORED_BLOCK = 512  # the same where every token of a block scores all before it
 def random_store(
     shape: Shape, dtype: torch.dtype, tokens: int, more: int = 1, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Full:
-    """Return a store of so many standard normal keys and values, with room for `more` in the same piece of memory."""
+    """Return a store of `tokens` standard normal keys and values, with room for `more` in the same piece of memory."""
     store, draw = Full(shape, dtype, device), torch.Generator(device).manual_seed(seed)
     store.reserve(tokens + more)
     B, H, _, D = shape

@@ -38,7 +38,7 @@ def memory(
 
 
 def measure(method_spec: str, shape: Shape, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """Grow a store to so many tokens, as a model does that reads a prompt in blocks and decodes one token.
+    """Grow a store to `tokens` tokens, as a model does that reads a prompt in blocks and decodes one token.
 
     peak_rss_growth is by how much the peak of this process's memory grew: a second call in a process sees less.
     """

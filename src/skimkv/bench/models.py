@@ -100,7 +100,7 @@ def random_cache(model: LlamaForCausalLM, method: Method | None, tokens: int, mo
 
 
 class Decoder(NamedTuple):
-    """One way to decode: by a method, or for None as transformers does, after so many tokens."""
+    """One way to decode: by a method, or for None as transformers does, after `tokens` tokens."""
 
     method: Method | None
     tokens: int

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from .machine import Call, nothing
 
-SELDOM = 4  # a candidate that is seldom called takes its turn in the first of so many rounds
+SELDOM = 4  # rounds; a candidate that is seldom called takes its turn in the first of them
 
-# What the threads of a call may wait for a processor, all together: so many seconds, or this share of a longer call.
+# What the threads of a call may wait for a processor, all together: seconds, or a share of a longer call.
 LONGEST_WAIT, LARGEST_SHARE = 100e-6, 0.01
 
 
 def is_delayed(seconds: float, waited: float) -> bool:
-    """Return whether a call of so many seconds was delayed by other processes: its threads waited too long."""
+    """Return whether other processes delayed a call that took `seconds`: its threads waited too long."""
     return waited >= max(LONGEST_WAIT, LARGEST_SHARE * seconds)
 
 

@@ -33,7 +33,7 @@ SHARE = 0.2  # of all tokens of a sequence: the budget in the paper's tables
 
 
 class Candidate(NamedTuple):
-    """One way to decode so many sequences: by a method, or for None as transformers does."""
+    """One way to decode `batch` sequences: by a method, or for None as transformers does."""
 
     method: Method | None
     batch: int

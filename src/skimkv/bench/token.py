@@ -32,7 +32,7 @@ from .rounds import Timings, take_turns
 FEW = 16  # tokens in the cache of a step whose time is that of the weights
 WARM_UP = 4  # steps before the clock: memory is touched, kernels are compiled and captured
 COMPILE: bool | str = True  # attach(compile=...)
-SLOW = 4.0  # a step of transformers' that takes so many times as long as the fastest of ours is seldom taken
+SLOW = 4.0  # times as long as our fastest step; a step of transformers' that takes longer is seldom taken
 
 
 def time_together(

@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 def block_size(tokens: int) -> int:
-    """Return the largest size of blocks in which a request of so many tokens takes no more room than in small ones."""
+    """Return the largest size of blocks in which `tokens` tokens take no more room than in small ones."""
     least = -(-tokens // BLOCK_SIZES[-1]) * BLOCK_SIZES[-1]
     return next(size for size in BLOCK_SIZES if least % size == 0)
 
@@ -77,7 +77,7 @@ class Engine:
         return int(self.cache.num_gpu_blocks - 1) // blocks
 
     def add_requests(self, prompts: list[list[int]], new: int) -> None:
-        """Give the engine these prompts, whose answers have so many tokens, and start its clock anew."""
+        """Give the engine these prompts, whose answers have `new` tokens each, and start its clock anew."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -94,7 +94,7 @@ class Engine:
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def row(self, equal: str, requests: int) -> dict[str, Any]:
-        """Return what was measured since the engine got so many requests.
+        """Return what was measured since the engine got its requests, whose number is given.
 
         batch: how many decoded at once at most; at equal batch all of them have room.
         """

@@ -159,7 +159,7 @@ def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Me
     most_hundredths = int(200 * radius) + 1  # no two keys are farther apart
 
     def at_delta(hundredths_below: int) -> Any:
-        """The method with a delta of so many hundredths below the largest."""
+        """The method with a delta that is `hundredths_below` hundredths below the largest."""
         return build((most_hundredths - hundredths_below) / 100, t, s)
 
     def fits(hundredths_below: int) -> bool:

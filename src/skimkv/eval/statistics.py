@@ -138,7 +138,7 @@ def mean_and_interval(x: Sequence[float]) -> tuple[float | None, float | None, f
 
 
 def student_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t with so many degrees of freedom.
+    """The 97.5% quantile of Student's t with `freedom` degrees of freedom.
 
     By the expansion of Cornish and Fisher, which is 0.7% off at 3 and less above.
     """

@@ -41,7 +41,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_compileable = False
     supports_early_init = False
-    window: int | None = None  # of a sliding layer: it is full attention until it has seen so many tokens
+    window: int | None = None  # of a sliding layer, in tokens: it is full attention until it has seen as many
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -404,7 +404,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         A `Full` store forgets them itself. Any other store goes back to the snapshot that was taken after the last
         crop and decodes again what stays, which is exact: a method's answers depend on its tokens only.
 
-        Raises ValueError if the number is positive, or if the layer did not record so many tokens.
+        Raises ValueError if the number is positive, or if the layer recorded fewer tokens than it shall forget.
         """
         n, store = -int(tokens_to_remove), self.store  # a tensor from assisted decoding before 5.18
         if n < 0:

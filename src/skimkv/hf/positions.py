@@ -31,7 +31,7 @@ class Positions:
         return self
 
     def check(self, n: int, used: int | None = None) -> None:
-        """Check a text of n tokens, of which attention uses so many positions (None: all n).
+        """Check a text of n tokens, of which attention uses `used` positions (None: all n).
 
         Past the model's positions this warns, once for each model. Raises ValueError, in one line, past a learned table
         and, where fewer positions are used than the text has tokens, past GREATEST_POSITION.

@@ -60,7 +60,7 @@ class H2O(ChoosingMethod):
             check_whole("local", self.local, 0 if self.pattern == RECENT else 1, self.k)
 
     def recent(self, budget: int) -> int:
-        """Give local in tokens, for a budget of so many tokens."""
+        """Give local in tokens, for a budget in tokens."""
         if isinstance(self.k, int):
             default = self.k // 4 if self.pattern == RECENT else max(1, self.k // 2)
             return default if self.local is None else int(self.local)

@@ -46,7 +46,7 @@ class SnapKV(ChoosingMethod):
             raise ValueError(f"pool = {self.pool} must be odd, so that a position is the middle of its neighbours")
 
     def observed_tokens(self, budget: int) -> int:
-        """How many tokens the window has, for a budget of so many tokens."""
+        """How many tokens the window has, for a budget in tokens."""
         return min(WINDOW, max(1, budget // 2)) if self.window is None else min(self.window, budget)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:

@@ -23,7 +23,7 @@ def block_size(type: str) -> tuple[int, int]:
 
 
 def row_bytes(type: str, inputs: int) -> int:
-    """Return the bytes of a row of so many weights. Raises ValueError if the row is no whole number of blocks."""
+    """Return the bytes of a row of `inputs` weights. Raises ValueError if these are no whole number of blocks."""
     weights, size = block_size(type)
     if inputs < weights or inputs % weights:
         raise ValueError(f"rows of {type} need inputs in blocks of {weights}, not {inputs}")

@@ -17,8 +17,7 @@ from ..hf.layer import Layer
 from ..hf.states import keeps_states
 from ..stores.full import Full
 
-# At least so many tokens of a prompt are read anew: a single one would be decoded with the method, not read densely.
-LEAST_READ = 2
+LEAST_READ = 2  # tokens of a prompt that are read anew at least: a single one would be decoded with the method
 # Fewer tokens than these are not worth a copy of a cache.
 FEW = 32
 

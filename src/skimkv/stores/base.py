@@ -43,7 +43,7 @@ class Workspace:
 
 
 class LastingView:
-    """A backend's view that holds none of the store's tensors and finds them anew: it outlives a change of all rows."""
+    """A backend's view that looks the store's tensors up in every step, so it stays in use when all are replaced."""
 
 
 class ExclusiveUse:
@@ -162,7 +162,7 @@ class Store(Part, abc.ABC):
         return any(t.requires_grad for t in _tensors(self))
 
     def count(self, elements: int, itemsize: float) -> None:
-        """Add scalars that were read or written, of so many bytes each, to the counted traffic."""
+        """Add scalars that were read or written, of `itemsize` bytes each, to the counted traffic."""
         self.elements += elements
         self.bytes += math.ceil(elements * itemsize)
 

@@ -82,19 +82,19 @@ def parts_of(memory: Tensor, layout: BlockLayout) -> Parts:
     flat = memory.flatten(2).view(torch.uint8)  # (blocks,H,bytes)
     at = 0
 
-    def take(count: int, kind: torch.dtype) -> Tensor:
+    def next_part(count: int, kind: torch.dtype) -> Tensor:
         """Return the next `count` numbers."""
         nonlocal at
         at += count * kind.itemsize
         return flat[..., at - count * kind.itemsize : at].view(kind)
 
-    channels, v, k = take(D * N, dtype), take(D * N, dtype), take(D * N, dtype)
+    channels, v, k = (next_part(D * N, dtype) for _ in range(3))
     codes = scales = mean = counts = None
     if bits := BITS.get(layout.channels):
-        codes = take(D * N * bits // 8, torch.uint8).unflatten(-1, (D, -1))
-        scales = take(2 * D * N // GROUP, torch.float32).unflatten(-1, (D, 2, -1))
+        codes = next_part(D * N * bits // 8, torch.uint8).unflatten(-1, (D, -1))
+        scales = next_part(2 * D * N // GROUP, torch.float32).unflatten(-1, (D, 2, -1))
     if layout.mean:
-        mean, counts = take(D, torch.float32), take(1, torch.int32)
+        mean, counts = next_part(D, torch.float32), next_part(1, torch.int32)
     rows_of_k, rows_of_v = k.unflatten(-1, (N, D)), v.unflatten(-1, (N, D))
     return Parts(channels.unflatten(-1, (D, N)), rows_of_v, rows_of_k, codes, scales, mean, counts)
 

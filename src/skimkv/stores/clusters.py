@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .base import Part, Shape, Store, compute_dtype
 
-UNIT = 8  # sizes of blocks are multiples of so many clusters
+UNIT = 8  # clusters; sizes of blocks are multiples of it
 
 
 class Update(Protocol):

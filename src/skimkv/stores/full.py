@@ -33,7 +33,7 @@ class Full(Store):
     projection (H,D,R): the index is of K @ projection instead of K.
     kv: the form of rows of K and V (see RowFormat); index and v_mean are then those of the decoded rows.
     group_means: as of IndexFormat; it needs a quantised index.
-    page: keep the bounds of the keys of every page of so many tokens (see PageBounds).
+    page: the tokens of a page; the bounds of the keys of every page are kept (see PageBounds). None: there are none.
     rows_read (B,2) int64: rows of K and of V that the last step of a method read in all KV heads, where the method
     reads as many as the data ask for; such a method sets them, and they are None before its first step.
     """
@@ -83,11 +83,11 @@ class Full(Store):
         self._reserve_total(max(self.lengths) + n)
 
     def advance_by(self, tokens: Sequence[int]) -> None:
-        """Note that a kernel has written so many tokens into each row."""
+        """Note that a kernel has written tokens[b] tokens into each row b."""
         self.lengths = [length + n for length, n in zip(self.lengths, tokens, strict=True)]
 
     def _reserve_total(self, total: int, rows: tuple[Tensor, Tensor] | None = None) -> None:
-        """Make room for so many tokens; rows: K and V of the new chunk, which is then as long as they are."""
+        """Make room for `total` tokens; rows: K and V of the new chunk, which is then as long as they are."""
         start = self.chunks[-1].start + self.chunks[-1].cap if self.chunks else 0
         if total <= start:
             return

@@ -20,7 +20,7 @@ class Slots(Store):
 
     k, v (B,H,C,width of a stored row). Slots 0 .. filled[b]-1 of row b are in use, of budget[b] <= C. Token p goes to
     slot order(budget[b], p); without an order the slots are a ring that never overwrites the `fixed` first ones.
-    budget_of: the budget of a row whose first tokens, the prompt, are so many; by default it is the capacity.
+    budget_of: gives a row's budget from the length of its prompt, its first tokens; by default it is the capacity.
     With `moves_fixed`, the keys of the fixed tokens are turned to other positions before a step (`move_fixed`): by
     `rotation`, which belongs to the model and is put here by whoever knows it; fixed_k (B,H,fixed,width) keeps these
     keys as they came.
