@@ -112,15 +112,6 @@ def test_a_group_closes_with_its_256th_token(channels):
 
 
 @pytest.mark.parametrize("channels", ["int8", "int4"])
-@pytest.mark.parametrize("blocks", [1, [255, 1, 344], [256, 344], [1, 510, 89], [300, 300]])
-def test_block_sizes_do_not_change_the_codes(channels, blocks):
-    k = torch.randn(2, 1, 600, 3)
-    whole, store = filled(channels, k, blocks=600), filled(channels, k, blocks=blocks)
-    for b in range(2):
-        np.testing.assert_array_equal(restored(store, b, 0), restored(whole, b, 0))
-
-
-@pytest.mark.parametrize("channels", ["int8", "int4"])
 @pytest.mark.parametrize(("n", "drop"), [(260, 10), (256, 1), (530, 280), (300, 44), (520, 264), (255, 5), (260, 260)])
 def test_crop_reopens_a_group_in_full_precision(channels, n, drop):
     k = torch.randn(2, 2, n, 4)

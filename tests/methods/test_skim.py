@@ -13,7 +13,6 @@ from skimkv.methods.skim import (
     LOCAL,
     SINKS,
     VALUES,
-    compact,
     draw,
     estimated_logits,
     key_probability,
@@ -224,9 +223,3 @@ def test_shrink_lowers_the_error_of_diffuse_heads() -> None:
     top = SparQ(16, 60, mean_value=False, channels="int4")
     best = decode(top, prompt(top, flat.tokens(0, 980)), flat.tokens(980, 1000))
     assert float((y - dense).norm()) < 0.5 * float((best - dense).norm())
-
-
-def test_compact() -> None:
-    index, valid = compact(torch.tensor([[[False, True, True, False], [True, False, False, False]]]))
-    assert index[0, 0].tolist() == [1, 2] and index[0, 1, 0] == 0
-    assert valid.tolist() == [[[True, True], [True, False]]]

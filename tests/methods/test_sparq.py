@@ -42,12 +42,6 @@ def test_by_hand_with_mean_value():
     torch.testing.assert_close(y[0, 0, 0], 0.6 * Y3 + 0.4 * V_MEAN)
 
 
-def test_by_hand_without_mean_value():
-    y, store = step(SparQ(r=2, k=2, local=1, mean_value=False), *by_hand())
-    torch.testing.assert_close(y[0, 0, 0], Y3)
-    assert store.v_mean is None
-
-
 @pytest.mark.parametrize(("temperature", "tau"), [("coverage", 1.5), ("sqrt_d", 2.0), ("sqrt_r", math.sqrt(2))])
 def test_temperatures(temperature, tau):
     # the example above: q[i1].K = 1.5 ln w, so s_hat is proportional to w^(1.5/tau); fig. 7b's ablation
@@ -88,14 +82,6 @@ def test_group_sums_softmaxed_scores_not_logits():
     assert store.v_mean is None
     torch.testing.assert_close(y[0, 0, 0], (0.5 * V[0, 0, 0] + 0.2 * V[0, 0, 3]) / 0.7)
     torch.testing.assert_close(y[0, 0, 1], (0.1 * V[0, 0, 0] + 0.6 * V[0, 0, 3]) / 0.7)
-
-
-def test_group_with_mean_value_has_an_alpha_per_query_head():
-    p, q, K, V = grouped()
-    p0 = p[:, [0, 3]]
-    y, _ = step(SparQ(r=2, k=1, local=0, mean_value=True), q, K, V)
-    expected = p0 @ V[0, 0, [0, 3]] + (1 - p0.sum(1, keepdim=True)) * V[0, 0].mean(0)  # alpha = .7 and .7
-    torch.testing.assert_close(y[0, 0], expected)
 
 
 RANDOM = [
