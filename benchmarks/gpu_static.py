@@ -45,18 +45,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu import GROUPED, HEAD_DIM, INT4, INT8, LONG, MEDIUM, SHORT, SPARQ, TARGETS, Case
 
-from skimkv.methods import Dense, SparQ, SubGenStream, parse
+from skimkv.methods import Dense, SparQ, parse
+from skimkv.ops import Token
 from skimkv.ops.gpu import launch, occupancy, tables
-from skimkv.ops.gpu.backend import GpuKernels
-from skimkv.stores.base import Store
+from skimkv.ops.gpu.run import GpuBackend
 from skimkv.stores.full import Full
-from skimkv.stores.slots import Slots
 
 CAPABILITY = 90  # H100, H200
 LIMITS = occupancy.Limits(multiprocessors=132, registers=65536, shared=228 << 10, warps=64, programs=32)  # of an H200
 CLOCK = 1.98e9  # its cycles per second at full clock
 BANDWIDTH = 4.3e12  # bytes per second that an H200's memory delivers
-CLUSTERS = 256  # of a KV head, where SubGenStream is counted
 BISECTIONS = 4  # rounds of a search for a threshold after two histograms, which leave a few numbers in a bin
 GROUP = tables.PAGE_TOKENS
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -67,8 +65,7 @@ KERNEL_FILES = "skimkv/ops/gpu/kernels/"
 NAMES = {
     "scores_kernel": "sparq_scores", "channel_scores_kernel": "sparq_scores",
     "choose_channels_kernel": "sparq_channels", "choose_kernel": "sparq_choose", "dense_kernel": "dense",
-    "append_kernel": "append", "slots_kernel": "slots", "clusters_kernel": "clusters",
-    "clusters_append_kernel": "clusters_append",
+    "append_kernel": "append", "slots_kernel": "slots",
 }  # fmt: skip
 
 
@@ -136,10 +133,6 @@ OVER_POSITIONS: dict[str, Callable[[Launch], float]] = {
         lambda at: pages(at) * GROUP / at.arguments.BLOCK,
     "slots_kernel: for i in tl.range(start, stop, BLOCK, num_stages=STAGES)": slots,
     "choose_kernel: for i in range(program, tiles, candidates.programs)": tiles,
-    "clusters_kernel: for i in range(start, tl.minimum(stop, samples), BLOCK)":
-        lambda at: CLUSTERS * at.arguments.clusters.t / at.arguments.BLOCK / at.arguments.programs,
-    "clusters_kernel: for i in range(tl.maximum(start, samples), stop, BLOCK)":
-        lambda at: at.arguments.clusters.s / at.arguments.BLOCK / at.arguments.programs,
 }  # fmt: skip
 TURNS: dict[str, Callable[[Launch], float]] = {
     **OVER_POSITIONS,
@@ -163,9 +156,6 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     "slots_kernel: for head in range(0, G)": lambda at: at.arguments.query.G,
     "add_scores: for i in range(0, filled, TILE)": lambda at: -(-at.arguments.slots.C // at.arguments.TILE),
     "find_victim: for i in range(0, slots.C, TILE)": lambda at: -(-at.arguments.slots.C // at.arguments.TILE),
-    "clusters_kernel: for head in range(0, G)": lambda at: at.arguments.query.G,
-    "find_cluster: for i in range(0, count, CLUSTER_BLOCK)": lambda at: CLUSTERS / 32,
-    "clusters_append_kernel: for i in range(0, S, SLOT_BLOCK)": lambda at: at.arguments.clusters.s / 16,
     # a group is closed by one token in GROUP
     "append_kernel: for channel in range(0, R, CHANNEL_BLOCK)": lambda at: at.arguments.pages.R / 16 / GROUP,
     "append_kernel: for first in range(0, R, APPENDED_CHANNELS)": lambda at: at.arguments.pages.R / 128,
@@ -359,7 +349,7 @@ def count(launch_: Launch, instructions: list[Instruction], loops: list[Loop]) -
 
 
 def bytes_per_256(launch_: Launch) -> int:
-    """Return the bytes that memory delivers for 256 tokens (or slots, or rows of clusters) and KV head."""
+    """Return the bytes that memory delivers for 256 tokens (or slots) and KV head."""
     a, size = launch_.arguments, DTYPE.itemsize
     if launch_.name == "sparq_scores":
         bits = {launch.LAYOUTS["int8"]: 8, launch.LAYOUTS["int4"]: 4}.get(a.LAYOUT, 8 * size)
@@ -376,8 +366,8 @@ def describe(launch_: Launch, channels: str) -> dict[str, Any]:
     counted, (batch, heads, kv_heads, length) = count(launch_, instructions, loops), launch_.case
     shared, programs = launch_.compiled.metadata.shared, launch_.grid[0] * (launch_.grid[1:] or (1,))[0]
     groups = batch * kv_heads * length / GROUP
-    if launch_.name in ("slots", "clusters"):
-        groups = batch * kv_heads * stored_rows(launch_) / GROUP
+    if launch_.name == "slots":
+        groups = batch * kv_heads * launch_.arguments.slots.C / GROUP
     blocks = occupancy.programs_at_once(occupancy.Footprint(used["registers"], shared, launch_.warps), LIMITS)
     issued = counted.instructions * launch_.warps * programs
     return {
@@ -391,14 +381,6 @@ def describe(launch_: Launch, channels: str) -> dict[str, Any]:
         "instructions_per_kv_head": issued / batch / kv_heads,
         "issue_us_at_2": 1e6 * issued / (2 * CLOCK * LIMITS.multiprocessors),
     }  # fmt: skip
-
-
-def stored_rows(launch_: Launch) -> int:
-    """Return the slots, or the rows of clusters, of one KV head."""
-    a = launch_.arguments
-    if launch_.name == "slots":
-        return int(a.slots.C)
-    return int(a.clusters.t * CLUSTERS + a.clusters.s)
 
 
 class Compiler:
@@ -427,7 +409,7 @@ class Compiler:
 
         driver.set_active(AbsentGpu())
         JITFunction.run = instead_of_a_launch
-        launch.runs = lambda store: True
+        launch.runs = lambda device: True
         occupancy.limits_of, occupancy.footprint_of = (lambda device: LIMITS), footprint_of  # type: ignore[assignment]
         return self
 
@@ -441,39 +423,17 @@ class Compiler:
         before = len(self.launches)
         B, H, G, D = case.shape
         q, k, v = (torch.empty(B, H, *rest, D, dtype=DTYPE, device="meta") for rest in ((G,), (), ()))
-        gpu, scale = GpuKernels(), D**-0.5
-        store: Store
-        if isinstance(method, (Dense, SparQ)):
-            store = full_store(case, spec)
-            if isinstance(method, SparQ):
-                gpu.sparq(store, q, (k, v), r=method.r, k=method.k, local=method.k // 4, scale=scale,
-                          temperature="coverage", mean_value=store.v_mean is not None)  # fmt: skip
-            else:
-                gpu.dense(store, q, (k, v), scale=scale)
-        elif isinstance(method, SubGenStream):
-            store = method.store(case.shape, DTYPE, "cpu")
-            gpu.clusters(store, *(torch.zeros(x.shape, dtype=DTYPE) for x in (q,)),
-                         tuple(torch.zeros(x.shape, dtype=DTYPE) for x in (k, v)), scale=scale)  # fmt: skip
-        else:
-            store = method.store(case.shape, DTYPE, "meta")
-            assert isinstance(store, Slots)
-            gpu.scored_slots(store, q, (k, v), recent=[8] * B, scale=scale)
+        store = method.store(case.shape, DTYPE, "meta")
+        if isinstance(store, Full):
+            store._lengths = [case.length - 1] * B
+            store.reserve()
+        method.fused(GpuBackend(), store, q, Token(k, v), scale=D**-0.5)
         return self.launches[before:]
-
-
-def full_store(case: Case, spec: str) -> Full:
-    """Return a store of a method with so many tokens, whose memory does not exist."""
-    store = parse(spec).store(case.shape, DTYPE, "meta")
-    assert isinstance(store, Full)
-    store._lengths = [case.length - 1] * case.batch
-    store.reserve()
-    return store
 
 
 STEPS = [
     *((case, spec) for case in (SHORT, MEDIUM, LONG, GROUPED) for spec in ("Dense()", SPARQ, INT8, INT4)),
     (MEDIUM, "H2O(k=1024)"),
-    (MEDIUM._replace(batch=1, heads=2, kv_heads=2), "SubGenStream(delta=3.0, t=8, s=128)"),
 ]
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from skimkv.methods import parse
 from skimkv.ops.gpu import launch, occupancy
 from skimkv.ops.gpu.occupancy import Footprint, Limits, SplitKernel, count_splits, programs_at_once, split_rows
-from skimkv.stores.base import Shape
+from skimkv.ops.gpu.tables import Batch
+from skimkv.stores.base import Shape, Workspace
 
 pytestmark = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
 HOPPER = Limits(multiprocessors=132, registers=65536, shared=228 << 10, warps=64, programs=32)
@@ -25,6 +25,10 @@ class StandInKernel:
     def warmup(self, *arguments, grid, **options):
         self.compilations += 1
         return SimpleNamespace(footprint=self.footprint)
+
+
+def batch(shape):
+    return Batch(shape, torch.float32, torch.device("cpu"), Workspace())
 
 
 @pytest.fixture
@@ -68,28 +72,28 @@ def test_rows_are_split_into_whole_waves(rows, places, most, count):
 
 def test_the_compiler_is_asked_once_for_each_variant_of_a_kernel(hopper):
     """128 rows of 254 registers: eight programs of a row fill 1056 places, where a constant of 20 made 2.4 waves."""
-    store = parse("Dense()").store(Shape(16, 8, 4, 32), torch.float32, "cpu")
+    rows = batch(Shape(16, 8, 4, 32))
     kernel, asked = StandInKernel(Footprint(254, 0, 1)), []
 
     def split(**constants):
         return SplitKernel(kernel, None, constants, lambda count: (asked.append(count),), merges=True)
 
-    assert [count_splits(store, 256, split(D=32)) for _ in range(2)] == [8, 8]
+    assert [count_splits(rows, 256, split(D=32)) for _ in range(2)] == [8, 8]
     assert kernel.compilations == 1 and split(D=32).options(3) == {"D": 32, "SP": 4}
     kernel.footprint = Footprint(64, 0, 1)
-    assert count_splits(store, 256, split(D=64)) == 33 and kernel.compilations == 2
+    assert count_splits(rows, 256, split(D=64)) == 33 and kernel.compilations == 2
 
 
 def test_programs_that_are_set_are_not_derived(hopper):
-    store = parse("Dense()").store(Shape(1, 4, 1, 32), torch.float32, "cpu")
+    rows = batch(Shape(1, 4, 1, 32))
     kernel = StandInKernel(Footprint(254, 0, 1))
-    assert count_splits(store, 64, SplitKernel(kernel, 1, {}, lambda count: ())) == 33
+    assert count_splits(rows, 64, SplitKernel(kernel, 1, {}, lambda count: ())) == 33
     assert kernel.compilations == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_interpreter_compiles_nothing_and_splits_all_the_same():
-    store = parse("Dense()").store(Shape(1, 2, 1, 32), torch.float32, "cpu")
+    rows = batch(Shape(1, 2, 1, 32))
     kernel = StandInKernel(Footprint(254, 0, 1))
-    assert [count_splits(store, most, SplitKernel(kernel, None, {}, lambda count: ())) for most in (1, 9)] == [1, 4]
+    assert [count_splits(rows, most, SplitKernel(kernel, None, {}, lambda count: ())) for most in (1, 9)] == [1, 4]
     assert kernel.compilations == 0

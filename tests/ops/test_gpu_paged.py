@@ -10,9 +10,10 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import parse
-from skimkv.ops.gpu import paged
-from skimkv.ops.gpu.paged import PagedKernels, append_slots
+from skimkv.ops.gpu import run
+from skimkv.ops.gpu.run import PagedBackend, append_slots
 from skimkv.ops.gpu.tables import LEAST_PAGES, PAGE_TOKENS
+from skimkv.ops.step import KernelStep
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.row_blocks import RowBlockLayout, RowBlocks
@@ -25,7 +26,7 @@ D, SIZE, ROOM = 32, 512, LEAST_PAGES * PAGE_TOKENS  # the room of a small store,
 
 
 def engine(lengths, dtype, channels, H=1, G=2, seed=0):
-    """Kernels, the blocks of a layer in random order, and a store that has the same tokens.
+    """A backend, the blocks of a layer in random order, and a store that has the same tokens.
 
     What no token was written to is NaN, and beyond a row's length the table has numbers of no block.
     """
@@ -35,7 +36,7 @@ def engine(lengths, dtype, channels, H=1, G=2, seed=0):
     order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32)
     shape = len(order), H, SIZE, layout.bytes_per_token // dtype.itemsize
     blocks = RowBlocks(torch.full(shape, torch.nan, dtype=dtype, device=DEVICE), layout, G)
-    kernels = PagedKernels(layout, blocks.distance, len(lengths) + 1, ROOM // SIZE, DEVICE)
+    backend = PagedBackend(layout, blocks.distance, len(lengths) + 1, ROOM // SIZE, DEVICE)
     table = torch.full((len(lengths), ROOM // SIZE), -7, dtype=torch.int32)
     store = Full(Shape(len(lengths), H, G, D), dtype, DEVICE, channels)
     k, v = torch.randn(2, len(lengths), H, max(lengths), D, generator=generator).to(dtype).to(DEVICE)
@@ -44,7 +45,7 @@ def engine(lengths, dtype, channels, H=1, G=2, seed=0):
         table[row, :count], order = order[:count], order[count:]
         keys, values = (x[row, :, max(lengths) - n :].transpose(0, 1) for x in (k, v))
         write(blocks, keys, values, slots_of(table[row], torch.arange(n)))
-    return SimpleNamespace(kernels=kernels, blocks=blocks, store=store, table=table.to(DEVICE), lengths=ints(lengths))
+    return SimpleNamespace(backend=backend, blocks=blocks, store=store, table=table.to(DEVICE), lengths=ints(lengths))
 
 
 def write(blocks, k, v, slots):
@@ -73,7 +74,7 @@ def in_one_piece(spec, store, q, **softmax):
 
 
 def in_blocks(spec, e, q, **softmax):
-    return parse(spec).fused(e.kernels, e.blocks, q, None, **softmax)
+    return parse(spec).fused(e.backend, e.blocks, q, None, **softmax)
 
 
 SPARQ = "SparQ(r=8, k=24, mean_value=False)"
@@ -99,13 +100,13 @@ def test_blocks_in_any_order_equal_a_store_in_one_piece(spec, channels, dtype, l
     """Bit for bit: the programs are as many, and each reads the same numbers in the same order."""
     e = engine(lengths, TYPES[dtype], channels, H=2 if G == 2 else 1, G=G)
     q = query(e.store)
-    e.kernels.begin(e.table, e.lengths)
+    e.backend.begin(e.table, e.lengths)
     options = {"scale": D**-0.5, "softcap": 20.0 if G == 2 else None}
     if G == 3:
         options["sinks"] = torch.randn(e.store.shape.H, G, device=DEVICE)
     y, expected = in_blocks(spec, e, q, **options), in_one_piece(spec, e.store, q, **options)
     assert expected.isfinite().all() and torch.equal(y, expected)
-    assert e.kernels.room == e.store.view.room
+    assert e.backend.room == e.store.view.room
 
 
 @pytest.mark.parametrize("channels", [pytest.param("none", marks=pytest.mark.slow), "copy"])
@@ -128,27 +129,27 @@ def test_a_replayed_step_is_right_for_the_next_batch(spec):
     e = engine([513, 70, 20], torch.float32, "copy")
     q = query(e.store)
     expected = in_one_piece(spec, e.store, q, scale=0.2)
-    e.kernels.begin(e.table[[1, 2, 0]], ints([60, 0, 400]))
+    e.backend.begin(e.table[[1, 2, 0]], ints([60, 0, 400]))
     in_blocks(spec, e, q, scale=0.2)  # makes the scratch memory
     y, again = recorded(lambda: in_blocks(spec, e, q, scale=0.2))
-    e.kernels.begin(e.table, e.lengths)
+    e.backend.begin(e.table, e.lengths)
     again()
     assert torch.equal(y, expected)
     q.copy_(q.flip(0))
-    e.kernels.begin(e.table[[2, 1, 0], :2], ints([20, 0, 513]))  # a table of the blocks that are in use
+    e.backend.begin(e.table[[2, 1, 0], :2], ints([20, 0, 513]))  # a table of the blocks that are in use
     again()
     assert torch.equal(y[[2, 0]], expected[[0, 2]]) and y[1].isnan().all()
 
 
 @pytest.mark.slow
 def test_rows_that_share_their_scratch_memory_in_turns_give_the_same(monkeypatch):
-    monkeypatch.setattr(paged, "MOST_LOGITS", 2 * 2 * ROOM)  # two rows at a time
+    monkeypatch.setattr(run, "MOST_LOGITS", 2 * 2 * ROOM)  # two rows at a time
     e = engine([300, 20, 513], torch.float32, "copy")
     q = query(e.store)
-    e.kernels.begin(e.table, e.lengths)
+    e.backend.begin(e.table, e.lengths)
     y = in_blocks(SPARQ, e, q, scale=0.2)
     torch.testing.assert_close(y, in_one_piece(SPARQ, e.store, q, scale=0.2))
-    (logits,) = (buffer for name, buffer in e.kernels.workspace.buffers.items() if name.endswith("logits"))
+    (logits,) = (buffer for name, buffer in e.backend.workspace.buffers.items() if name.endswith("logits"))
     assert logits.numel() < 3 * 2 * ROOM
 
 
@@ -157,37 +158,36 @@ def test_one_table_serves_the_blocks_of_all_layers():
     """Layers differ in where their memory lies, here beside each other in one tensor."""
     e = engine([300], torch.float32, "none")
     both = torch.full((2, *e.blocks.memory.shape), torch.nan, device=DEVICE).transpose(0, 1)
-    kernels = PagedKernels(e.blocks.layout, both.stride(0) * 4, 1, ROOM // SIZE, DEVICE)
-    kernels.begin(e.table, e.lengths)
+    backend = PagedBackend(e.blocks.layout, both.stride(0) * 4, 1, ROOM // SIZE, DEVICE)
+    backend.begin(e.table, e.lengths)
     q = query(e.store)
     for layer in (0, 1):
         both[:, layer] = e.blocks.memory * (layer + 1)
-        y = kernels.dense(RowBlocks(both[:, layer], e.blocks.layout, 2), q / (layer + 1), None, scale=0.2)
+        blocks = RowBlocks(both[:, layer], e.blocks.layout, 2)
+        y = backend.run(KernelStep("dense"), blocks, q / (layer + 1), None, {"scale": 0.2})
         torch.testing.assert_close(y, (layer + 1) * in_one_piece("Dense()", e.store, q, scale=0.2))
 
 
 BAD = {
-    "the table of blocks is (1, 17) for 1 rows; at most 2 rows of 16 fit": lambda e: e.kernels.begin(
+    "the table of blocks is (1, 17) for 1 rows; at most 2 rows of 16 fit": lambda e: e.backend.begin(
         torch.cat([e.table, e.table[:, :1]], 1), e.lengths
     ),
-    "the table of blocks is (3, 16) for 3 rows; at most 2 rows of 16 fit": lambda e: e.kernels.begin(
+    "the table of blocks is (3, 16) for 3 rows; at most 2 rows of 16 fit": lambda e: e.backend.begin(
         e.table.expand(3, -1), e.lengths.expand(3)
     ),
-    "the table of blocks is (1, 16) for 3 rows": lambda e: e.kernels.begin(e.table, e.lengths.expand(3)),
-    "lengths is torch.int64": lambda e: e.kernels.begin(e.table, e.lengths.long()),
-    "q is (2, 1, 2, 32)": lambda e: e.kernels.dense(e.blocks, torch.zeros(2, 1, 2, D, device=DEVICE), None, scale=1.0),
-    "blocks have no mean of the values": lambda e: in_blocks(
+    "the table of blocks is (1, 16) for 3 rows": lambda e: e.backend.begin(e.table, e.lengths.expand(3)),
+    "lengths is torch.int64": lambda e: e.backend.begin(e.table, e.lengths.long()),
+    "q is (2, 1, 2, 32)": lambda e: in_blocks("Dense()", e, torch.zeros(2, 1, 2, D, device=DEVICE), scale=1.0),
+    "there is no GPU kernel for KernelStep(operation='sparq', r=8, k=24": lambda e: in_blocks(
         "SparQ(r=8, k=24, mean_value=True)", e, query(e.store), scale=1.0
     ),
-    "r = 33 must be from 1 to 32": lambda e: e.kernels.sparq(
-        e.blocks, query(e.store), None, r=33, k=4, local=1, temperature="coverage", mean_value=False, scale=1.0
-    ),
+    "r = 33 must be from 1 to 32": lambda e: in_blocks("SparQ(r=33, k=4)", e, query(e.store), scale=1.0),
     "k is (2, 1, 32)": lambda e: append_slots(
         e.blocks, *torch.zeros(2, 2, 1, D, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     ),
     "slots is torch.int32 on": lambda e: append_slots(e.blocks, *torch.zeros(2, 1, 1, D, device=DEVICE), ints([0])),
-    "are not those of": lambda e: e.kernels.dense(
-        RowBlocks(e.blocks.memory[::2], e.blocks.layout, 2), query(e.store), None, scale=1.0
+    "are not those of": lambda e: e.backend.run(
+        KernelStep("dense"), RowBlocks(e.blocks.memory[::2], e.blocks.layout, 2), query(e.store), None, {"scale": 1.0}
     ),
     "the size must be a multiple of 256": lambda e: RowBlockLayout(300, 1, D, torch.float32).check(),
     "channels = 'int8' must be one of none, copy": lambda e: RowBlockLayout(512, 1, D, torch.float32, "int8").check(),
@@ -200,7 +200,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_does_not_fit_is_refused_in_one_line(message):
     e = engine([20], torch.float32, "none")
-    e.kernels.begin(e.table, e.lengths)
+    e.backend.begin(e.table, e.lengths)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         BAD[message](e)
     assert "\n" not in str(caught.value)

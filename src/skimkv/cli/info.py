@@ -140,7 +140,7 @@ def collect() -> dict[str, Any]:
 
     from .. import __version__, ops
     from ..methods import METHODS, load_announced_methods
-    from ..ops.gpu import backend as gpu
+    from ..ops.gpu.run import GpuBackend
 
     load_announced_methods()
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -153,7 +153,7 @@ def collect() -> dict[str, Any]:
     for device in dict.fromkeys(name.split(":")[0] for name in devices):
         name, why = ops.select_backend(device)
         backends[device] = {"backend": name, "why": why}
-    kernels = gpu.unavailable() or "Triton, wherever a cache is on a CUDA device"
+    kernels = GpuBackend().unavailable() or "Triton, wherever a cache is on a CUDA device"
     methods = [describe(name, method) for name, method in METHODS.items()]
     return {
         "versions": versions, "devices": devices, "backends": backends, "gpu_kernels": kernels, "methods": methods,

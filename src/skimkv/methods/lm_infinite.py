@@ -51,7 +51,7 @@ class FirstAndRecent(SlotMethod):
         """
         return Slots(
             shape, dtype, device, self.budget(1), fixed=self.first, kv=self.kv, moves_fixed=self.counts_in_cache,
-            budget_of=self.budget,
+            budget_of=self.budget_of,
         )  # fmt: skip
 
     def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,11 @@ class SlotMethod(Method[Slots]):
     def budget(self, prompt: int) -> int:
         """Give k in tokens, for a prompt of so many tokens."""
         return max(self.least, budget_in_tokens(self.k, prompt))
+
+    @property
+    def budget_of(self) -> Callable[[int], int] | None:
+        """How a store finds the budget of a row where k is a share of the prompt; None where k counts tokens."""
+        return self.budget if isinstance(self.k, float) else None
 
     def slots(self, prompt: int) -> int:
         """How many tokens the store keeps, for a prompt of so many tokens."""

@@ -110,7 +110,7 @@ class Strided(SlotMethod):
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k slots, in the order of this pattern."""
-        return Slots(shape, dtype, device, self.budget(1), order=self.slot, kv=self.kv, budget_of=self.budget)
+        return Slots(shape, dtype, device, self.budget(1), order=self.slot, kv=self.kv, budget_of=self.budget_of)
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,4 +145,4 @@ class Fixed(SlotMethod):
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of k slots, in the order of this pattern."""
-        return Slots(shape, dtype, device, self.budget(1), order=self.slot, kv=self.kv, budget_of=self.budget)
+        return Slots(shape, dtype, device, self.budget(1), order=self.slot, kv=self.kv, budget_of=self.budget_of)

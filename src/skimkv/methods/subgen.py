@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import Kernels, SkimKernels, SoftmaxOptions, Token
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.clusters import Clusters
@@ -121,6 +122,7 @@ class SubGenStream(Method[Clusters]):
     t: int
     s: int
     seed: int = 0
+    kernel_backends: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __post_init__(self) -> None:
         if self.kv is not None:
@@ -197,7 +199,8 @@ class SubGenStream(Method[Clusters]):
     ) -> Tensor:
         """The same step by a backend's kernel."""
         refuse_softcap(softmax.get("softcap"))
-        return kernels.clusters(store, q, token, scale=softmax["scale"], sinks=softmax.get("sinks"))
+        clusters = cast(SkimKernels, kernels).clusters  # of a backend in kernel_backends
+        return clusters(store, q, token, scale=softmax["scale"], sinks=softmax.get("sinks"))
 
     def traffic(
         self,

@@ -36,9 +36,10 @@ def _load(name: str) -> Kernels | None:
 
         reason, kernels = cpu.unavailable(), cpu.CpuKernels()
     elif name == "gpu":
-        from .gpu import backend as gpu
+        from .gpu.run import GpuBackend
 
-        reason, kernels = gpu.unavailable(), gpu.GpuKernels()
+        kernels = gpu = GpuBackend()
+        reason = gpu.unavailable()
     else:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
     if reason:

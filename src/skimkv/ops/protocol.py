@@ -102,14 +102,14 @@ class Kernels(Protocol):
     ) -> Tensor:
         """The same, with scores: the token takes the slot of the lowest score that is not recent (methods/h2o.py)."""
 
+
+class SkimKernels(Kernels, Protocol):
+    """A backend that can do Skim's step too, and that of SubGen's algorithm 1."""
+
     def clusters(
         self, store: Clusters, q: Tensor, token: Token | None, *, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         """SubGen's estimate z / tau (methods/subgen.py)."""
-
-
-class SkimKernels(Kernels, Protocol):
-    """A backend that can do Skim's step too."""
 
     def skim(
         self, store: Full, q: Tensor, token: Token | None, *, r: int, k: int, **softmax: Unpack[SoftmaxOptions]

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..ops.gpu.paged import PagedKernels, append_slots
+from ..ops.gpu.run import PagedBackend, append_slots
 from ..stores.quantise import GROUP, round_up
 from ..stores.row_blocks import RowBlocks
 from .layers import CountingLayer
@@ -47,7 +47,7 @@ class PromptRows(NamedTuple):
 class Metadata:
     """The rows of a batch that decode and the others, for all layers. kernels: they have begun with the former."""
 
-    kernels: PagedKernels
+    kernels: PagedBackend
     decode: DecodeRows | None = None
     prompt: PromptRows | None = None
 
@@ -63,7 +63,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         layout = Options.of(vllm_config).row_layout(spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype)
         width = round_up(vllm_config.model_config.max_model_len, spec.block_size) // spec.block_size
         rows = vllm_config.scheduler_config.max_num_seqs
-        self.kernels = PagedKernels(layout, spec.page_size_bytes, rows, width, device)
+        self.kernels = PagedBackend(layout, spec.page_size_bytes, rows, width, device)
         self.width = width
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
@@ -148,7 +148,7 @@ class Implementation(CountingLayer, TritonAttentionImpl):
             v_descale=None,
         )
 
-    def _decode(self, kernels: PagedKernels, store: RowBlocks, query: Tensor, rows: DecodeRows, output: Tensor) -> None:
+    def _decode(self, kernels: PagedBackend, store: RowBlocks, query: Tensor, rows: DecodeRows, output: Tensor) -> None:
         shape = store.shape._replace(B=len(rows.sizes))
         q = query[rows.tokens].view(shape)
         # A method's kernel form takes what it needs from the store's shape, so blocks serve it as a Full store does.

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ...stores.base import Store
-from ...stores.clusters import Clusters
 from ...stores.full import Full
 from ...stores.slots import Slots
-from .tables import ClusterView, PageView, SlotView, View
+from .tables import PageView, SlotView, View
 
-# Tensors of a store whose addresses a kernel is given; chunks and blocks are found through the view's table.
-STORE_TENSORS = ("tail", "v_mean", "projection", "k", "v", "score", "pos", "m", "mu")
+# Tensors of a store whose addresses a kernel is given; chunks are found through the view's table.
+STORE_TENSORS = ("tail", "v_mean", "projection", "k", "v", "score", "pos")
 
 
 def page_view(store: Full) -> PageView:
@@ -34,30 +33,18 @@ def slot_view(store: Slots, recent: Sequence[int] | None) -> SlotView:
     view = store.view
     if not isinstance(view, SlotView) or not view.fits(store):
         view = store.view = SlotView(store)
-    view.update(store, None if recent is None else [*recent])
-    return view
-
-
-def cluster_view(store: Clusters, more: bool = False) -> ClusterView:
-    """Return the view of a Clusters store, up to date. more: with room for a cluster that the next token may make."""
-    view = store.view
-    if not isinstance(view, ClusterView) or not view.fits(store):
-        view = store.view = ClusterView(store)
-    view.update(store, more)
+    view.update(store, recent)
     return view
 
 
 def prepare(store: Store) -> None:
     """Make room for one more token, and tell the device all that it does not know. A second call does nothing."""
+    store.reserve()
     if isinstance(store, Full):
-        store.reserve()
         page_view(store)
-    elif isinstance(store, Slots):
-        store.reserve()
-        slot_view(store, None)
     else:
-        assert isinstance(store, Clusters)
-        cluster_view(store, more=True)
+        assert isinstance(store, Slots)
+        slot_view(store, None)
 
 
 def advance(store: Store) -> None:
@@ -72,16 +59,14 @@ def rewind(store: Store) -> Callable[[], None]:
     prepare(store)
     view: View = store.view
     mark = store.mark()
-    known = {name: [*numbers] for name, numbers in view.known().items()}
-    counts = [(tensor, tensor.clone()) for tensor in view.counts(store)]
+    before = [(numbers, numbers.known, numbers.tensor.clone()) for numbers in view.counts()]
 
     def back() -> None:
         """Take the numbers back."""
         store.rewind(mark)
-        for name, numbers in known.items():
-            setattr(view, name, [*numbers])
-        for tensor, before in counts:
-            tensor.copy_(before)
+        for numbers, known, tensor in before:
+            numbers.known = known
+            numbers.tensor.copy_(tensor)
 
     return back
 

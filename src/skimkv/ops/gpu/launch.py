@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...stores.base import Store
-from .tables import PAGE_TOKENS, Cached
+from .tables import PAGE_TOKENS, Batch
 
 try:
     import triton
@@ -37,32 +36,24 @@ TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}  # of SparQ's scores
 
 @dataclass(frozen=True)
 class SplitLaunch:
-    """A kernel whose programs share the positions (or slots, or clusters) of each row and KV head.
+    """A kernel whose programs share the positions (or slots) of each row and KV head, and that loads blocks ahead.
 
     block: positions that a program takes at a time; fewer where a row of K is larger than ROW_BYTES.
     warps: of 32 threads each, in a program.
     programs: wanted on each multiprocessor; positions are split until there are so many. None: as many as run at once.
+    stages: the depth of the pipeline. There are buffers for stages - 1 blocks. Where a block's place is loaded from a
+    table before it, there are half as many: 5 stages keep two blocks.
     """
 
     block: int
     warps: int
     programs: int | None = None
-
-
-@dataclass(frozen=True)
-class PipelinedLaunch(SplitLaunch):
-    """A split kernel that loads blocks ahead. stages: the depth of its pipeline.
-
-    There are buffers for stages - 1 blocks. Where a block's place is loaded from a table before it, there are half as
-    many: 5 stages keep two blocks.
-    """
-
     stages: int = 3
 
 
 @dataclass(frozen=True)
-class PagesLaunch(PipelinedLaunch):
-    """A pipelined kernel over pages. Raises ValueError unless a block is a power of two that divides a page."""
+class PagesLaunch(SplitLaunch):
+    """A split kernel over pages. Raises ValueError unless a block is a power of two that divides a page."""
 
     stages: int = 5
 
@@ -73,7 +64,7 @@ class PagesLaunch(PipelinedLaunch):
 
 
 @dataclass(frozen=True)
-class SlotsLaunch(PipelinedLaunch):
+class SlotsLaunch(SplitLaunch):
     """The step over slots. tile: scores that the last program updates and searches at a time."""
 
     tile: int = 1024
@@ -84,8 +75,8 @@ class ChooseLaunch:
     """The choice of positions, after step 1 in a launch of its own.
 
     tile: positions in which one threshold is sought. block: chosen positions that are attended to at a time.
-    warps, programs: as in SplitLaunch. stages: as in PipelinedLaunch, of the attention. Positions are loaded before a
-    block, and then their places in the table, so 7 stages keep two blocks.
+    warps, programs, stages: as in SplitLaunch. Positions are loaded before a block, and then their places in the table,
+    so 7 stages keep two blocks.
     """
 
     tile: int
@@ -111,7 +102,6 @@ class LaunchSettings:
     scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4))
     quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4))
     choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=32, warps=4))
-    clusters: SplitLaunch = field(default=SplitLaunch(block=64, warps=4))
     slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4))
 
 
@@ -185,19 +175,6 @@ class CachedSlots(NamedTuple):
     fixed: int
 
 
-class CachedClusters(NamedTuple):
-    """A Clusters store: the clusters, and the reservoir M of algorithm 1."""
-
-    table: Tensor  # (pages, TABLE_COLUMNS) int64: see tables.py
-    lengths: Tensor  # (B*H,) int32
-    m: Tensor  # (B,H) int64: clusters in use
-    mu: Tensor  # (B,H) float64: the sum of squared norms of all values
-    k: Tensor  # (B,H,s,D): M
-    v: Tensor  # (B,H,s,D): M
-    t: int
-    s: int
-
-
 class Splits(NamedTuple):
     """Where programs that share a row and KV head leave their parts for the last of them."""
 
@@ -236,9 +213,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def runs(store: Cached) -> bool:
-    """Return whether the kernels can run on this store's device."""
-    return store.device.type == "cuda" or interpreted()
+def runs(device: torch.device) -> bool:
+    """Return whether the kernels can run on this device."""
+    return device.type == "cuda" or interpreted()
 
 
 def types() -> dict[torch.dtype, Any]:
@@ -246,36 +223,36 @@ def types() -> dict[torch.dtype, Any]:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def validate(store: Cached, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Check that there is a kernel for this store, and that each tensor has the shape that stands beside it.
+def validate(batch: Batch, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Check that there is a kernel for this batch, and that each tensor has the shape that stands beside it.
 
     Raises ValueError with what is wrong.
     """
-    D, known = store.shape.D, "float32, bfloat16 and float16"
+    D, known = batch.shape.D, "float32, bfloat16 and float16"
     if D % TENSOR_CORE or D > LARGEST_HEAD:
         raise ValueError(f"no GPU kernel for D = {D}; it must be a multiple of {TENSOR_CORE} up to {LARGEST_HEAD}")
-    if store.dtype not in types():
-        raise ValueError(f"no GPU kernel for a cache of {store.dtype}; there are some for {known}")
-    if isinstance(store, Store) and store.row_format.bits:
-        raise ValueError(f"no GPU kernel for K and V in {store.row_format.bits} bits; SKIMKV_BACKEND=ref decodes it")
-    if not runs(store):
-        raise ValueError(f"the GPU kernels cannot run on {store.device}; TRITON_INTERPRET=1 interprets them there")
+    if batch.dtype not in types():
+        raise ValueError(f"no GPU kernel for a cache of {batch.dtype}; there are some for {known}")
+    if batch.row_bits:
+        raise ValueError(f"no GPU kernel for K and V in {batch.row_bits} bits; SKIMKV_BACKEND=ref decodes it")
+    if not runs(batch.device):
+        raise ValueError(f"the GPU kernels cannot run on {batch.device}; TRITON_INTERPRET=1 interprets them there")
     for name, (tensor, shape) in tensors.items():
-        if tensor.shape != shape or tensor.device != store.device:
-            raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; must be {shape} on {store.device}")
+        if tensor.shape != shape or tensor.device != batch.device:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} on {tensor.device}; must be {shape} on {batch.device}")
         if name == "q" and tensor.dtype not in types():
             raise ValueError(f"no GPU kernel for a query of {tensor.dtype}; there are some for {known}")
-        if name != "q" and tensor.dtype != store.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}; the store holds {store.dtype}")
+        if name != "q" and tensor.dtype != batch.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; the store holds {batch.dtype}")
 
 
-def dot_type(store: Cached, q: Tensor) -> Any:
+def dot_type(cache: torch.dtype, query: torch.dtype) -> Any:
     """Return the type that tensor cores multiply in: the cache's if the query has it too, else float32.
 
     The interpreter has no product of bfloat16.
     """
-    half = store.dtype == q.dtype and not (interpreted() and q.dtype == torch.bfloat16)
-    return types()[q.dtype] if half else tl.float32
+    half = cache == query and not (interpreted() and query == torch.bfloat16)
+    return types()[query] if half else tl.float32
 
 
 def fit_block(positions: int, row_bytes: int, least: int = TENSOR_CORE) -> int:

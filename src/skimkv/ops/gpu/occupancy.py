@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .launch import MOST_SPLITS, pad
-from .tables import Cached
+from .tables import Batch
 
 with contextlib.suppress(ImportError):  # launch.missing says why
     from triton.runtime import driver
@@ -64,10 +64,10 @@ class SplitKernel(NamedTuple):
         """Return what the kernel is compiled with."""
         return {**self.constants, "SP": pad(count, 2)} if self.merges else self.constants
 
-    def launch(self, store: Cached, count: int) -> tuple[Any, ...]:
+    def launch(self, batch: Batch, count: int) -> tuple[Any, ...]:
         """Launch the kernel with `count` programs for each row and KV head, and return its arguments."""
         arguments = self.arguments(count)
-        self.kernel[store.shape.B * store.shape.H, count](*arguments, **self.options(count))
+        self.kernel[batch.heads, count](*arguments, **self.options(count))
         return arguments
 
     def compiled(self, count: int) -> Any:
@@ -125,18 +125,18 @@ def split_rows(rows: int, places: int, most: int) -> int:
 _at_once: dict[tuple[Any, ...], int] = {}  # of a compiled kernel on a device
 
 
-def count_splits(store: Cached, most: int, split: SplitKernel) -> int:
+def count_splits(batch: Batch, most: int, split: SplitKernel) -> int:
     """Return how many programs, at most `most`, share each row and KV head so that the device is full.
 
     The cache's length is no part of it, so a CUDA graph can hold the launch. The kernel is compiled if it is new here.
     """
-    rows, limits = store.shape.B * store.shape.H, limits_of(store.device)
+    rows, limits = batch.heads, limits_of(batch.device)
     most = max(1, min(most, MOST_SPLITS))
     if limits is None:
         return split_rows(rows, INTERPRETED_MULTIPROCESSORS * (split.settings_programs or INTERPRETED_PROGRAMS), most)
     programs = split.settings_programs
     if programs is None:
-        key = (split.kernel, store.device, *split.constants.items())
+        key = (split.kernel, batch.device, *split.constants.items())
         if key not in _at_once:
             _at_once[key] = programs_at_once(footprint_of(split.compiled(min(2, most))), limits)
         programs = _at_once[key]

@@ -19,15 +19,11 @@ def constant(value):
 
 
 PAGE_TOKENS = constant(tables.PAGE_TOKENS)
-PAGE_CLUSTERS = constant(tables.PAGE_CLUSTERS)
 TABLE_COLUMNS = constant(tables.TABLE_COLUMNS)
 COLUMN_K = constant(tables.COLUMN_K)
 COLUMN_V = constant(tables.COLUMN_V)
 COLUMN_INDEX = constant(tables.COLUMN_INDEX)
 COLUMN_SCALE = constant(tables.COLUMN_SCALE)
-COLUMN_REPRESENTATIVES = constant(tables.COLUMN_REPRESENTATIVES)
-COLUMN_SAMPLES = constant(tables.COLUMN_SAMPLES)
-COLUMN_SIZES = constant(tables.COLUMN_SIZES)
 COLUMN_CAPACITY = constant(tables.COLUMN_CAPACITY)
 
 LAYOUT_ROWS = constant(launch.LAYOUTS["none"])  # channels are read in rows of K
@@ -67,7 +63,7 @@ def page_start(table, page, COLUMN: tl.constexpr, TYPE: tl.constexpr, base=None)
 
 @triton.jit
 def page_capacity(table, page):
-    """Return the tokens (or clusters) in the chunk of a page: the distance between its KV heads."""
+    """Return the tokens in the chunk of a page: the distance between its KV heads."""
     return tl.load(table + page * TABLE_COLUMNS + COLUMN_CAPACITY)
 
 
