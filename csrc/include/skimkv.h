@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 13
+#define SKIMKV_VERSION 14
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -290,10 +290,19 @@ enum {
     SKIMKV_KIND_F32 = 0,
     SKIMKV_KIND_F16 = 1,
     SKIMKV_KIND_Q4_0 = 2,
+    SKIMKV_KIND_Q4_1 = 3,
+    SKIMKV_KIND_Q5_0 = 6,
+    SKIMKV_KIND_Q5_1 = 7,
+    SKIMKV_KIND_Q8_0 = 8,
+    SKIMKV_KIND_Q2_K = 10,
+    SKIMKV_KIND_Q3_K = 11,
     SKIMKV_KIND_Q4_K = 12,
     SKIMKV_KIND_Q5_K = 13,
     SKIMKV_KIND_Q6_K = 14,
+    SKIMKV_KIND_IQ4_NL = 20,
+    SKIMKV_KIND_IQ4_XS = 23,
     SKIMKV_KIND_BF16 = 30,
+    SKIMKV_KIND_MXFP4 = 39,
     SKIMKV_KIND_PANELS = 1000
 };
 

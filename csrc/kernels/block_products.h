@@ -1,20 +1,20 @@
 // Products y = x W^T + bias whose weights are the blocks of a GGUF file, row by row, as the file has them.
 //
 // A group of weights is decoded to codes of 8 bits and, for every part of 16 or 32 weights, a scale and an offset, so
-// that a weight is scale * code + offset. Codes are multiplied with rounded inputs (kernels/block_inputs.h) in
+// that a weight is scale * code + offset. Codes are multiplied with rounded inputs (kernels/rounded_inputs.h) in
 // integers, exactly; offsets are multiplied with the sums of the inputs.
 #pragma once
 #include <stdint.h>
 
 #include "kernel_table.h"
-#include "kernels/block_inputs.h"
 #include "kernels/block_types.h"
+#include "kernels/rounded_inputs.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
 
 namespace skimkv::SKIMKV_NS {
 
-constexpr int STREAMS = 2;  // rows that are multiplied at the same time, far from each other
+constexpr int TILE_TOKENS = 4;  // for which a row is decoded once
 
 static inline float float16_at(const uint8_t *p) {
     f16 x;
@@ -22,11 +22,63 @@ static inline float float16_at(const uint8_t *p) {
     return as_float(x);
 }
 
-static inline void decode(BlockQ4_0, const uint8_t *p, int8_t *code, float *scale, float *) {
-    for (int b = 0; b < 4; b++, p += 18, code += 32) {
-        for (int i = 0; i < 16; i++) code[i] = (int8_t)((p[2 + i] & 15) - 8);
-        for (int i = 0; i < 16; i++) code[16 + i] = (int8_t)((p[2 + i] >> 4) - 8);
-        scale[b] = float16_at(p);
+// What is special in one of four blocks: its scale, its offset, and what a code of 4 bits, the one at `i`, becomes.
+static inline float scale_of(BlockMXFP4, const uint8_t *p) {  // half of 2^(e-127), as the values are doubled
+    const uint32_t bits = *p < 2 ? 0x200000u << *p : (uint32_t)(*p - 1) << 23;
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+template <class Block> static inline float scale_of(Block, const uint8_t *p) { return float16_at(p); }
+static inline int fifth_bit(const uint8_t *p, int i) { return (p[i / 8] >> i % 8 & 1) << 4; }
+static inline int code_of(BlockQ4_0, const uint8_t *, int, int code) { return code - 8; }
+static inline int code_of(BlockQ4_1, const uint8_t *, int, int code) { return code; }
+static inline int code_of(BlockQ5_0, const uint8_t *p, int i, int code) { return (code | fifth_bit(p + 2, i)) - 16; }
+static inline int code_of(BlockQ5_1, const uint8_t *p, int i, int code) { return code | fifth_bit(p + 4, i); }
+static inline int code_of(BlockIQ4_NL, const uint8_t *, int, int code) { return IQ4_VALUES[code]; }
+static inline int code_of(BlockMXFP4, const uint8_t *, int, int code) { return MXFP4_VALUES[code]; }
+
+template <class Block, int = Block::ONE>
+static inline void decode(Block, const uint8_t *p, int8_t *code, float *scale, float *offset) {
+    for (int b = 0; b < 4; b++, p += Block::ONE, code += 32) {
+        const uint8_t *two = p + Block::CODES;
+        for (int i = 0; i < 16; i++) code[i] = (int8_t)code_of(Block(), p, i, two[i] & 15);
+        for (int i = 0; i < 16; i++) code[16 + i] = (int8_t)code_of(Block(), p, 16 + i, two[i] >> 4);
+        scale[b] = scale_of(Block(), p);
+        if (Block::HAS_OFFSET) offset[b] = float16_at(p + 2);
+    }
+}
+
+static inline void decode(BlockQ8_0, const uint8_t *p, int8_t *code, float *scale, float *) {
+    for (int b = 0; b < 4; b++, p += BlockQ8_0::ONE, code += 32)
+        __builtin_memcpy(code, p + 2, 32), scale[b] = float16_at(p);
+}
+
+static inline void decode(BlockIQ4_XS, const uint8_t *p, int8_t *code, float *scale, float *) {
+    const float d = float16_at(p);
+    const int high = p[2] | p[3] << 8;
+    for (int b = 0; b < 8; b++, code += 32) {
+        const uint8_t *two = p + 8 + b * 16;
+        for (int i = 0; i < 16; i++) code[i] = IQ4_VALUES[two[i] & 15], code[16 + i] = IQ4_VALUES[two[i] >> 4];
+        scale[b] = d * (float)(((p[4 + b / 2] >> b % 2 * 4 & 15) | (high >> 2 * b & 3) << 4) - 32);
+    }
+}
+
+static inline void decode(BlockQ2_K, const uint8_t *p, int8_t *code, float *scale, float *offset) {
+    for (int i = 0; i < 256; i++) code[i] = (int8_t)(p[16 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3);
+    const float d = float16_at(p + 80), least = float16_at(p + 82);
+    for (int i = 0; i < 16; i++) scale[i] = d * (float)(p[i] & 15), offset[i] = -least * (float)(p[i] >> 4);
+}
+
+static inline void decode(BlockQ3_K, const uint8_t *p, int8_t *code, float *scale, float *) {
+    for (int i = 0; i < 256; i++) {
+        const int two = p[32 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3, third = p[i % 32] >> i / 32 & 1;
+        code[i] = (int8_t)((two | third << 2) - 4);
+    }
+    const float d = float16_at(p + 108);
+    for (int i = 0; i < 16; i++) {
+        const int low = p[96 + i % 8] >> i / 8 * 4 & 15, high = p[104 + i % 4] >> i / 4 * 2 & 3;
+        scale[i] = d * (float)((low | high << 4) - 32);
     }
 }
 
@@ -87,12 +139,13 @@ static inline void decode(BlockQ6_K, const uint8_t *p, int8_t *code, float *scal
 namespace skimkv::SKIMKV_NS {
 
 #ifndef SKIMKV_SIMD_VNNI
-template <InputOrder> static inline void store_input(const RoundedInputs &to, int64_t i, int32_t code, bool) {
-    to.code[i] = (int16_t)code;
+template <InputOrder, int>
+static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32_t *code, bool) {
+    for (int i = 0; i < 32; i++) to.code[at + i] = (int16_t)code[i];
 }
 
 // Multiplies a row with one token. Both kinds of inputs are 16-bit integers here.
-template <bool, class Block>
+template <class Block>
 static inline float multiply_one_row(Block, const uint8_t *w, int64_t in, const RoundedInputs &x) {
     constexpr int STEP = 2 * W;  // weights of one vector of pairs
     vf sum[2] = {splat(0.f), splat(0.f)};
@@ -116,87 +169,78 @@ static inline float multiply_one_row(Block, const uint8_t *w, int64_t in, const 
             sum[i / STEP % 2] = fma(products, factor, sum[i / STEP % 2]);
         }
         if constexpr (Block::HAS_OFFSET)
-            for (int i = 0; i < Block::SIZE / 32; i++)
-                offsets += offset[i] * (x.sum[at / 16 + 2 * i] + x.sum[at / 16 + 2 * i + 1]);
+            for (int i = 0; i < Block::SIZE / 16; i++) offsets += offset[i * 16 / Block::PART] * x.sum[at / 16 + i];
     }
     return sum_lanes(sum[0] + sum[1]) + offsets;
 }
-template <bool TWO, int R, class Block>
-static inline void multiply_row(Block, const uint8_t *w, int64_t row, int64_t in, const RoundedInputs &x, float *y) {
-    for (int r = 0; r < R; r++) y[r] = multiply_one_row<TWO>(Block(), w + r * row, in, x);
+// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T].
+template <bool, int R, int T, class Block>
+static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
+    for (int i = 0; i < R * T; i++)
+        y[i] = multiply_one_row(Block(), w + i / T * row, in,
+                                rounded_inputs_at(inputs + i % T * block_input_bytes(in), in));
 }
 #endif
 
-// Rounds one token's inputs.
-template <InputOrder ORDER, class T>
+// Rounds one token's inputs, to be multiplied with codes of a bias.
+template <InputOrder ORDER, int BIAS, class T>
 static void round_token(const T *x, int64_t in, int dtype, const RoundedInputs &to) {
-    const float largest = (float)largest_input(dtype);
-    for (int64_t b = 0; b < padded_inputs(in) / 32; b++) {
-        float top = 0, bad = 0, v[32] = {};
-        if (b * 32 < in)
-            for (int i = 0; i < 32; i += W) store(v + i, load(x + b * 32 + i));
-        for (int i = 0; i < 32; i++) {
-            const float a = v[i] < 0 ? -v[i] : v[i];
-            top = a > top ? a : top;
-            bad += v[i] * 0;  // NaN if an input is infinite or NaN, and then the result is NaN
-        }
-        const float inverse = bad == 0 && top > 1e-30f ? largest / top : 0;
-        to.scale[b] = bad == 0 ? top / largest : bad;
-        for (int half = 0; half < 2; half++) {
-            int32_t sum = 0;
-            for (int i = half * 16; i < half * 16 + 16; i++) {
-                // Adding 1.5 * 2^23 rounds; the low bits then hold the integer.
-                const float y = (bad == 0 ? v[i] : 0) * inverse + 12582912.f;
-                int32_t bits;
-                __builtin_memcpy(&bits, &y, 4);
-                store_input<ORDER>(to, b * 32 + i, (int16_t)bits, has_two_bytes(dtype));
-                sum += (int16_t)bits;
-            }
-            to.sum[b * 2 + half] = (float)sum * to.scale[b];
-        }
+    for (int64_t at = 0; at < padded_inputs(in); at += 32) {
+        int32_t code[32] = {}, sum[2] = {};
+        const float scale = at < in ? round_inputs(x + at, (float)largest_input(dtype), code) : 0;
+        for (int i = 0; i < 16; i++) sum[0] += code[i], sum[1] += code[16 + i];
+        store_inputs<ORDER, BIAS>(to, at, code, has_two_bytes(dtype));
+        to.scale[at / 32] = scale, to.sum[at / 16] = (float)sum[0] * scale, to.sum[at / 16 + 1] = (float)sum[1] * scale;
     }
 }
 
-template <InputOrder ORDER>
+template <InputOrder ORDER, int BIAS>
 static void round_block_inputs(const skimkv_matrix &m, const Tokens &tokens, char *inputs, int64_t first,
                                int64_t last) {
     for (int64_t t = first; t < last; t++) {
         const RoundedInputs to = rounded_inputs_at(inputs + t * block_input_bytes(m.columns), m.columns);
         const int64_t at = t * m.columns;
-        if (m.dtype == SKIMKV_F32) round_token<ORDER>((const float *)tokens.x + at, m.columns, m.dtype, to);
-        else if (m.dtype == SKIMKV_BF16) round_token<ORDER>((const bf16 *)tokens.x + at, m.columns, m.dtype, to);
-        else round_token<ORDER>((const f16 *)tokens.x + at, m.columns, m.dtype, to);
+        if (m.dtype == SKIMKV_F32) round_token<ORDER, BIAS>((const float *)tokens.x + at, m.columns, m.dtype, to);
+        else if (m.dtype == SKIMKV_BF16) round_token<ORDER, BIAS>((const bf16 *)tokens.x + at, m.columns, m.dtype, to);
+        else round_token<ORDER, BIAS>((const f16 *)tokens.x + at, m.columns, m.dtype, to);
     }
 }
 
-// Multiplies R rows, `apart` rows from each other, with all inputs.
-template <int R, class Block>
-static inline void multiply_some_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
-                                      int64_t apart) {
+// Multiplies the rows `first` and, unless `apart` is 0, first + apart with the tokens from `from` on, at most T of
+// them. Returns how many these are.
+template <int T, class Block>
+static int multiply_two_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
+                             int64_t apart, int64_t from) {
+    if constexpr (T > 1)
+        if (tokens.n - from < T) return multiply_two_rows<T / 2, Block>(m, tokens, inputs, first, apart, from);
     const int64_t row_bytes = m.columns * Block::BYTES / Block::SIZE;
     const uint8_t *w = (const uint8_t *)m.data + first * row_bytes;
-    for (int64_t t = 0; t < tokens.n; t++) {
-        const RoundedInputs x = rounded_inputs_at(inputs + t * block_input_bytes(m.columns), m.columns);
-        float y[R];
-        if (has_two_bytes(m.dtype)) multiply_row<true, R>(Block(), w, apart * row_bytes, m.columns, x, y);
-        else multiply_row<false, R>(Block(), w, apart * row_bytes, m.columns, x, y);
-        for (int r = 0; r < R; r++) {
-            const int64_t row = first + r * apart, to = m.order ? m.order[row] : row;
-            float bias = 0;
-            if (m.bias) to_float(m.dtype, m.bias, to, &bias, 1);
-            y[r] += bias, from_float(m.dtype, y + r, tokens.y, t * m.rows + to, 1);
+    const char *x = inputs + from * block_input_bytes(m.columns);
+    float y[2 * T];
+    if (has_two_bytes(m.dtype)) multiply_tile<true, 2, T, Block>(w, apart * row_bytes, m.columns, x, y);
+    else multiply_tile<false, 2, T, Block>(w, apart * row_bytes, m.columns, x, y);
+    for (int r = 0; r < (apart ? 2 : 1); r++) {
+        const int64_t row = first + r * apart, to = m.order ? m.order[row] : row;
+        float bias = 0;
+        if (m.bias) to_float(m.dtype, m.bias, to, &bias, 1);
+        for (int t = 0; t < T; t++) {
+            const float value = y[r * T + t] + bias;
+            from_float(m.dtype, &value, tokens.y, (from + t) * m.rows + to, 1);
         }
     }
+    return T;
 }
 
-// Multiplies the rows first .. last-1 with all inputs: several at a time, which reads several streams of memory.
+// Multiplies the rows first .. last-1 with all inputs: two at a time, which reads two streams of memory.
 template <class Block>
 static void multiply_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
                           int64_t last) {
-    const int64_t apart = (last - first) / STREAMS;
-    for (int64_t i = 0; i < apart; i++) multiply_some_rows<STREAMS, Block>(m, tokens, inputs, first + i, apart);
-    for (int64_t row = first + apart * STREAMS; row < last; row++)
-        multiply_some_rows<1, Block>(m, tokens, inputs, row, 0);
+    const int64_t apart = (last - first) / 2;
+    const auto multiply = [&](int64_t row, int64_t other) {
+        for (int64_t t = 0; t < tokens.n;) t += multiply_two_rows<TILE_TOKENS, Block>(m, tokens, inputs, row, other, t);
+    };
+    for (int64_t row = first; row < first + apart; row++) multiply(row, apart);
+    if ((last - first) % 2) multiply(last - 1, 0);
 }
 
 // Writes the weights of the rows first .. last-1 to y.
@@ -223,7 +267,7 @@ template <class Block> static constexpr MatrixKind block_kind(int32_t kind) {
             1,
             256,
             block_input_bytes,
-            round_block_inputs<Block::ORDER>,
+            round_block_inputs<Block::ORDER, Block::BIAS>,
             multiply_rows<Block>,
             expand_rows<Block>};
 }

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "kernel_table.h"
+#include "kernels/rounded_inputs.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
 
@@ -20,26 +21,14 @@ constexpr int TOKENS_AT_ONCE = W == 16 ? 8 : W == 8 ? 4 : 2;    // tokens whose 
 // Bytes of one token's inputs as integers: int16 codes, then a float scale for every 32 of them.
 static int64_t panel_input_bytes(int64_t columns) { return (columns * 2 + columns / 32 * 4 + 63) / 64 * 64; }
 
-// Rounds one token's inputs to integers.
-template <class T> static void round_inputs(const T *x, int64_t in, char *to) {
+// Rounds one token's inputs.
+template <class T> static void round_panel_token(const T *x, int64_t in, char *to) {
     int16_t *code = (int16_t *)to;
     float *scale = (float *)(to + in * 2);
     for (int64_t b = 0; b < in / 32; b++) {
-        float v[32], top = 0, bad = 0;
-        for (int i = 0; i < 32; i += W) store(v + i, load(x + b * 32 + i));
-        for (int i = 0; i < 32; i++) {
-            float a = v[i] < 0 ? -v[i] : v[i];
-            top = a > top ? a : top;
-            bad += v[i] * 0;  // NaN if an input is infinite or NaN, and then the result is NaN
-        }
-        const float inverse = top > 1e-30f ? 32767 / top : 0;
-        scale[b] = bad == 0 ? top / 32767 : bad;
-        for (int i = 0; i < 32; i++) {
-            float y = v[i] * inverse + 12582912.f;  // adding 1.5 * 2^23 rounds; the low bits now hold the integer
-            int32_t bits;
-            __builtin_memcpy(&bits, &y, 4);
-            code[b * 32 + i] = (int16_t)bits;
-        }
+        int32_t rounded[32];
+        scale[b] = round_inputs(x + b * 32, 32767, rounded);
+        for (int i = 0; i < 32; i++) code[b * 32 + i] = (int16_t)rounded[i];
     }
 }
 
@@ -127,9 +116,9 @@ static void multiply_panels(const skimkv_matrix &m, const Tokens &tokens, const 
 static void round_panel_inputs(const skimkv_matrix &m, const Tokens &tokens, char *x, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) {
         char *to = x + t * panel_input_bytes(m.columns);
-        if (m.dtype == SKIMKV_F32) round_inputs((const float *)tokens.x + t * m.columns, m.columns, to);
-        else if (m.dtype == SKIMKV_BF16) round_inputs((const bf16 *)tokens.x + t * m.columns, m.columns, to);
-        else round_inputs((const f16 *)tokens.x + t * m.columns, m.columns, to);
+        if (m.dtype == SKIMKV_F32) round_panel_token((const float *)tokens.x + t * m.columns, m.columns, to);
+        else if (m.dtype == SKIMKV_BF16) round_panel_token((const bf16 *)tokens.x + t * m.columns, m.columns, to);
+        else round_panel_token((const f16 *)tokens.x + t * m.columns, m.columns, to);
     }
 }
 

@@ -14,7 +14,7 @@ import torch
 from ... import __path__ as _package
 from ...stores.full import CHANNELS
 
-VERSION = 13
+VERSION = 14
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
