@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import skimkv
-from skimkv.hf.gguf_llama import load_gguf
+from skimkv.hf.gguf_llama import load_gguf, load_gguf_model
 from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear
+from skimkv.ops import block_weights
 from support import gguf_files
 from support.gguf_files import Kind, close, logits, near, tiny, write
 
@@ -73,10 +74,10 @@ def mixture(model, most: Kind, others: dict[str, Kind]) -> dict[str, Kind]:
     return kinds | {name: others.get(name, most) for name in ("output", "token_embd")}
 
 
-@pytest.mark.parametrize("most", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q4_0, Kind.Q8_0])
-@pytest.mark.parametrize("tied", [False, True])
-def test_mixtures_of_blocks(tmp_path, backend, most, tied):
+@pytest.mark.parametrize("type", block_weights.TYPES)
+def test_mixtures_of_blocks(tmp_path, backend, type):
     """Files such as llama.cpp's Q4_K_M: the blocks are used as they stand in the file."""
+    most, tied = Kind[type], block_weights.TYPES.index(type) % 2 == 0
     model = gguf_files.of_family("llama", tied)
     reference = write(tmp_path / "m.gguf", model, mixture(model, most, MIXTURE))
     loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
@@ -86,6 +87,16 @@ def test_mixtures_of_blocks(tmp_path, backend, most, tied):
     # a few tokens: inputs are rounded to 15 bits, and codes with their minima are several times the weights
     assert close(logits(loaded, IDS[:, :3]), logits(reference, IDS[:, :3]), 1e-2)
     assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+
+
+@pytest.mark.parametrize("type", ["IQ2_XXS", "IQ3_S", "TQ2_0"])
+def test_blocks_without_a_kernel_become_8_bit_weights_and_a_line_says_so(tmp_path, backend, type):
+    model = gguf_files.of_family("llama")
+    reference = write(tmp_path / "m.gguf", model, mixture(model, Kind[type], MIXTURE))
+    with pytest.warns(UserWarning, match=rf"^{tmp_path}/m.gguf: no kernel reads {type}: matrices .* held in 8 bits$"):
+        loaded = load_gguf_model(tmp_path / "m.gguf", torch.float32)
+    assert loaded.model.layers[0].mlp.up_proj.kind == "packed" and loaded.lm_head.kind == "Q6_K"
+    assert near(logits(loaded, IDS), logits(reference, IDS))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -187,7 +198,7 @@ def _damaged(path, name):
     elif name == "type":
 
         def edit(w):
-            w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((96, 110), np.uint8), raw_dtype=Kind.Q3_K)
+            w.add_tensor("blk.0.ffn_gate.scale", np.zeros((96, 292), np.uint8), raw_dtype=Kind.Q8_K)
 
         write(path, model, edit=edit)
     elif name == "extra":
@@ -221,10 +232,7 @@ def _damaged(path, name):
         ("empty", "truncated or damaged"),
         ("architecture", "architecture 'phi3' is not supported; llama, mistral, qwen2, qwen3 are"),
         ("experts", "llama.expert_count = 8 is not supported"),
-        (
-            "type",
-            "blk.0.ffn_gate_exps.weight is quantised as Q3_K; only F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K are ",
-        ),
+        ("type", "blk.0.ffn_gate.scale is of type Q8_K, which the package gguf does not dequantise"),
         ("extra", "blk.0.attn_sinks.weight has no place in this model"),
         ("missing", r"1 tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
         ("shape", r"blk.0.ffn_gate.weight is \(160, 96\); the metadata say \(192, 96\)"),

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from skimkv import ops
 from skimkv.ops import block_weights
 from skimkv.ops.cpu import linear
-from support.gguf_files import random_blocks
+from support.gguf_files import SCALES, random_blocks
 from support.instruction_sets import ISAS, NATIVE, on
 
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -40,10 +40,12 @@ def bound(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("type", TYPES)
 def test_product(isa, dtype, type):
-    for out, inputs in [(1, 256), (7, 512), (70, 768)] + [(5, 32), (33, 160)] * (type == "Q4_0"):
+    for out, inputs in [(1, 256), (7, 512), (70, 768)] + [(5, 32), (33, 160)] * (
+        block_weights.block_size(type)[0] == 32
+    ):
         rows = random_blocks(type, out, inputs)
         w, bias = exact_weights(rows, type), torch.randn(out).to(dtype)
-        for n in (1, 2, 5, 40):
+        for n in (1, 7, 40):
             x = (torch.randn(n, inputs) * torch.rand(n, 1) * 5).to(dtype)
             with on(isa):
                 y, with_bias = ops.linear(x, rows, type), ops.linear(x, rows, type, bias=bias)
@@ -112,8 +114,10 @@ def test_the_largest_codes_do_not_overflow(isa, type):
     rows = torch.full((4, block_weights.row_bytes(type, 512)), 255, dtype=torch.uint8)
     size = block_weights.block_size(type)[1]
     scale = np.frombuffer(np.float16(1 / 64).tobytes(), dtype=np.uint8)
-    for at in [208] if type == "Q6_K" else [0] if type == "Q4_0" else [0, 2]:
+    for at in SCALES[type]:
         rows.unflatten(1, (-1, size))[:, :, at : at + 2] = torch.from_numpy(scale.copy())
+    if type == "MXFP4":
+        rows.unflatten(1, (-1, size))[:, :, 0] = 121
     w = exact_weights(rows, type)
     for dtype in EPS:
         x = torch.cat([torch.ones(1, 512), -torch.ones(1, 512)]).to(dtype)
@@ -136,7 +140,7 @@ def test_four_bits_are_those_of_the_format():
 def test_refusals():
     rows, x = random_blocks("Q4_K", 4, 512), torch.randn(2, 512)
     for call, reason in [
-        (lambda: ops.linear(x, rows, "Q3_K"), "blocks of Q3_K are not supported; Q4_0, Q4_K"),
+        (lambda: ops.linear(x, rows, "IQ1_S"), "blocks of IQ1_S are not supported; Q4_0, Q4_1"),
         (lambda: ops.linear(x[:, :256], rows, "Q4_K"), r"4 x 256 as Q4_K needs torch.uint8 \(4, 144\)"),
         (lambda: ops.linear(x[:, :100], rows, "Q4_K"), "inputs in blocks of 256, not 100"),
         (lambda: ops.linear(x, rows.int(), "Q4_K"), "weights are torch.int32"),

@@ -12,9 +12,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from skimkv.ops.block_weights import TYPES
-
 Kind = gguf.GGMLQuantizationType
+# Where the float16 scales of a block are.
+SCALES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0], "MXFP4": [],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_XS": [0],
+    "IQ2_XXS": [0], "IQ3_S": [0], "TQ2_0": [64],
+}  # fmt: skip
 VOCABULARY = ["<s>", "</s>", *bytes_to_unicode().values(), "th", "the"]
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -106,7 +110,7 @@ def write(path: Path, model: LlamaForCausalLM, kinds: dict[str, Kind] | None = N
             raw = Q8_0.quantize(value)
             w.add_tensor(f"{short}.{what}", raw, raw_dtype=kind)
             value = Q8_0.dequantize(raw)
-        elif kind.name in TYPES and value.ndim == 2:
+        elif kind.name in SCALES and value.ndim == 2:
             raw = random_blocks(kind.name, *value.shape, seed=len(written)).numpy()
             w.add_tensor(f"{short}.{what}", raw, raw_dtype=kind)
             value = gguf.quants.dequantize(raw, kind)
@@ -147,9 +151,11 @@ def random_blocks(type: str, out: int, inputs: int, seed: int = 0) -> Tensor:
     """Rows of blocks of random bits with scales of about 0.01: (out,row_bytes) uint8."""
     draw, (weights, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[type]]
     rows = draw.integers(0, 256, (out, inputs // weights, size), dtype=np.uint8)
-    for at in {"Q4_0": [0], "Q8_0": [0], "Q6_K": [208]}.get(type, [0, 2]):
+    for at in SCALES[type]:
         scale = draw.uniform(0.2, 1, (out, inputs // weights, 1)) * (0.01 if weights == 32 else 3e-4)
         rows[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)
+    if type == "MXFP4":  # its scale is the exponent of a float
+        rows[:, :, 0] = draw.integers(118, 122, rows.shape[:2])
     return torch.from_numpy(rows.reshape(out, -1))
 
 

@@ -2,8 +2,7 @@
 
 Floats and Q8_0 blocks, which get another layout, are read piece by piece: a mapping would stay resident beside them.
 The other blocks are used as they stand in the file, through a mapping, and never copied. Lists of strings (the
-vocabulary, which transformers' tokenizer reads itself) are skipped: as Python objects they would take more memory than
-some models.
+vocabulary) are skipped unless they are asked for: as Python objects they take more memory than some models.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import gguf
+import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
@@ -42,16 +43,28 @@ class TensorEntry(NamedTuple):
     nbytes: int
     stream: BinaryIO
 
+    def rows(self, first: int, count: int) -> TensorEntry:
+        """The rows first .. first + count - 1 of this matrix (rows, columns)."""
+        size = self.nbytes // self.shape[0]
+        return self._replace(shape=(count, *self.shape[1:]), offset=self.offset + first * size, nbytes=count * size)
+
+    def one(self, i: int) -> TensorEntry:
+        """The i-th of these matrices (n, rows, columns)."""
+        return self.rows(i, 1)._replace(shape=self.shape[1:])
+
 
 class GGUFFile:
-    """An open GGUF file. `metadata` (without lists of strings) by key, and `tensors` by name, of all parts.
+    """An open GGUF file. `metadata` by key, and `tensors` by name, of all parts.
+
+    lists: the keys of those lists of strings that metadata contains; the others are skipped.
 
     The first part of a model that is split over several files opens the others. Raises ValueError if a file is damaged,
     shorter than its tensors, of a version other than 2 and 3, or if a part is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lists: Container[str] = ()) -> None:
         self.parts: list[GGUFFile] = []
+        self._lists = lists
         self.file = path.open("rb")
         try:
             self.size = os.fstat(self.file.fileno()).st_size
@@ -124,10 +137,11 @@ class GGUFFile:
         return self._bytes(self._number("Q")).decode("utf-8", "replace")
 
     def _pair(self) -> tuple[str, Any]:
-        return self._string(), self._value(self._number("I"))
+        key = self._string()
+        return key, self._value(self._number("I"), key in self._lists)
 
-    def _value(self, kind: int) -> Any:
-        """A value of the metadata; None for a list of strings."""
+    def _value(self, kind: int, keep: bool = False) -> Any:
+        """A value of the metadata; None for a list of strings, unless they are to be kept."""
         if kind == STRING:
             return self._string()
         if kind in SCALARS:
@@ -138,6 +152,8 @@ class GGUFFile:
         if kind in SCALARS:
             itemsize = struct.calcsize(SCALARS[kind])
             return list(struct.unpack(f"<{n}{SCALARS[kind]}", self._bytes(n * itemsize)))
+        if keep and kind == STRING:
+            return [self._string() for _ in range(n)]
         for _ in range(n):
             if kind == STRING:
                 self._bytes(self._number("Q"))
@@ -164,9 +180,12 @@ class GGUFFile:
         return TensorEntry(name, quantisation.name, shape, offset, elements // block * block_bytes, self.file)
 
     def floats(self, entry: TensorEntry) -> Tensor:
-        """A tensor of one of the types in FLOATS, as float32."""
+        """A tensor of any type as float32: blocks are dequantised by the package gguf."""
         data = _read(entry, 0, entry.nbytes)
-        return torch.frombuffer(data, dtype=FLOATS[entry.quantisation]).float().view(entry.shape)
+        if entry.quantisation in FLOATS:
+            return torch.frombuffer(data, dtype=FLOATS[entry.quantisation]).float().view(entry.shape)
+        blocks = np.frombuffer(data, dtype=np.uint8).reshape(*entry.shape[:-1], -1)
+        return torch.from_numpy(gguf.quants.dequantize(blocks, GGMLQuantizationType[entry.quantisation]))
 
     def blocks(self, entry: TensorEntry) -> Callable[[int, int], Tensor]:
         """A function read(first, last) that returns rows first .. last-1 of a Q8_0 matrix as (n, in/32, 17) int16."""
@@ -193,6 +212,18 @@ class GGUFFile:
         The file must not be changed while the tensor is in use.
         """
         return _mapped(entry, FLOATS[entry.quantisation]).view(entry.shape)
+
+
+def check_types(entries: Iterable[TensorEntry]) -> None:
+    """Raises ValueError for a tensor of a type that nothing dequantises."""
+    sample = {entry.quantisation: entry for entry in entries if entry.quantisation not in FLOATS}
+    for name, entry in sample.items():
+        try:
+            gguf.quants.dequantize(
+                np.zeros((1, GGML_QUANT_SIZES[kind := GGMLQuantizationType[name]][1]), np.uint8), kind
+            )
+        except NotImplementedError:
+            raise ValueError(f"{entry.name} is of type {name}, which the package gguf does not dequantise") from None
 
 
 def _mapped(entry: TensorEntry, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,15 @@
 """Models of the Llama family from GGUF files: Llama, Mistral, Qwen2 and Qwen3.
 
-Weights stay quantised. Q8_0 matrices are read in slabs, and packed at once; matrices of other types are used as the
-file holds them, through a mapping.
+Weights stay quantised. Q8_0 matrices are read in slabs, and packed at once; matrices of the other types that have kernels
+are used as the file holds them, through a mapping. What has no kernel is dequantised in slabs, and packed as 8-bit weights.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from transformers import (
 from ..ops import block_weights, matrices, packed_weights
 from .decode_step import replace_modules
 from .errors import as_value_error
-from .gguf import FLOATS, GGUFFile, TensorEntry
+from .gguf import FLOATS, GGUFFile, TensorEntry, check_types
 from .matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
 from .weights import empty_packed, fill_packed
 
@@ -59,8 +61,8 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[PreTr
     """Load a model in eval mode, and its tokenizer. dtype: of activations and cache, bfloat16 by default.
 
     A model in several files is named by its first one. Raises ValueError, one line with the path and the reason, for a
-    file that is damaged, of an architecture that is not in ARCHITECTURES, or with blocks of another type than Q8_0 and
-    those of block_weights.TYPES.
+    file that is damaged, of an architecture that is not in ARCHITECTURES, or with a type that the package gguf does not
+    dequantise. Blocks of other types than those of block_weights.TYPES become 8-bit weights, and a warning says so.
     """
     path = Path(path)
     model = load_gguf_model(path, dtype)
@@ -78,6 +80,11 @@ def load_gguf_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTr
         _check_supported(file)
         model = _empty_model(_config(file.metadata, file.tensors), dtype)
         _read_weights(model, file)
+        if converted := sorted({entry.quantisation for entry in file.tensors.values() if _becomes_int8(entry)}):
+            warnings.warn(
+                f"{path}: no kernel reads {', '.join(converted)}: matrices of these types are held in 8 bits",
+                stacklevel=2,
+            )
     nn.Module.eval(model.requires_grad_(False))
     return model
 
@@ -125,12 +132,7 @@ def _check_supported(file: GGUFFile) -> None:
         raise ValueError(f"it is part {file.metadata['split.no'] + 1} of a model: give the first part")
     if (architecture := file.metadata.get("general.architecture")) not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are")
-    known = (*FLOATS, packed_weights.TYPE, *block_weights.TYPES)
-    for entry in file.tensors.values():
-        if entry.quantisation not in known:
-            raise ValueError(
-                f"{entry.name} is quantised as {entry.quantisation}; only {', '.join(known)} are supported"
-            )
+    check_types(file.tensors.values())
 
 
 def _config(metadata: dict[str, Any], tensors: dict[str, TensorEntry]) -> PretrainedConfig:
@@ -249,7 +251,7 @@ def _read_weights(model: PreTrainedModel, file: GGUFFile) -> None:
             setattr(model.get_submodule(module), parameter, nn.Parameter(value.to(dtype), requires_grad=False))
         elif len(entry.shape) != 2:
             raise ValueError(f"{entry.name} is quantised, and no matrix")
-        elif entry.quantisation == packed_weights.TYPE:
+        elif entry.quantisation == packed_weights.TYPE or _becomes_int8(entry):
             _read_packed(model, file, entry, module, heads)
         else:
             _map_blocks(model, file, entry, module, heads)
@@ -293,12 +295,14 @@ def _replace(
 
 
 def _read_packed(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name: str, heads: int | None) -> None:
-    """Read a Q8_0 matrix into the 8-bit module that replaces the module of that name.
+    """Read a matrix into the 8-bit module that replaces the module of that name: Q8_0, or blocks without a kernel.
 
     heads: of a matrix whose rows stand in llama.cpp's order, else None.
     """
     rows, columns = entry.shape
     read, step = file.blocks(entry), packed_weights.ROWS
+    if _becomes_int8(entry):
+        read = partial(_requantised, file, entry)
     if heads is not None:
         read, step = _reordered(read, rows // heads), math.lcm(packed_weights.ROWS, rows // heads)
     packed = fill_packed(empty_packed(rows, columns), rows, read, step)
@@ -321,6 +325,15 @@ def _map_blocks(model: PreTrainedModel, file: GGUFFile, entry: TensorEntry, name
         order = torch.empty(entry.shape[0], dtype=torch.int32)
         order[_unpermuted(torch.arange(entry.shape[0]), heads)] = torch.arange(entry.shape[0], dtype=torch.int32)
     _replace(model, name, file.rows(entry), entry.quantisation, entry, order)
+
+
+def _becomes_int8(entry: TensorEntry) -> bool:
+    """Whether a matrix is of blocks that no kernel multiplies."""
+    return len(entry.shape) > 1 and entry.quantisation not in (*FLOATS, *block_weights.TYPES)
+
+
+def _requantised(file: GGUFFile, entry: TensorEntry, first: int, last: int) -> Tensor:
+    return packed_weights.quantise(file.floats(entry.rows(first, last - first)))
 
 
 def _reordered(read: Callable[[int, int], Tensor], size: int) -> Callable[[int, int], Tensor]:

@@ -1,7 +1,7 @@
 """The blocks of quantised weights that GGUF files hold, as they are there: row after row, without another layout.
 
-A block of Q4_0 has 32 weights, a block of Q4_K, Q5_K or Q6_K has 256. (Q8_0 has a layout of its own, which
-packed_weights.py describes.) What a block means is defined by the package gguf, whose dequantisation is the reference.
+A block has 32 weights, in K types and IQ4_XS 256. What it means is defined by the package gguf, whose dequantisation is
+the reference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-TYPES = ("Q4_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS",
+)  # fmt: skip
 
 
 def block_size(type: str) -> tuple[int, int]:
