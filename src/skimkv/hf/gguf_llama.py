@@ -1,7 +1,8 @@
 """Models of the Llama family from GGUF files: Llama, Mistral, Qwen2 and Qwen3.
 
-Weights stay quantised. Q8_0 matrices are read in slabs, and packed at once; matrices of the other types that have kernels
-are used as the file holds them, through a mapping. What has no kernel is dequantised in slabs, and packed as 8-bit weights.
+Weights stay quantised. Q8_0 matrices are read in slabs, and packed at once; matrices of the other types that have
+kernels are used as the file holds them, through a mapping. What has no kernel is dequantised in slabs, and packed as
+8-bit weights.
 """
 
 from __future__ import annotations
