@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skimkv.eval.generate import encode
-from skimkv.eval.plan import fingerprint
+from skimkv.hf import fingerprint
 from skimkv.hf.gguf_llama import load_gguf
 from support.command_line import answer, assert_mistake, run
 from support.gguf_files import tiny, write
@@ -50,11 +50,11 @@ def test_eval(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -
 
 
 def test_the_fingerprint_is_that_of_the_weights(model: Path) -> None:
-    one = fingerprint(load_gguf(model)[0])
-    assert one == fingerprint(load_gguf(model)[0])
+    one = fingerprint.of_model(*load_gguf(model), str(model))
+    assert one == fingerprint.of_model(*load_gguf(model), str(model))
     torch.manual_seed(1)
     write(model, tiny())
-    assert one != fingerprint(load_gguf(model)[0])
+    assert one != fingerprint.of_model(*load_gguf(model), str(model))
 
 
 @pytest.mark.slow  # figures
