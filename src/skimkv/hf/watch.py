@@ -9,7 +9,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 _hooks_of_all = torch.nn.modules.module._global_forward_hooks
@@ -41,23 +41,27 @@ class Watch:
             for named in (module._parameters, module._buffers)
             for name, tensor in named.items()
         ]
-        self._places = [(mapping.get, name) for mapping, name, _ in (*self._read, *tensors)]
-        self._values = [value for *_, value in (*self._read, *tensors)]
+        reads = [*self._read, *tensors]
+        self._in_classes = [read for read in reads if not isinstance(read[0], dict)]
+        in_dicts = [read for read in reads if isinstance(read[0], dict)]
+        self._dicts, self._names, self._values = zip(*in_dicts, strict=True)
         self._parts = [(module._modules, dict(module._modules)) for module in modules if module._modules]
-        self._addresses = [(one.data_ptr, one.data_ptr()) for *_, one in tensors if one is not None]
+        self._tensors = [tensor for *_, tensor in tensors if tensor is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._hooks = [hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
     def is_unchanged(self) -> bool:
         """Whether the modules read what they read before, and have their tensors where they were."""
-        if not all(map(is_, [get(name) for get, name in self._places], self._values)):
+        if not all(map(is_, map(dict.get, self._dicts, self._names), self._values)):
             return False
+        for mapping, name, value in self._in_classes:
+            if mapping.get(name) is not value:
+                return False
         for now, before in self._parts:
             if now != before:
                 return False
-        for address_of, address in self._addresses:
-            if address_of() != address:
-                return False
-        return [type(module) for module in self._modules] == self._kinds
+        has_kinds = list(map(type, self._modules)) == self._kinds
+        return has_kinds and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
     def computes_as(self, other: Watch) -> bool:
         """Whether it is of the same modules as another one, and these read the same but for their tensors."""
@@ -84,7 +88,7 @@ def _read_by_class(kind: type[nn.Module], names: set[str], functions: Sequence[F
 
 def _read_by_module(module: nn.Module, names: set[str]) -> Iterator[Read]:
     attributes = vars(module)
-    for name in sorted({*names & attributes.keys(), "forward"}):
+    for name in sorted({*names & attributes.keys() - {"_parameters"}, "forward"}):
         value = attributes.get(name)
         yield attributes, name, value
         if isinstance(value, PreTrainedConfig):
