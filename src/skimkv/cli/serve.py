@@ -82,7 +82,7 @@ def serve(
         str | None,
         size_option(
             "The largest body of a request, such as 4M. A larger one is refused before it is tokenised.",
-            SERVER_OPTIONS, "1M, or 32 bytes for each of --max-tokens where that is more",
+            SERVER_OPTIONS, "1M, or 32 a token of --max-tokens",
         ),
     ] = None,
     cors: Annotated[
