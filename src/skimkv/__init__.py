@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .header import include_dir
-    from .hf.attach import Cache, attach, detach
+    from .hf.attach import attach, detach
+    from .hf.cache import Cache
     from .hf.load import load
     from .methods import METHODS, parse, register
     from .methods.base import Method, Traffic
@@ -23,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "Cache": "hf.attach", "attach": "hf.attach", "detach": "hf.attach", "load": "hf.load",
+    "Cache": "hf.cache", "attach": "hf.attach", "detach": "hf.attach", "load": "hf.load",
     "Method": "methods.base", "Traffic": "methods.base", "parse": "methods", "register": "methods",
     "METHODS": "methods", "backend": "ops", "Shape": "stores.base", "include_dir": "header",
 }  # fmt: skip

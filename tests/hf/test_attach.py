@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -100,7 +101,8 @@ def test_other_caches_get_the_models_own_answer(name):
         yield model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
 
     expected = list(answers())
-    with skimkv.attach(model, "LMInfinite(k=2, initial=1)"):
+    with skimkv.attach(model, "LMInfinite(k=2, initial=1)") as attached:
+        attached.has_warned = True  # as the next test expects
         for i, (got, own) in enumerate(zip(answers(), expected, strict=True)):
             assert torch.equal(got, own), f"answer {i} differs by {(got - own).abs().max()}"
 
@@ -112,8 +114,77 @@ def test_training_while_attached():
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
         grads.append(model.get_input_embeddings().weight.grad.clone())
-        skimkv.attach(model, "H2O(k=4)")
+        skimkv.attach(model, "H2O(k=4)").has_warned = True
     assert torch.equal(*grads)
+
+
+def static(model):
+    return StaticCache(config=model.config, max_cache_len=N + NEW)
+
+
+@torch.no_grad()
+def by_hand(model, cache):
+    """A loop of forward passes, as people write it."""
+    out = model(prompt(1, N), past_key_values=cache)
+    for _ in range(3):
+        out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+
+
+@torch.no_grad()
+def by_hand_without_a_cache(model, cache):
+    ids = prompt(1, N)
+    for _ in range(3):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+
+
+def by_generate(model, cache):
+    model.generate(prompt(1, N), past_key_values=cache, **GREEDY)
+
+
+DENSE = {
+    "generate() with a cache of the library": (by_generate, lambda model: DynamicCache(), "a DynamicCache"),
+    "generate() with a static cache": (by_generate, static, "a StaticCache"),
+    "a loop": (by_hand, lambda model: None, "no cache"),
+    "a loop with a cache of the library": (by_hand, lambda model: DynamicCache(config=model.config), "a DynamicCache"),
+    "a loop without a cache": (by_hand_without_a_cache, lambda model: None, "no cache"),
+    "a forward of the decoder": (
+        lambda model, cache: model.get_decoder()(prompt(1, N)),
+        lambda model: None,
+        "no cache",
+    ),
+    "scoring": (lambda model, cache: model(prompt(1, N), labels=prompt(1, N)), lambda model: None, "no cache"),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("way", DENSE)
+def test_dense_answers_of_an_attached_model_are_named_once(name, way):
+    """Somebody might take them for the method's: a warning says so, once for each attach, and only there."""
+    run, make_cache, what = DENSE[way]
+    model = family(name)
+    for _ in range(2):
+        with skimkv.attach(model, "H2O(k=8)"):
+            with pytest.warns(
+                UserWarning, match=rf"^H2O\(k=8\) is attached, but \w+ was called with {what}: .*"
+            ) as got:
+                run(model, make_cache(model))
+            assert len([w for w in got if "is attached" in str(w.message)]) == 1 and "\n" not in str(got[0].message)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                run(model, make_cache(model))
+    cache = skimkv.Cache(model, "H2O(k=8)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, make_cache(model))
+        skimkv.detach(model)
+        run(model, make_cache(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with skimkv.attach(model, "H2O(k=8)"):
+            model.generate(prompt(1, N), **GREEDY)
+            model(prompt(1, N), past_key_values=cache)
+            if name == "llama":
+                skimkv.attach(model, "StreamingLLM(k=8)")  # which runs the model to see how it turns keys
 
 
 def test_attach_nests_and_leaves_no_trace(tmp_path):
@@ -140,13 +211,6 @@ def test_attach_nests_and_leaves_no_trace(tmp_path):
         pass
     assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == own, "a cache made before stays good"
     assert model.generate(ids, **GREEDY).tolist() == own
-
-
-def test_attach_and_incompatible_options():
-    model, ids = family("llama"), prompt(1, N)
-    with skimkv.attach(model, "Dense()"):
-        refuses(lambda: model.generate(ids, use_cache=False, **GREEDY), "no use_cache=False")
-        refuses(lambda: model.generate(ids, cache_implementation="static", **GREEDY), "'static'")
 
 
 def test_masks_that_are_not_left_padding():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import skimkv
-from skimkv.hf.attach import Cache
+from skimkv.hf.cache import Cache
 from skimkv.serve.conversations import FEW, LEAST_READ, Conversations
 from support import tiny_models
 

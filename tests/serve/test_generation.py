@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import skimkv
-from skimkv.hf.attach import Cache
+from skimkv.hf.cache import Cache
 from skimkv.serve.conversations import Conversations
 from skimkv.serve.generation import Answer, Generator
 from skimkv.serve.requests import Refused

@@ -13,7 +13,7 @@ import torch
 
 import skimkv
 from skimkv import serve
-from skimkv.hf.attach import Cache
+from skimkv.hf.cache import Cache
 from skimkv.serve.conversations import Conversations
 from skimkv.serve.generation import Generator
 

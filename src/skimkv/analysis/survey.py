@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..eval.shared_prompt import RecordedLayer, record_prompt
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.layer import Layer
 from ..methods import Dense
 from ..methods.sparq import TEMPERATURES

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from ..hf.attach import Cache, attach
+from ..hf.attach import attach
+from ..hf.cache import Cache
 from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing

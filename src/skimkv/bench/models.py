@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.layer import Layer
 from ..hf.weights import random_linear
 from ..methods import Dense

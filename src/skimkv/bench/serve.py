@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from .. import ops
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..methods import Dense, parse
 from ..methods.base import Method
 from ..stores.base import Shape

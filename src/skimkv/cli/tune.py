@@ -151,7 +151,7 @@ def tune(
         network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
         from ..eval.tune import DivergenceScorer, Scorer
         from ..hf import fingerprint
-        from ..hf.attach import check_length
+        from ..hf.positions import check_length
 
         check_length(network, prompt + scored + 1)
         cut = _cut(text, tokenizer, prompt + scored + 1, pieces)

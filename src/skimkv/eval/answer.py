@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.states import keeps_states
 from .shared_prompt import forward, joint_cache
 from .traffic import Cost, RowCosts, depends_on_data

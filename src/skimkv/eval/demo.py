@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..hf.attach import Cache, check_length
+from ..hf.cache import Cache
 from ..hf.load import load
+from ..hf.positions import check_length
 from ..methods import Dense
 from ..methods.base import Method
 from ..stores.base import Shape

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.layer import Layer
 from ..hf.states import keeps_states
 from ..methods import Dense, parse

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..hf.attach import Cache, attach
+from ..hf.attach import attach
+from ..hf.cache import Cache
 from ..hf.positions import positions_of
 from ..hf.supported import needed_max_tokens
 from ..methods.base import Method

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.supported import needed_max_tokens
 from ..methods import parse
 from ..methods.base import Method

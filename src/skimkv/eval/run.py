@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import ops
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..methods.base import Method
 from ..records import package_versions
 from .answer import Answer, answer_questions

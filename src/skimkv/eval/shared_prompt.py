@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import ops
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.layer import AttentionLayer, Layer
 from ..hf.positions import positions_of
 from ..hf.states import KeepsStates, LayerWithStates, copy_library_rows
@@ -101,6 +101,7 @@ class RecordedPrompt(NamedTuple):
                 assert isinstance(own, Layer)
                 if isinstance(own, LayerWithStates):
                     own.take_states(layer)
+                own.given = layer.given
                 own.take_prompt(layer.q, layer.k, layer.v, pad=layer.pad, **layer.softmax)
             else:
                 cache.layers[i] = copy.deepcopy(layer)
@@ -182,6 +183,7 @@ class JointLayer(AttentionLayer):  # type: ignore[no-untyped-call]
         for part in self.parts:
             rows = slice(start, start + len(part.cached_tokens or ()))
             own_pad = None if pad is None else pad[rows]
+            part.given = None if self.given is None else self.given.part(rows)
             y.append(part.attend_block(q[rows], k[rows], v[rows], pad=own_pad, **softmax))
             start = rows.stop
         self.seen += k.shape[2]

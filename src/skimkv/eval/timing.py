@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from .answer import Question
 from .shared_prompt import forward
 

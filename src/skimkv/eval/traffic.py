@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.layer import AttentionLayer
 from ..hf.states import state_tensors
 from ..methods import Dense

@@ -29,6 +29,7 @@ from .cuda_graph import Replay, capture, footing
 from .errors import first_sentence
 from .layer import MARK, Layer
 from .matrix_modules import MatrixModule
+from .positions import GivenPositions
 from .supported import model_layers
 
 # The arguments of a call that is a step; logits_to_keep changes nothing where there is one token.
@@ -55,6 +56,7 @@ def _decode(
     B, H, _, D = k.shape
     layer = _running.layers[index]
     assert layer.store is not None
+    layer.place(1, None)
     token = q[:, :, 0].reshape(B, H, -1, D), k[:, :, 0], v[:, :, 0]
     y = layer.method.decode(layer.store, *token, scale=scale, softcap=softcap, sinks=sinks)
     layer.seen += 1
@@ -170,6 +172,9 @@ class CompiledForward:
         self.length.fill_(seen)
         if positions is None:
             positions = torch.full((1, 1), seen, device=ids.device)
+        given = GivenPositions(positions, seen, 1)
+        for layer in cache.layers:
+            layer.given = given
         logits: Any = self._run(cache, ids, positions)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 

@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .attach import Cache, detach
+from .attach import detach
+from .cache import Cache
 from .supported import ModelLayer, model_layers, other_layers
 from .tiny_models import POSITIONS, VOCABULARY, families, random_model, tiny_configuration
 

@@ -26,6 +26,7 @@ from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
 from ..stores.rotation import KeyRotation
 from ..stores.slots import Slots
+from .positions import GivenPositions
 
 MARK = "_skimkv_layer"  # the attribute of a key tensor that names its layer
 
@@ -42,6 +43,7 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_compileable = False
     supports_early_init = False
     window: int | None = None  # of a sliding layer, in tokens: it is full attention until it has seen as many
+    given: GivenPositions | None = None  # the positions of the block's tokens
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -299,6 +301,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             self.store = self._new_store(q, k)
         self.softmax = softmax
         n, store, outputs = k.shape[2], self.store, list[Tensor]()
+        self.place(n, pad)
         prefilled = self._prefill_tokens(n, pad)
         if prefilled:
             block = q[..., :prefilled, :], k[:, :, :prefilled], v[:, :, :prefilled]
@@ -320,9 +323,15 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         """
         if not self.seen or self.record_past or self.prompt is not None or self._prefill_tokens(1, None):
             return None
+        self.place(1, None)
         y: Tensor = self.method.decode(self._store, q, k, v, **softmax)
         self.seen += 1
         return y
+
+    def place(self, n: int, pad: list[int] | None) -> None:
+        """Tell a store that counts positions in the cache where the next n tokens stand in the text."""
+        if self.rotation is not None and isinstance(self._store, Slots) and self.given is not None:
+            self.given.place(self._store, self.cached_tokens or (), n, pad)
 
     def _prefill(
         self,
@@ -376,6 +385,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
     ) -> None:
         """Take a prompt whose attention was computed elsewhere; every later token is decoded. Shapes: attend_block."""
         self.store = self._new_store(q, k)
+        self.place(k.shape[2], pad)
         self.method.take(self.store, q, k, v, pad=pad, **softmax)
         self.seen, self.is_initialized, self.prefill_until = k.shape[2], True, 0
 

@@ -1,15 +1,19 @@
-"""A model's positions: how many it was made for, and what happens past them, decided once for all methods."""
+"""A model's positions: how many it was made for, what happens past them, and which ones it gives the tokens."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..methods.base import Method
+from ..stores.slots import Slots
+from ..stores.text_positions import Run, runs
 from .supported import max_positions
 
 # float32, in which models compute the angles of rotary embeddings, has no whole numbers of its own past this one.
@@ -80,6 +84,40 @@ def _table_size(model: PreTrainedModel) -> int | None:
 def counts_in_cache(method: Method) -> bool:
     """Whether the method counts positions in its cache: however long the text, it uses a bounded number of them."""
     return method.positions_used(GREATEST_POSITION) < GREATEST_POSITION
+
+
+class GivenPositions:
+    """The positions that a model gives the n tokens of one forward.
+
+    ids: (B,n) or, of a model with several axes, (axes,B,n), where B may be 1 for all rows; four axes are those of the
+    text, which count tokens, and three others. None: the model counts on from `seen`.
+    """
+
+    def __init__(self, ids: Tensor | None, seen: int, n: int) -> None:
+        ids = torch.arange(seen, seen + n)[None] if ids is None else ids
+        self.ids, self.n = ids[1:] if ids.ndim == 3 and ids.shape[0] == 4 else ids, n
+        self._rows: list[tuple[list[Run], list[int]]] = []  # of every row, without padding: as `place` needs them
+
+    def part(self, rows: slice) -> GivenPositions:
+        """Those of these rows of the batch."""
+        return self if self.ids.shape[-2] == 1 else GivenPositions(self.ids[..., rows, :], 0, self.n)
+
+    def place(self, store: Slots, starts: Sequence[int], n: int, pad: Sequence[int] | None) -> None:
+        """Tell the store where the n tokens stand that come after `starts` others; the first pad[b] are padding.
+
+        Raises RuntimeError if these are the positions of other tokens.
+        """
+        axes = self.ids.reshape(-1, *self.ids.shape[-2:])
+        if axes.shape[2] != n or axes.shape[1] not in (1, len(starts)):
+            raise RuntimeError(
+                f"skimkv: the model gives {tuple(self.ids.shape)} positions to {len(starts)} rows of {n} tokens"
+            )
+        if not self._rows:  # the layers of a model ask in turn
+            pads = [0] * len(starts) if pad is None else pad
+            least, greatest = (x.expand(len(starts), -1).tolist() for x in (axes.amin(0), axes.amax(0)))
+            self._rows = [(runs(low[p:]), high[p:]) for low, high, p in zip(least, greatest, pads, strict=True)]
+        for b, (start, (low_runs, high)) in enumerate(zip(starts, self._rows, strict=True)):
+            store.places.place(b, start, low_runs, high[: max(store.fixed - start, 0)])
 
 
 def check_length(model: PreTrainedModel, n_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -65,6 +66,9 @@ def _frequencies(model: PreTrainedModel) -> list[Tensor]:
                 frequencies.append(buffer.double().cpu())
     if not frequencies:
         raise _refusal(name, "it has no rotary position embeddings")
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise _refusal(name, "its decoder takes no positions")
     if "llama_4_scaling_beta" in parameters or getattr(config, "attn_temperature_tuning", None):
         raise _refusal(name, "it scales its queries by their positions")
     return [
@@ -90,7 +94,8 @@ def _keys_at(model: PreTrainedModel, positions: list[int]) -> list[Tensor | None
     tokens = torch.tensor([n * (2 * i + 1) // (2 * TOKENS) for i in range(TOKENS)])
     ids = tokens.repeat(len(positions))[:, None].to(model.device)
     places = torch.tensor(positions).repeat_interleave(TOKENS)[:, None].to(model.device)
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
+    cache.begin_forward = lambda positions, n: None  # which an attached model takes for a cache of ours
     try:
         model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
     except TypeError as error:

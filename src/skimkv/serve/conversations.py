@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.layer import Layer
 from ..hf.states import keeps_states
 from ..stores.full import Full

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..hf.attach import Cache
+from ..hf.cache import Cache
 from ..hf.positions import counts_in_cache, positions_of
 from ..methods.base import Method
 from .conversations import Conversations, can_crop

@@ -11,6 +11,7 @@ from torch import Tensor
 from .base import Shape, Store, compute_dtype
 from .memory import empty
 from .rotation import KeyRotation
+from .text_positions import TextPositions
 
 ROOM = 128  # least number of slots that a store which grows allocates ahead
 
@@ -23,7 +24,7 @@ class Slots(Store):
     budget_of: gives a row's budget from the length of its prompt, its first tokens; by default it is the capacity.
     With `moves_fixed`, the keys of the fixed tokens are turned to other positions before a step (`move_fixed`): by
     `rotation`, which belongs to the model and is put here by whoever knows it; fixed_k (B,H,fixed,width) keeps these
-    keys as they came.
+    keys as they came, and `places` says at which positions the model put the tokens.
     With `scored`: score (B,H,C) float32, accumulated weights, and pos (B,H,C) int32, original positions; then the
     method says which slot a token takes (`put`).
     grows: the store has no budget. A method may drop tokens of a prompt (`replace`), and every token after it takes a
@@ -52,6 +53,7 @@ class Slots(Store):
         width, stored = self.row_format.width, self.row_format.storage_dtype(dtype)
         self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=stored, device=self.device)
         self.fixed_k = self.k if moves_fixed and fixed else None
+        self.places = TextPositions(shape.B)
         self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
         self.pos = torch.empty(shape.B, shape.H, 0, dtype=torch.int32, device=self.device) if scored else None
 
@@ -168,8 +170,9 @@ class Slots(Store):
     def move_fixed(self) -> None:
         """Turn the keys of the fixed tokens to the positions just before those of the ring, in the fixed slots.
 
-        In a row of budget C that has seen n tokens, n - C were dropped between the two: so far the keys, as they came,
-        are turned on. Reads and writes `fixed` rows of K in each KV head of a row that has dropped tokens.
+        In a row of budget C that has seen n tokens, n - C were dropped between the two: by the positions that these
+        leave free the keys, as they came, are turned on, on every axis alike. Reads and writes `fixed` rows of K in
+        each KV head of a row that has dropped tokens.
         Raises ValueError if no rotation was put here.
         """
         dropped = [max(0, n - budget) for n, budget in zip(self.lengths, self.budget, strict=True)]
@@ -180,7 +183,7 @@ class Slots(Store):
         rows: Any = [b for b, n in enumerate(dropped) if n]
         at = slice(None) if len(rows) == len(dropped) else rows
         keys = self.row_format.decode(self.fixed_k[at], compute_dtype(self.dtype))
-        turned = self.rotation(keys, [dropped[b] for b in rows]).to(self.dtype)
+        turned = self.rotation(keys, [self.places.distance(b, self.fixed, dropped[b]) for b in rows]).to(self.dtype)
         self.k[at, :, : self.fixed] = self.row_format.encode(turned)
         self.count_rows(2 * len(rows) * self.shape.H * self.fixed)
 
@@ -305,3 +308,4 @@ class Slots(Store):
         super().select(index)
         order = index.tolist()
         self.filled, self.budget = [self.filled[i] for i in order], [self.budget[i] for i in order]
+        self.places = self.places.select(order)
