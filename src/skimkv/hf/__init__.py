@@ -1,7 +1,9 @@
 """The connection to Hugging Face transformers. Importing this package imports nothing else.
 
-    attach.py               attach a method to a model; the cache that generate() uses
+    attach.py               attach a method to a model
+    cache.py                the cache that generate() uses
     layer.py                one layer of that cache
+    installation.py         what both change on a model, and how it is undone
     attention_interface.py  the attention and mask functions that the model calls
     adapters.py             models of PEFT: the transformers model inside, and which adapters are refused
     supported.py            which models, and which of their layers, a method can decode
@@ -13,7 +15,7 @@
     compile.py              decoding as one compiled graph
     cuda_graph.py           that graph as a CUDA graph, which a GPU replays
 
-How a query tensor runs from the model to the kernel: the model's attention layer calls `Cache.update` (attach.py),
+How a query tensor runs from the model to the kernel: the model's attention layer calls `Cache.update` (cache.py),
 which marks the key tensor with its layer, and then `attention` (attention_interface.py), which finds the layer by that
 mark and calls `Layer.attend`; a decoded token goes on to `Method.decode` (methods/) and from there to the store and
 the kernels of the backend (ops/).

@@ -31,7 +31,7 @@ from ..methods.base import Method
 from .attention_interface import LIBRARY_ATTENTION, attention, mask
 from .compile import CompiledForward, set_forward
 from .positions import Positions, positions_of
-from .supported import model_layers
+from .supported import decoder_of, model_layers
 
 lock = threading.RLock()  # over what is attached to any model, and which generate() calls run
 ADVICE = "attach is for one user of a model at a time: give each request its own skimkv.Cache(model, method)"
@@ -190,7 +190,7 @@ def install(model: PreTrainedModel) -> Installation:
         model.set_attn_implementation(before)
         raise ValueError(f"{name} is not supported: its attention function cannot be exchanged")
     installation = model.__dict__["_skimkv"] = Installation(before, positions_of(model))
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder = decoder_of(model)
     parameters = [*inspect.signature(type(decoder).forward).parameters][1:]
     decoder.register_forward_pre_hook(partial(_before_forward, installation, parameters), with_kwargs=True)
     if hasattr(model, "_prepare_cache_for_generation"):
@@ -209,7 +209,7 @@ def uninstall(model: PreTrainedModel) -> None:
     if isinstance(ours, _Generate) and ours.replaced is not None:
         model.__dict__["generate"] = ours.replaced
     set_forward(model, None)
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder = decoder_of(model)
     hooks: Any = decoder._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _before_forward]:
         for table in (hooks, decoder._forward_pre_hooks_with_kwargs):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..stores.rotation import KeyRotation
-from .supported import max_positions
+from .supported import decoder_of, max_positions
 
 # Kinds of rotary embeddings whose frequencies depend on how long the text is.
 CHANGING_FREQUENCIES = {"dynamic", "longrope"}
@@ -66,8 +66,7 @@ def _frequencies(model: PreTrainedModel) -> list[Tensor]:
                 frequencies.append(buffer.double().cpu())
     if not frequencies:
         raise _refusal(name, "it has no rotary position embeddings")
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+    if "position_ids" not in inspect.signature(type(decoder_of(model)).forward).parameters:
         raise _refusal(name, "its decoder takes no positions")
     if "llama_4_scaling_beta" in parameters or getattr(config, "attn_temperature_tuning", None):
         raise _refusal(name, "it scales its queries by their positions")

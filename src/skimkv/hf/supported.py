@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache as LibraryCache,
@@ -57,6 +58,12 @@ class ModelLayer(NamedTuple):
     def attends(self) -> bool:
         """Whether the layer keeps keys and values."""
         return isinstance(self.library_cache, CacheLayerMixin)
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The part of a model that has its layers, and is called with tokens, their positions and a cache."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # some call their last layer so
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
