@@ -193,7 +193,7 @@ def test_a_compiled_model_gives_the_same_text() -> None:
     plain, compiled = (run(model, tokenizer, ids, parse("SparQ(r=16, k=16)"), 6, compile=c) for c in (False, "eager"))
     assert plain.text == compiled.text and plain.text.startswith("31425")
     assert counters["stats"]["unique_graphs"] == before + 1
-    assert not hasattr(model, "_skimkv") or not model._skimkv.stack, "nothing stays attached"
+    assert not hasattr(model, "_skimkv") or model._skimkv.attached is None, "nothing stays attached"
 
 
 def test_a_mistake_after_the_first_token_has_a_line_of_its_own(

@@ -121,7 +121,7 @@ class Cache(LibraryCache):
     def begin_step(
         self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions]
     ) -> CacheStep | None:
-        """Begin a decode step of all layers at once, with one token of this type in each of so many rows.
+        """Begin a decode step of all layers at once, with one token of this type in each of `rows` rows.
 
         attention_mask: (rows,tokens), as a model's forward takes it. softmax: the options of every layer's attention.
         None where the mask is wrong, or the layers need more of it than counts of padding. Warns and raises ValueError

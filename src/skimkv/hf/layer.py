@@ -35,7 +35,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer of a cache that receives the model's blocks of new tokens from our attention function.
 
     A subclass defines what happens with a block (`attend_block`) and how many tokens each row holds
-    (`cached_tokens`). `seen` counts positions, padding included. attends: that a layer of a cache is one of these.
+    (`cached_tokens`). `seen` counts positions, padding included. attends: by it a cache tells such a layer from the
+    library's.
     """
 
     attends = True
