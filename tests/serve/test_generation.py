@@ -151,6 +151,7 @@ def test_temperature_and_top_p_decide_whether_tokens_are_drawn():
     assert not config(temperature=1e-9).do_sample  # the scores would overflow
     assert not config(temperature=0, top_p=0.5).do_sample
     assert not config(top_p=0.5, generation_config={"do_sample": False}).do_sample
+    assert not config(generation_config={"do_sample": True, "temperature": 1e-30}).do_sample
     assert config(temperature=1).top_k == 0 and config(temperature=1, generation_config={"top_k": 7}).top_k == 7
 
 

@@ -348,6 +348,33 @@ def test_a_stream_ends_with_done(server: Running, path: str) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+def test_answers_have_the_types_that_the_official_client_documents(server: Running) -> None:
+    """Every answer and event is checked strictly; the client itself takes whatever comes."""
+    from openai.types import Completion, Model
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.responses import Response, ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    chat, event = "/v1/chat/completions", TypeAdapter(ResponseStreamEvent)
+    Completion.model_validate(ask(server, "/v1/completions"), strict=True)
+    ChatCompletion.model_validate(ask(server, chat), strict=True)
+    Response.model_validate_json(json.dumps(ask(server, "/v1/responses")), strict=True)
+    Model.model_validate(server.request(f"/v1/models/{NAME}")[1], strict=True)
+    counted = {"stream_options": {"include_usage": True}}
+    chunks = [
+        ChatCompletionChunk.model_validate_json(e[6:], strict=True) for e in server.events(chat, ROUTES[chat])[:-1]
+    ]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    for chunk in server.events(chat, {**ROUTES[chat], **counted})[:-1]:
+        ChatCompletionChunk.model_validate_json(chunk[6:], strict=True)
+    written = [text.split("\n", 1) for text in server.events("/v1/responses", ROUTES["/v1/responses"])]
+    events = [event.validate_json(data.removeprefix("data: "), strict=True) for _, data in written]
+    assert [name for name, _ in written] == [f"event: {one.type}" for one in events]
+    options = {"messages": ROUTES[chat]["messages"], "max_tokens": 20, "stop": "\n"}
+    with server.client.chat.completions.stream(model=NAME, **options) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text_of(ask(server, chat, **options))
+
+
 # ---- errors
 
 
@@ -390,14 +417,23 @@ def test_the_official_client_says_why(server: Running) -> None:
 @pytest.mark.parametrize("path", ROUTES)
 def test_half_of_a_surrogate_pair(server: Running, path: str) -> None:
     half, body = "\ud800 abc", ROUTES[path]
+    inside = json.dumps({"a": half})
     places: list[dict[str, Any]] = [
         {"prompt": half}, {"prompt": [half]}, {"messages": [{"role": "user", "content": half}]}, {"input": half},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}, {"stop": half}, {"stop": [half]},
         {"input": [{"role": "user", "content": half}]}, {"user": half}, {half: 1}, {"metadata": {half: "x"}},
         {"model": half}, {"tools": [{"type": "function", "name": half}]}, {"instructions": half},
         {"logit_bias": {half: 1}}, {"chat_template_kwargs": {"a": half}}, {"generation_config": {half: 1}},
+        {"generation_config": json.dumps({half: 1})},
     ]  # fmt: skip
-    for fields in places:
+    calls: dict[str, dict[str, Any]] = {
+        "/v1/completions": {},
+        "/v1/chat/completions": {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": inside}}]}]
+        },
+        "/v1/responses": {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": inside}]},
+    }
+    for fields in places + [calls[path]] * bool(calls[path]):
         status, answer = server.request(path, {**body, **fields})
         assert status == 400, (fields, answer)
         assert "surrogate" in answer["error"]["message"] and "\n" not in answer["error"]["message"], fields

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,6 +33,7 @@ BYTES_A_TOKEN = 32  # of a body for each token of the longest prompt: texts have
 ENDING = error_object("the server is ending", "server_error")
 
 Body = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Server:
@@ -85,11 +86,14 @@ class Server:
         requests.check_request(body, kind.checks, kind.needed)
         if body.get("model", self.name) != self.name:
             raise _unknown_model(body["model"], self.name)
-        tasks = await self.aside.run(lambda: kind.tasks(self, body))
+        tasks = await _unless_gone(request, self.aside.run(lambda: kind.tasks(self, body)))
         form, gone = kind.form(self.name, body), threading.Event()
         if body.get("stream"):
             return _Events(form, self._events(form, tasks, gone), gone)
-        return await _unless_gone(request, self._whole(form, tasks, gone), gone)
+        try:
+            return await _unless_gone(request, self._whole(form, tasks, gone))
+        finally:
+            gone.set()
 
     async def _whole(self, form: Any, tasks: Sequence[Task], gone: threading.Event) -> Response:
         for index, task in enumerate(tasks):
@@ -232,8 +236,8 @@ class _Events(StreamingResponse):
             self.gone.set()
 
 
-async def _unless_gone(request: Request, work: Any, gone: threading.Event) -> Response:
-    """Return what the work returns. When the client closes its connection before, the work is given up."""
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work returns. Raises ClientDisconnect when the client closes its connection before."""
 
     async def wait_for_the_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -242,9 +246,10 @@ async def _unless_gone(request: Request, work: Any, gone: threading.Event) -> Re
     working, listening = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_the_end())
     try:
         await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response()
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        gone.set()
         working.cancel()
         listening.cancel()
 

@@ -127,10 +127,12 @@ class Generator:
         config.max_new_tokens = new_tokens or config.max_new_tokens
         temperature, top_p = body.get("temperature"), body.get("top_p")
         if temperature is not None:
-            config.temperature, config.do_sample = float(temperature), temperature >= GREEDY_BELOW
+            config.temperature, config.do_sample = float(temperature), True
         elif top_p is not None and top_p < 1 and "do_sample" not in own:
             config.do_sample = True
         config.top_p = config.top_p if top_p is None else float(top_p)
+        if config.temperature is not None and config.temperature < GREEDY_BELOW:
+            config.do_sample = False
         if config.do_sample:
             config.top_k = config.top_k or 0  # the library would choose among 50 tokens where nobody says how many
         else:
@@ -153,7 +155,8 @@ class Generator:
         inputs = ids[None].to(self.model.device)
         with contextlib.ExitStack() as stack:
             if prompt.seed is not None:
-                stack.enter_context(torch.random.fork_rng())
+                devices = [self.model.device] if self.model.device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices))
                 torch.manual_seed(prompt.seed)
             output: Tensor = self.model.generate(
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=prompt.config,

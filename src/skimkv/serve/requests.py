@@ -233,10 +233,11 @@ def _bias(value: Any) -> str | None:
 
 def _json_object(value: Any) -> str | None:
     try:
-        whole = isinstance(value, str) and isinstance(json.loads(value), dict)
+        parsed = json.loads(value) if isinstance(value, str) else None
     except (ValueError, RecursionError):
-        whole = False
-    return None if whole else "must be a text that holds a JSON object"
+        parsed = None
+    _check_inside("a text that holds JSON", parsed)
+    return None if isinstance(parsed, dict) else "must be a text that holds a JSON object"
 
 
 def _object(value: Any) -> str | None:

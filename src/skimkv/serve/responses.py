@@ -146,6 +146,6 @@ class Response:
         self.response["status"] = status
         self.response["incomplete_details"] = {"reason": "max_output_tokens"} if end.by_length else None
         self.response["usage"] = {
-            "input_tokens": read, "input_tokens_details": {"cached_tokens": end.reused_tokens},
+            "input_tokens": read, "input_tokens_details": {"cached_tokens": end.reused_tokens, "cache_write_tokens": 0},
             "output_tokens": new, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": read + new,
         }  # fmt: skip
