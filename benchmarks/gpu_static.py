@@ -427,7 +427,9 @@ class Compiler:
         if isinstance(store, Full):
             store._lengths = [case.length - 1] * B
             store.reserve()
-        method.fused(GpuBackend(), store, q, Token(k, v), scale=D**-0.5)
+        kernel = method.kernel(store)
+        assert kernel is not None, spec
+        GpuBackend().run(kernel, store, q, Token(k, v), {"scale": D**-0.5})
         return self.launches[before:]
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +22,7 @@ from skimkv.bench.rounds import take_turns
 from skimkv.methods import parse
 from skimkv.methods.slots import SlotMethod
 from skimkv.ops import Token
-from skimkv.ops.cpu.backend import CpuKernels
-from skimkv.ops.cpu.paged import PagedKernels, append_slots
+from skimkv.ops.cpu.run import CpuBackend, append_slots
 from skimkv.stores.base import Shape
 from skimkv.stores.blocks import BlockLayout, Blocks
 from skimkv.stores.memory import request_huge_pages
@@ -62,16 +62,20 @@ def calls(
     q = torch.randn(shape, generator=draw).to(dtype)
     k, v = torch.randn(2, B, H, n, D, generator=draw).to(dtype)
     whole = method.store(shape, dtype)
+
+    def run(store: Any, token: Token | None) -> object:
+        kernel = method.kernel(store)
+        assert kernel is not None, spec
+        return CpuBackend().run(kernel, store, q, token, {"scale": D**-0.5})
+
     if not isinstance(method, SlotMethod):
         whole.append(k, v)
-        found: dict[str, Callable[[], object]] = {
-            "contiguous": lambda: method.fused(CpuKernels(), whole, q, None, scale=D**-0.5)
-        }
+        found: dict[str, Callable[[], object]] = {"contiguous": lambda: run(whole, None)}
         for size in sizes:
             for huge_pages in (False, True):
                 blocks = in_blocks(spec, shape, dtype, size, k, v, huge_pages)
                 name = f"blocks of {size}" + (" in huge pages" if huge_pages else "")
-                found[name] = lambda blocks=blocks: method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5)
+                found[name] = lambda blocks=blocks: run(blocks, None)
         return found
     new = Token(*torch.randn(2, B, H, D, generator=draw).to(dtype))
     method.prefill(whole, torch.randn(B, H, G, n, D, generator=draw).to(dtype), k, v, scale=D**-0.5)
@@ -88,10 +92,10 @@ def calls(
     def step() -> object:
         """One step on the blocks, after which every row has a token more."""
         slots.lengths = [length + 1 for length in slots.lengths]
-        return method.fused(PagedKernels(), slots, q, new, scale=D**-0.5)
+        return run(slots, new)
 
     return {
-        "contiguous": lambda: method.fused(CpuKernels(), whole, q, new, scale=D**-0.5),
+        "contiguous": lambda: run(whole, new),
         "one block a row": step,
     }
 

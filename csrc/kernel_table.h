@@ -34,15 +34,10 @@ struct MatrixKind {
 // A "unit" is a row of the batch and a KV head. A "task" is a share of the work that one thread takes at a time.
 // Every `*_bytes` function says how much scratch memory one call of the kernel below it needs.
 struct Kernels {
-    // Attention (all methods but SubGenStream); the threads ith of nth share one scratch memory.
+    // A step of attention; the threads ith of nth share one scratch memory.
     size_t (*attention_scratch_bytes)(const skimkv_op *, int nth);
-    // stage_ns as for skimkv_step_timed, or nullptr.
-    void (*attention)(const skimkv_op *, void *scratch, int ith, int nth, int64_t *stage_ns);
+    void (*attention)(const skimkv_op *, void *scratch, int ith, int nth);
     void (*append)(const skimkv_tokens *, int64_t unit);
-    // SubGenStream.
-    size_t (*cluster_scratch_bytes)(const skimkv_clusters *);
-    void (*cluster_attention)(const skimkv_clusters *, void *scratch, int64_t unit);
-    void (*cluster_append)(const skimkv_clusters *, int64_t unit);
     // Products with matrices: one entry for every kind (kernels/matrix_kinds.h).
     const MatrixKind *matrix_kinds;
     int matrix_kind_count;
@@ -88,6 +83,9 @@ bool multiplies_bf16();
 static inline skimkv_tokens new_token_of(const skimkv_op *op) {
     return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};
 }
+
+// Validates a step over the blocks op->paged, and runs it: nullptr, or one line that says what is wrong.
+const char *step_in_blocks(const skimkv_op *op, int threads, skimkv_parallel parallel);
 
 // In one line what is wrong with tokens, a matrix or a normalisation, or nullptr.
 const char *tokens_error(const Tokens &tokens, int dtype);

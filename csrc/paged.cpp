@@ -183,8 +183,7 @@ void run_rows(const Kernels *kernels, Row *rows, int from, int to, char *work, i
         std::memset(at, 0, 64 + sizeof(int) * (size_t)rows[b].cache.H);
     skimkv::on_every_thread(threads, parallel, [&](int thread) {
         char *mine = work;
-        for (int b = from; b < to; mine += rows[b++].work_bytes)
-            kernels->attention(&rows[b].op, mine, thread, threads, nullptr);
+        for (int b = from; b < to; mine += rows[b++].work_bytes) kernels->attention(&rows[b].op, mine, thread, threads);
     });
 }
 
@@ -210,10 +209,8 @@ bool append_run(const Kernels *kernels, const skimkv_cache *c, const skimkv_page
 
 }  // namespace
 
-extern "C" {
-
-const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, int threads, skimkv_parallel parallel) {
-    if (!op) return "operation is NULL";
+const char *skimkv::step_in_blocks(const skimkv_op *op, int threads, skimkv_parallel parallel) {
+    const skimkv_paged *paged = op->paged;
     const bool slots = op->keep == SKIMKV_SLOT;
     if (const char *error = slots ? validate_slots(op, paged) : validate_blocks(op->cache, paged)) return error;
     const skimkv_cache *c = op->cache;
@@ -253,6 +250,8 @@ const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, in
     }
     return nullptr;
 }
+
+extern "C" {
 
 const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged *paged, const int64_t *slots,
                                 int threads, skimkv_parallel parallel) {

@@ -30,10 +30,10 @@ size_t skimkv_work(const skimkv_op *op, int nth) {
 }
 
 void skimkv_share(const skimkv_op *op, void *work, int ith, int nth) {
-    selected_kernels()->attention(op, work, ith, nth, nullptr);
+    selected_kernels()->attention(op, work, ith, nth);
 }
 
-static int run_step(const skimkv_op *op, int threads, skimkv_parallel parallel, int64_t *stage_ns) {
+int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
     const Kernels *kernels = selected_kernels();
     if (!kernels) return -1;
     threads = usable_threads(threads, parallel);
@@ -41,30 +41,21 @@ static int run_step(const skimkv_op *op, int threads, skimkv_parallel parallel, 
     if (!work) return -1;
     // If fewer threads than asked for took part in the last step, its counters are not zero: clear them every time.
     std::memset(work, 0, 64 + sizeof(int) * (size_t)op->cache->B * (size_t)op->cache->H);
-    skimkv::on_every_thread(threads, parallel,
-                            [&](int thread) { kernels->attention(op, work, thread, threads, stage_ns); });
+    skimkv::on_every_thread(threads, parallel, [&](int thread) { kernels->attention(op, work, thread, threads); });
     return 0;
-}
-
-int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
-    return run_step(op, threads, parallel, nullptr);
 }
 
 const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new, int threads,
                         skimkv_parallel parallel) {
-    return skimkv_step_timed(op, q, y, k_new, v_new, threads, parallel, nullptr);
-}
-
-const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new, int threads,
-                              skimkv_parallel parallel, int64_t *stage_ns) {
     if (!op) return "operation is NULL";
     op->q = q, op->y = y, op->k_new = k_new, op->v_new = v_new;
+    if (op->paged) return skimkv::step_in_blocks(op, threads, parallel);
     if (const char *error = skimkv_check(op)) return error;
     const int type = op->dtype, cache_type = op->cache->dtype;
     if (skimkv::is_misaligned(q, type) || skimkv::is_misaligned(y, type) || skimkv::is_misaligned(k_new, cache_type) ||
         skimkv::is_misaligned(v_new, cache_type))
         return "q, y, k or v is not aligned to its elements";
-    return run_step(op, threads, parallel, stage_ns) ? "no memory for the kernels' scratch space" : nullptr;
+    return skimkv_run(op, threads, parallel) ? "no memory for the kernels' scratch space" : nullptr;
 }
 
 int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel) {
@@ -72,27 +63,6 @@ int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel para
     if (!kernels) return -1;
     for_each_task((int64_t)tokens->cache->B * tokens->cache->H, threads, parallel,
                   [&](int64_t unit, int) { kernels->append(tokens, unit); });
-    return 0;
-}
-
-int skimkv_stream(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel) {
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return -1;
-    threads = usable_threads(threads, parallel);
-    const size_t bytes = kernels->cluster_scratch_bytes(clusters);
-    char *work = (char *)scratch.get(bytes * (size_t)threads);
-    if (!work) return -1;
-    for_each_task((int64_t)clusters->B * clusters->H, threads, parallel, [&](int64_t unit, int thread) {
-        kernels->cluster_attention(clusters, work + bytes * (size_t)thread, unit);
-    });
-    return 0;
-}
-
-int skimkv_stream_append(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel) {
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return -1;
-    for_each_task((int64_t)clusters->B * clusters->H, threads, parallel,
-                  [&](int64_t unit, int) { kernels->cluster_append(clusters, unit); });
     return 0;
 }
 

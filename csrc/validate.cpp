@@ -122,25 +122,6 @@ const char *skimkv_check_append(const skimkv_tokens *a) {
     return nullptr;
 }
 
-const char *skimkv_check_clusters(const skimkv_clusters *c) {
-    if (!c) return "clusters is NULL";
-    if (c->B < 1 || c->H < 1 || c->G < 1 || c->t < 1 || c->s < 1) return "B, H, G, t and s must be at least 1";
-    if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
-    if (is_unknown_type(c->dtype) || (c->q && is_unknown_type(c->q_dtype))) return "dtype is unknown";
-    if (!c->m || !c->k || !c->v || !c->mu || (c->n_blocks && !c->blocks)) return "a pointer is NULL";
-    if (is_misaligned(c->sinks, SKIMKV_F32)) return "sinks is not aligned to its elements";
-    if (c->q ? !c->y : !c->k_new || !c->v_new || !c->lengths) return "q without y, or a token without its parts";
-    int64_t end = 0;
-    for (int i = 0; i < c->n_blocks; i++) {
-        if (c->blocks[i].start != end || c->blocks[i].cap < 1) return "blocks must follow each other from 0";
-        if (!c->blocks[i].rep || !c->blocks[i].samples || !c->blocks[i].size) return "a block's pointer is NULL";
-        end += c->blocks[i].cap;
-    }
-    for (int64_t i = 0; i < (int64_t)c->B * c->H; i++)
-        if (c->m[i] < (c->q ? 1 : 0) || c->m[i] + (c->q ? 0 : 1) > end) return "m is negative, or beyond the blocks";
-    return nullptr;
-}
-
 const char *skimkv_columns_check(const skimkv_columns *op) {
     if (!op) return "operation is NULL";
     if (!op->q || !op->k || !op->sum) return "q, k or sum is NULL";

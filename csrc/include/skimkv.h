@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 14
+#define SKIMKV_VERSION 15
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -88,6 +88,30 @@ typedef struct skimkv_cache {
     int32_t bits; /* of quantised rows; 0: rows are of dtype */
 } skimkv_cache;
 
+/* A cache in blocks that a serving engine owns. Every block has room for block.cap tokens, a multiple of 256, and a row
+ * of the batch has some of the blocks, in any order. `block` describes block number 0; its `start` is 0 and its batch
+ * strides are not used. Block number i lies i*bytes further, and so do its index and its scales. Of the cache, B, H, G,
+ * D, R, dtype, channels and lengths are used; rows are of dtype.
+ *
+ * The tokens of a step are in the blocks already. But if op->keep is SKIMKV_SLOT, every row has one block of block.cap
+ * slots, of any number, whose rows may be quantised: number table[b*table_b]. op->score and op->pos are those of block
+ * number 0; those of block number i lie i*bytes further, and c_b is not used. The new rows go into their slots. */
+typedef struct skimkv_paged {
+    skimkv_chunk block;
+    int64_t bytes, blocks;
+    const int32_t *table; /* block i of row b is number table[b*table_b + i]; a row has room for table_b numbers */
+    int64_t table_b;
+    /* For a quantised index: K of a block in dtype, channel by channel, open[h,c,p] at h*o_h + c*o_r + p. The last,
+     * incomplete group of a row is read from it, and full groups are quantised from it. */
+    const void *open;
+    int64_t o_h, o_r;
+    /* The mean of V over the tokens of a block, mean[h,d] at h*m_h + d, and how many these are, counts[h] at h*n_h; or
+     * NULL. SparQ's mean is made of them. */
+    float *mean;
+    int32_t *counts;
+    int64_t m_h, n_h;
+} skimkv_paged;
+
 /* One decode step of attention. */
 typedef struct skimkv_op {
     const skimkv_cache *cache;
@@ -116,7 +140,9 @@ typedef struct skimkv_op {
     int64_t *rows_read; /* Skim adds to it: [b,2] rows of K and of V that were read, without the current token's */
     /* Attention sinks: a logit of every query head that joins the sum of each of its softmaxes, and has no value. It is
      * neither scaled nor capped; -INFINITY is no sink, and any other number is finite. */
-    const float *sinks; /* [h,g] contiguous, or NULL */
+    const float *sinks;        /* [h,g] contiguous, or NULL */
+    const skimkv_paged *paged; /* the blocks of a serving engine that have the cache's memory, or NULL: its chunks do */
+    int64_t *stage_ns;         /* [SKIMKV_STAGES] where the nanoseconds of all threads are added up, or NULL */
 } skimkv_op;
 
 /* n new tokens for every row of the cache. The cache's memory is written although its pointers are const: rows of K and
@@ -130,38 +156,19 @@ typedef struct skimkv_tokens {
     const int64_t *skip, *at;
 } skimkv_tokens;
 
-/* SubGen, algorithm 1: every KV head has m clusters, each with a representative, t samples and a size; a reservoir of s
- * keys and values; and mu, the sum of the squared norms of all values. A block has the clusters start .. start+cap-1.
- * All tensors are contiguous. Before a token is appended, there must be room for m+1 clusters. */
-typedef struct skimkv_block {
-    int64_t start, cap;
-    void *rep, *samples; /* [B,H,cap,D], [B,H,cap,t,D] */
-    int32_t *size;       /* [B,H,cap] */
-} skimkv_block;
-
-typedef struct skimkv_clusters {
-    int32_t B, H, G, D, t, s, dtype, n_blocks;
-    const skimkv_block *blocks;
-    int64_t *m;  /* [B,H] */
-    void *k, *v; /* [B,H,s,D] */
-    double *mu;  /* [B,H] */
-    /* To estimate: q and y [B,H,G,D], of type q_dtype. */
-    const void *q;
-    void *y;
-    int32_t q_dtype;
-    float scale;
-    /* To append one token: k_new and v_new [B,H,D] in dtype, and lengths[b] tokens before it. */
-    const void *k_new, *v_new;
-    const int64_t *lengths;
-    double delta;
-    uint32_t seed;
-    const float *sinks; /* as in skimkv_op */
-} skimkv_clusters;
-
 /* A function that runs fn(data) on n threads and returns when all have finished. GOMP_parallel has this type. */
 typedef void (*skimkv_parallel)(void (*fn)(void *), void *data, unsigned n, unsigned flags);
 
 SKIMKV_API int skimkv_version(void);
+
+/* Where every field of the structures of this header lies, for callers that write these structures down again. The row
+ * of a whole structure comes before those of its fields: its field is NULL, and its size is that of the structure. */
+typedef struct skimkv_field {
+    const char *structure, *field;
+    int64_t offset, size;
+} skimkv_field;
+
+SKIMKV_API const skimkv_field *skimkv_fields(int64_t *count);
 
 SKIMKV_API const char *skimkv_check(const skimkv_op *op);
 
@@ -186,88 +193,13 @@ enum {
     SKIMKV_STAGES
 };
 
-/* The same as skimkv_step, and the nanoseconds of all threads in every stage are added to stage_ns[SKIMKV_STAGES]. */
-SKIMKV_API const char *skimkv_step_timed(skimkv_op *op, const void *q, void *y, const void *k_new, const void *v_new,
-                                         int threads, skimkv_parallel parallel, int64_t *stage_ns);
-
-/* A step for a caller in Python whose tensors have the forms of an earlier step's. They are objects of a library that
- * describes them in C, as DLPack's DLPackExchangeAPI says: so they are compared and the step is taken in one call. The
- * lengths of the cache's rows, and for SKIMKV_SLOT the slots and op->now and op->recent, come from a list of Python's.
- */
-typedef struct skimkv_tensor_form {
-    int32_t dtype, dimensions;
-    int64_t shape[4], strides[4]; /* of at most 4 dimensions */
-} skimkv_tensor_form;
-
-typedef struct skimkv_tensor_step {
-    skimkv_op *op;
-    skimkv_tensor_form q, k, v;
-    /* The list's `count` integers are written to `numbers`, in its order, where op->cache->lengths and the others point
-     * to. Those of the `rows` rows from number `place` on say where the new token goes, and must be below `room`. */
-    int64_t *numbers, room;
-    int32_t count, place, rows;
-    skimkv_parallel parallel;
-    int64_t *stage_ns; /* as for skimkv_step_timed, or NULL */
-    const char *error; /* what is wrong, after SKIMKV_REFUSED */
-    /* dltensor_from_py_object_no_sync of that interface, which must refuse what is no such object, as PyTorch's does;
-     * PyList_GetItem, PyLong_AsLongLong, PyEval_SaveThread, PyEval_RestoreThread and PyErr_Clear. */
-    int (*describe)(void *object, void *to);
-    void *(*item_of_list)(void *list, intptr_t i);
-    long long (*integer)(void *object);
-    void *(*release_python)(void);
-    void (*take_python)(void *);
-    void (*clear_error)(void);
-} skimkv_tensor_step;
-
-/* SKIMKV_OTHER_FORM: q, k or v has another type, shape, strides or device, or is no such object, a number is missing,
- * or there is no room for the token; nothing was done. */
-enum { SKIMKV_TAKEN, SKIMKV_OTHER_FORM, SKIMKV_REFUSED };
-
-/* The same as skimkv_step for tensors q, k, v and y. Python's lock is held when this begins and when it returns, and
- * released while the kernels work. y has the operation's type and strides. */
-SKIMKV_API int skimkv_step_tensors(skimkv_tensor_step *step, void *numbers, void *q, void *k, void *v, void *y,
-                                   int threads);
-
 /* Appends tokens to a cache. */
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);
 SKIMKV_API int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel);
-/* SubGen: estimates the attention of q, and appends a token. The same check is for both. */
-SKIMKV_API const char *skimkv_check_clusters(const skimkv_clusters *clusters);
-SKIMKV_API int skimkv_stream(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel);
-SKIMKV_API int skimkv_stream_append(const skimkv_clusters *clusters, int threads, skimkv_parallel parallel);
-
-/* A cache in blocks that a serving engine owns. Every block has room for block.cap tokens, a multiple of 256, and a row
- * of the batch has some of the blocks, in any order. `block` describes block number 0; its `start` is 0 and its batch
- * strides are not used. Block number i lies i*bytes further, and so do its index and its scales. Of the cache, B, H, G,
- * D, R, dtype, channels and lengths are used; rows are of dtype. */
-typedef struct skimkv_paged {
-    skimkv_chunk block;
-    int64_t bytes, blocks;
-    const int32_t *table; /* block i of row b is number table[b*table_b + i]; a row has room for table_b numbers */
-    int64_t table_b;
-    /* For a quantised index: K of a block in dtype, channel by channel, open[h,c,p] at h*o_h + c*o_r + p. The last,
-     * incomplete group of a row is read from it, and full groups are quantised from it. */
-    const void *open;
-    int64_t o_h, o_r;
-    /* The mean of V over the tokens of a block, mean[h,d] at h*m_h + d, and how many these are, counts[h] at h*n_h; or
-     * NULL. SparQ's mean is made of them. */
-    float *mean;
-    int32_t *counts;
-    int64_t m_h, n_h;
-} skimkv_paged;
-
-/* One step for all rows of a batch, whose tokens are in the blocks: validates it, and runs it. Returns NULL, or one
- * line that says what is wrong.
- *
- * If op->keep is SKIMKV_SLOT, every row has one block of block.cap slots, of any number, whose rows may be quantised:
- * number table[b*table_b]. op->score and op->pos are those of block number 0; those of block number i lie i*bytes
- * further, and c_b is not used. The new rows go into their slots. */
-SKIMKV_API const char *skimkv_step_paged(const skimkv_op *op, const skimkv_paged *paged, int threads,
-                                         skimkv_parallel parallel);
 
 /* Writes tokens to blocks: token i [h,d] at i*k_n + h*k_h goes to position slots[i] % block.cap of block number
  * slots[i] / block.cap; a token with a negative slot is left out. The tokens of a block must be written in order. The
- * table, `skip` and `at` are not used. Validates, runs, and returns as skimkv_step_paged. */
+ * table, `skip` and `at` are not used. Validates, runs, and returns as skimkv_step. */
 SKIMKV_API const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged *paged, const int64_t *slots,
                                            int threads, skimkv_parallel parallel);
 

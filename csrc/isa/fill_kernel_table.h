@@ -8,7 +8,6 @@
 #include "kernel_table.h"
 #include "kernels/append.h"
 #include "kernels/attention_step.h"
-#include "kernels/clusters.h"
 #include "kernels/key_scores.h"
 #include "kernels/matrix_kinds.h"
 #include "kernels/prompt_attention.h"
@@ -23,9 +22,6 @@ const Kernels kernels = {
     attention_scratch_bytes,
     attention,
     append,
-    cluster_scratch_bytes,
-    cluster_attention,
-    cluster_append,
     matrix_kinds,
     (int)(sizeof matrix_kinds / sizeof matrix_kinds[0]),
     prompt_scratch_bytes,

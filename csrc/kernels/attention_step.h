@@ -54,7 +54,6 @@ struct Plan {
     size_t scores_ld;
     char *thread_scratch;  // [nth]
     size_t thread_scratch_ld, total;
-    int64_t *stage_ns;  // as for skimkv_step_timed, or nullptr
 };
 
 static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t n, bool split) {
@@ -238,7 +237,7 @@ template <class T, class R, int D_> static void run_parts(const skimkv_op *op, c
 template <class T, class R, int D_> static void run_tasks(const skimkv_op *op, const Plan &p, int ith, int nth) {
     Arena a{p.thread_scratch + ith * p.thread_scratch_ld};
     ThreadScratch x = take_thread_scratch(a, op, p.longest, p.parts > 1);
-    x.clock.start(p.stage_ns);
+    x.clock.start(op->stage_ns);
     if (op->method == SKIMKV_DENSE)
         for (int64_t task; (task = take_task(p)) >= 0;) dense_task<T, R, D_>(op, p, x, task);
     else if (p.parts > 1) run_parts<T, R, D_>(op, p, x);
@@ -268,9 +267,8 @@ template <class T> static void run_row_type(const skimkv_op *op, const Plan &p, 
     else run_head_size<T, T>(op, p, ith, nth);
 }
 
-static void attention(const skimkv_op *op, void *work, int ith, int nth, int64_t *stage_ns) {
-    Plan p = plan_step(op, work, nth);
-    p.stage_ns = stage_ns;
+static void attention(const skimkv_op *op, void *work, int ith, int nth) {
+    const Plan p = plan_step(op, work, nth);
     if (op->cache->dtype == SKIMKV_F32) run_row_type<float>(op, p, ith, nth);
     else if (op->cache->dtype == SKIMKV_BF16) run_row_type<bf16>(op, p, ith, nth);
     else run_row_type<f16>(op, p, ith, nth);

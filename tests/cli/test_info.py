@@ -53,7 +53,7 @@ class Plain(Dense):
     """Reads everything, without a kernel."""
 
     size: int = 3
-    fused = Method.fused
+    kernel = Method.kernel
 
 
 @pytest.fixture

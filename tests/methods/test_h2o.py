@@ -270,7 +270,7 @@ def test_half_of_the_budget_is_what_the_last_query_attended_to_most():
 
 
 def test_patterns_have_no_kernel_and_wrong_ones_are_named():
-    assert H2O(k=8).uses_kernel("cpu") and not H2O(k=8, pattern="top").uses_kernel("cpu")
+    assert H2O(k=8).has_kernel("cpu") and not H2O(k=8, pattern="top").has_kernel("cpu")
     with pytest.raises(ValueError, match="pattern = 'best' must be one of recent, strided, fixed, top"):
         H2O(k=8, pattern="best")
     with pytest.raises(ValueError, match="local = 0"):

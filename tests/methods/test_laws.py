@@ -10,6 +10,7 @@ import torch
 from skimkv import ops
 from skimkv.methods import METHODS, Dense, SparQ, SubGenStream, TopK, parse
 from skimkv.methods.base import Traffic
+from skimkv.ops import KernelStep
 from skimkv.stores.base import Shape
 from skimkv.stores.slots import Slots
 from skimkv.testing import LAWS, Sequences, check_method, empty_store, prompt
@@ -75,8 +76,8 @@ class _SeesPadding(Dense):
 class _OtherKernel(Dense):
     """Its kernel is of something else."""
 
-    def fused(self, kernels, store, q, token, *, scale, softcap):
-        return kernels.dense(store, q, token, scale=2 * scale, softcap=softcap)
+    def kernel(self, store):
+        return KernelStep("top_k", k=3)
 
 
 @dataclass(frozen=True)

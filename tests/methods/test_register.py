@@ -71,7 +71,7 @@ def test_a_method_of_ones_own_keeps_the_laws_and_serves_a_model(known):
     exec(SCRIPT, names)
     method = skimkv.parse("EveryOther(skip=3)")
     assert method == names["EveryOther"](3) and repr(method) == "EveryOther(skip=3)" and skimkv.EveryOther
-    assert not method.has_kernel()
+    assert not method.has_kernel("cpu")
     assert "counted_is_predicted" in check_method(method, full=names["EveryOther"](1))
     model, _ = skimkv.load("builtin")
     ids = torch.arange(40)[None]

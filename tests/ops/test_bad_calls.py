@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from skimkv import ops
-from skimkv.methods import SubGenStream, parse
-from skimkv.ops import Token, backends
+from skimkv.methods import parse
+from skimkv.ops import KernelStep, Token, backends
 from skimkv.ops.cpu import library as native
 from skimkv.ops.cpu import linear
 from skimkv.ops.cpu.key_scores import key_scores
+from skimkv.ops.cpu.run import CpuBackend
 from skimkv.ops.packed_weights import packed_shape
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
@@ -157,23 +158,21 @@ def test_sinks_that_do_not_fit(parts, wrong):
     """By a method, by the kernels themselves, and in the scores of a prompt; the store stays as it was."""
     q, store = parts
     sinks, token = BAD_SINKS[wrong](torch.zeros(2, 2)), Token(*torch.zeros(2, 2, 2, 16))
-    kernels, before = ops.kernels_for(store.device), list(store.lengths)
+    before, softmax = list(store.lengths), {"scale": 0.25, "sinks": sinks}
     ring = Slots(store.shape, torch.float32, "cpu", 4)
-    stream = SubGenStream(1.0, 1, 1).store(store.shape, torch.float32)
     calls = [
         lambda: parse("Dense()").decode(store, q, *token, scale=0.25, sinks=sinks),
         lambda: parse("Dense()").prefill(
             store, q[:, :, :, None], *(x[:, :, None] for x in token), scale=1, sinks=sinks
         ),
-        lambda: kernels.dense(store, q, token, scale=0.25, sinks=sinks),
-        lambda: kernels.ring_slots(ring, q, token, scale=0.25, sinks=sinks),
-        lambda: kernels.clusters(stream, q, token, scale=0.25, sinks=sinks),
+        lambda: CpuBackend().run(KernelStep("dense"), store, q, token, softmax),
+        lambda: CpuBackend().run(KernelStep("ring_slots"), ring, q, token, softmax),
         lambda: key_scores(q, q[:, 0], 0.25, None, sinks),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"^sinks is .*; must be torch.float32 \(2, 2\) on cpu$"):
             call()
-    assert store.lengths == before and stream.lengths == ring.lengths == [0, 0]
+    assert store.lengths == before and ring.lengths == [0, 0]
 
 
 def test_sinks_off_their_alignment_are_refused_by_the_library(numbers):
@@ -205,16 +204,10 @@ def test_any_head_size_up_to_576_is_served(D):
 @pytest.mark.parametrize("D", [577, 1024])
 def test_a_head_size_above_576_on_a_backend_that_was_asked_for(D, parts):
     shape, k = Shape(1, 1, 1, D), torch.randn(1, 1, D)
-    for store in (Full(shape, torch.float32), Slots(shape, torch.float32, "cpu", 4)):
-        with pytest.raises(ValueError, match="at most 576"):
-            steps.append(store, k, k)
     for spec in ("Dense()", "H2O(k=4)"):
         method = parse(spec)
         with pytest.raises(ValueError, match="at most 576"):
             method.decode(method.store(shape, torch.float32), k[:, :, None], k, k, scale=1.0)
-    method = SubGenStream(1.0, 1, 1)
-    with pytest.raises(ValueError, match="D must be from 1 to 576"):
-        method.decode(method.store(shape, torch.float32), k[:, :, None], k, k, scale=1.0)
     with pytest.raises(ValueError, match="D must be from 1 to 576"):
         ops.key_scores(k[:, None], k, 1.0, None)
 

@@ -10,6 +10,8 @@ import torch
 
 from skimkv import ops
 from skimkv.ops.cpu import library as native
+from skimkv.ops.cpu.run import OPERATIONS
+from skimkv.ops.cpu.structs import CCache, CChunk, COp
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from support import ref
@@ -37,8 +39,8 @@ class Attention:
         self.work, self.calls = None, []
         self.function = ggml.ggml_custom3_op_t(self)
 
-    def describe(self, y, q, k, v) -> native.COp:
-        chunk, cache, op = native.CChunk(), native.CCache(), native.COp()
+    def describe(self, y, q, k, v) -> COp:
+        chunk, cache, op = CChunk(), CCache(), COp()
         chunk.start, chunk.cap, chunk.k, chunk.v = 0, k.ne[1], k.data, v.data
         (_, chunk.k_n, chunk.k_h, chunk.k_b), (_, chunk.v_n, chunk.v_h, chunk.v_b) = (
             [stride // 2 for stride in t.nb] for t in (k, v)
@@ -73,7 +75,7 @@ def computed(x, wq, wo, k, v, attention=None, threads=1):
         lib.skimkv_work.restype = ctypes.c_size_t
         op = attention.describe(*(t.contents for t in (q, q, k, v)))
         op.q = op.y = 64  # validation does not read them
-        error = lib.skimkv_check(op)
+        error = lib.skimkv_check(ctypes.byref(op))
         assert error is None, error
         attention.work = ctypes.create_string_buffer(lib.skimkv_work(ctypes.byref(op), threads))
         y = ggml.ggml_map_custom3(context, q, k, v, attention.function, threads, None)
@@ -103,7 +105,7 @@ def layer():
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("isa", ISAS)
 def test_dense_is_what_ggml_computes_itself(layer, isa, threads):
-    attention = Attention(native.DENSE)
+    attention = Attention(OPERATIONS["dense"].method)
     with on(isa):
         got = computed(*layer, attention, threads)
     assert sorted(attention.calls) == [(i, threads) for i in range(threads)]
@@ -120,7 +122,7 @@ def test_sparq_is_the_reference(layer, channels, threads):
     q = (wq @ x).reshape(1, H, G, D)
     want = wo @ ref.sparq(store, q, D**-0.5, None, 16, 64, 8, "coverage", False).reshape(-1)
     index = k.transpose(1, 2).contiguous() if channels == "copy" else None
-    attention = Attention(native.SPARQ, index, r=16, k=64, local=8)
+    attention = Attention(OPERATIONS["sparq"].method, index, r=16, k=64, local=8)
     got = computed(x, wq, wo, k, v, attention, threads)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
     assert (got - computed(*layer)).abs().max() > 4e-3  # and not dense attention's

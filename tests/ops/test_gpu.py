@@ -272,7 +272,7 @@ def compare_a_prompt_and_steps(spec, sinks=None):
 
 def test_a_graph_holds_no_step_that_turns_keys_or_grows(monkeypatch):
     """How far keys are turned is the host's number, and slots that grow move: such a step is launched each time."""
-    monkeypatch.setattr("skimkv.ops.backends.kernels_for", lambda device, head_size: SimpleNamespace(name="gpu"))
+    monkeypatch.setattr("skimkv.ops.backends.backend_for", lambda device, head_size: SimpleNamespace(name="gpu"))
     specs = "LMInfinite(k=20)", "LMInfinite(k=20, positions='cache')", "SnapKV(k=20)"
     store, turning, growing = (parse(spec).store(Shape(1, 1, 1, 16), torch.float32) for spec in specs)
     store.device = turning.device = growing.device = torch.device("cuda")

@@ -79,11 +79,11 @@ def test_a_head_size_above_256_is_for_the_reference_unless_the_backend_was_asked
     monkeypatch.setattr(backends, "_forced_for_process", None)
     backends._warn_of_head_size.cache_clear()
     cuda = torch.device("cuda")
-    assert backends.kernels_for(cuda, 256) is backends._chosen[key]
+    assert backends.backend_for(cuda, 256) is backends._chosen[key]
     with pytest.warns(UserWarning, match="heads of size 512 .* backend 'gpu' take head sizes up to 256"):
-        assert backends.kernels_for(cuda, 512) is None
+        assert backends.backend_for(cuda, 512) is None
     with ops.backend("gpu"):
-        assert backends.kernels_for(cuda, 512) is backends._chosen["gpu", "cuda"]
+        assert backends.backend_for(cuda, 512) is backends._chosen["gpu", "cuda"]
 
 
 def test_without_triton_or_a_device_one_line_says_so():

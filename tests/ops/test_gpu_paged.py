@@ -10,10 +10,10 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import parse
+from skimkv.ops import KernelStep
 from skimkv.ops.gpu import run
 from skimkv.ops.gpu.run import PagedBackend, append_slots
 from skimkv.ops.gpu.tables import LEAST_PAGES, PAGE_TOKENS
-from skimkv.ops.step import KernelStep
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.row_blocks import RowBlockLayout, RowBlocks
@@ -74,7 +74,7 @@ def in_one_piece(spec, store, q, **softmax):
 
 
 def in_blocks(spec, e, q, **softmax):
-    return parse(spec).fused(e.backend, e.blocks, q, None, **softmax)
+    return e.backend.run(parse(spec).kernel(e.blocks), e.blocks, q, None, softmax)
 
 
 SPARQ = "SparQ(r=8, k=24, mean_value=False)"

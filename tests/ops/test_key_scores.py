@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skimkv import ops
-from skimkv.ops.cpu.key_scores import CColumns, _library
+from skimkv.ops.cpu import library
 from skimkv.ops.cpu.key_scores import key_scores as fast
+from skimkv.ops.cpu.structs import CColumns
 from skimkv.ops.key_scores import reference
 from support.kernels import ISAS, NATIVE, TYPES, on
 
@@ -65,4 +68,4 @@ def test_bad_calls():
             fast(q, k, 1.0, -1.0)
         with pytest.raises(ValueError, match="D must be from 1 to 576"):
             fast(torch.zeros(1, 1, 1, 577), torch.zeros(1, 1, 577), 1.0, None)
-        assert b"NULL" in _library().skimkv_columns_check(CColumns())
+        assert b"NULL" in library.library().skimkv_columns_check(ctypes.byref(CColumns()))

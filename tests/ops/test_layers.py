@@ -12,7 +12,8 @@ from skimkv import ops
 from skimkv.methods import H2O, Dense
 from skimkv.ops import block_weights, packed_weights
 from skimkv.ops.cpu import linear
-from skimkv.ops.cpu.layers import CAttend
+from skimkv.ops.cpu.run import CpuBackend
+from skimkv.ops.cpu.structs import CAttend
 from skimkv.stores.base import Shape
 from support.instruction_sets import ISAS, NATIVE, on
 from support.kernels import EPS
@@ -151,6 +152,11 @@ def stores_of(B, dtype, method):
     return stores
 
 
+def address_of(method, store):
+    """The address of a method's step of the next token, which the library takes into the store."""
+    return CpuBackend().prepare(method.kernel(store), store, store.dtype, 0.25, None)
+
+
 def decoder(method, stores):
     """Attention by a method, as a function of the layer's number, and of q, k and v (B,heads,1,D)."""
 
@@ -174,9 +180,7 @@ def test_attention_inside(isa, kind, dtype):
             results = []
             for repeated in ((0, 1), (0,), (1,), ()):
                 stores = stores_of(B, dtype, method)
-                steps = [store.choice.again if i in repeated else None for i, store in enumerate(stores)]
-                assert all(step.prepare(store) for step, store in zip(steps, stores, strict=True) if step)
-                addresses = [step.address if step else None for step in steps]
+                addresses = [address_of(method, store) if i in repeated else None for i, store in enumerate(stores)]
                 attend = None if len(repeated) == 2 else decoder(method, stores)
                 results.append(every(x, cos, sin, addresses, attend))
             assert all(torch.equal(y, results[0]) for y in results)
@@ -234,7 +238,7 @@ def test_the_library_validates_all_layers_before_the_first_runs():
     others, wide = random_layer(torch.bfloat16), random_norm(D + 1, torch.float32)
     x, cos = torch.randn(2, 1, HIDDEN), torch.randn(2, 1, D)
     stores = stores_of(2, torch.float32, Dense())
-    addresses = [store.choice.again.address for store in stores]
+    addresses = [address_of(Dense(), store) for store in stores]
     first, changed = layers[0], layers[0]._replace
     for bad in (changed(before=wide), changed(after=wide), changed(head_norms=(wide, wide))):
         with pytest.raises(
@@ -283,8 +287,8 @@ def test_the_library_validates_all_layers_before_the_first_runs():
     of_one_row, of_halves = stores_of(1, torch.float32, Dense()), stores_of(2, torch.bfloat16, Dense())
     for message, wrong in {
         "a step is NULL, and there is no function that attends": None,
-        "a cache does not fit its layer": of_one_row[0].choice.again.address,
-        "a cache is not of its layer's dtype": of_halves[0].choice.again.address,
+        "a cache does not fit its layer": address_of(Dense(), of_one_row[0]),
+        "a cache is not of its layer's dtype": address_of(Dense(), of_halves[0]),
     }.items():
         with pytest.raises(ValueError, match=message):
             every(x, cos, cos, [addresses[0], wrong])

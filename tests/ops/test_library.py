@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from skimkv.ops.cpu import library as native
+from skimkv.ops.cpu.structs import STRUCTURES, CChunk, COp, check_structures, fields
 from support import steps
 from support.kernels import ISAS, NATIVE, compare, filled, on
 
@@ -164,9 +165,9 @@ def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
     lib.skimkv_share.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
 
     def shares(address, q, y, k, v, threads, pool):
-        op = native.COp.from_address(address)
+        op = COp.from_address(address)
         op.q, op.y, op.k_new, op.v_new = q, y, k, v
-        assert lib.skimkv_check(op) is None
+        assert lib.skimkv_check(address) is None
         work = torch.zeros(lib.skimkv_work(address, 3) + 64, dtype=torch.uint8)
         at = (work.data_ptr() + 63) // 64 * 64
         for _ in range(2):  # the work area is ready again after a step
@@ -177,7 +178,7 @@ def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
     with on(isa):
         want = getattr(steps, name)(store, q, 0.125, None, *args)
     calls = []
-    monkeypatch.setattr(store.view, "take_step", shares)
+    monkeypatch.setattr(native.library(), "skimkv_step", shares)
     got = compare(name, isa, q, store, 0.125, None, *args)
     assert calls == [name]
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
@@ -197,3 +198,28 @@ def test_the_kernels_run_on_pytorchs_threads():
             steps.sparq(store, q, 0.125, None, 8, 32, 8, "coverage", True)
         # OpenMP ends a thread that is left out while another process takes its core
         assert len(os.listdir("/proc/self/task")) <= before
+
+
+@native_only
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ([("cap", ctypes.c_int64), *CChunk._fields_[2:]], "skimkv_chunk has"),
+        ([CChunk._fields_[1], CChunk._fields_[0], *CChunk._fields_[2:]], "skimkv_chunk.cap has"),
+        ([*CChunk._fields_[:-1], ("e_g", ctypes.c_int32)], "skimkv_chunk.e_g has"),
+        ([*CChunk._fields_[:-1], ("e_x", ctypes.c_int64)], "skimkv_chunk.e_g has"),
+    ],
+    ids=["missing", "order", "size", "name"],
+)
+def test_a_structure_that_is_not_that_of_c_is_refused(wrong, says):
+    class Wrong(ctypes.Structure):
+        _fields_ = wrong
+
+    check_structures(native.library())
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_structures(native.library(), {**STRUCTURES, "skimkv_chunk": Wrong})
+
+
+def test_every_structure_of_the_header_is_written_down():
+    names = re.findall(r"^typedef struct (\w+)", (INCLUDE / "skimkv.h").read_text(), re.M)
+    assert sorted(names) == sorted(STRUCTURES) and fields(("a b", int)) == [("a", int), ("b", int)]

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skimkv.methods import SubGenStream
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 from support import ref, steps
-from support.kernels import EPS, ISAS, NATIVE, TYPES, close, compare, exact, filled, held, margin, on
+from support.kernels import ISAS, NATIVE, TYPES, close, compare, exact, filled, held, margin, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 KINDS = (None, "int8", "int4")
@@ -237,50 +236,6 @@ def test_append_writes_what_the_reference_writes(isa, channels, D, dtype, kv):
             ref.append(one, k, v)
             steps.append(two, k, v)
     held(one, two)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(
-    ("D", "delta", "scale", "dtype"), [*((24, 6.0, 0.2, dtype) for dtype in TYPES), (576, 33.0, 0.04, "float32")]
-)
-def test_stream_and_its_append(isa, D, delta, scale, dtype):
-    shape = Shape(2, 2, 3, D)
-    one = SubGenStream(delta=delta, t=3, s=5, seed=7).store(shape, TYPES[dtype])
-    two = one.fork()
-    for step in range(40):
-        k, v = torch.randn(2, 2, 2, D).to(TYPES[dtype])
-        ref.append(one, k, v)
-        with on(isa):
-            steps.append(two, k, v)
-        assert torch.equal(one.m, two.m), step
-    assert 1 < int(one.m.max()) < 40
-    for name in ("rep", "samples", "size"):
-        m = int(one.m.max())
-        assert torch.equal(one.uncounted(name)[:, :, :m], two.uncounted(name)[:, :, :m]), name
-    assert torch.equal(one.k, two.k) and torch.equal(one.v, two.v)
-    torch.testing.assert_close(one.mu, two.mu, rtol=1e-12, atol=0)
-    q = torch.randn(2, 2, 3, D).to(TYPES[dtype])
-    want = ref.stream(exact(one), q.double(), scale)
-    with on(isa):
-        got = steps.stream(two, q, scale)
-    # z and tau are sums of one sign in weights only: errors scale with sum |weight v| / tau
-    torch.testing.assert_close(got.double(), want, rtol=2 * EPS[q.dtype] + 1e-5, atol=2e-4)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e20])
-def test_the_stream_weighs_values_whose_squares_are_no_floats(isa, size):
-    """Their squared norms are below the smallest or above the largest float; a value of zero has no weight."""
-    one = SubGenStream(delta=4.0, t=2, s=9, seed=3).store(Shape(1, 2, 2, 40), torch.float32)
-    for _ in range(30):
-        k, v = torch.randn(2, 1, 2, 40)
-        ref.append(one, k, v * size)
-    one.v[:, :, 4] = 0
-    q = torch.randn(1, 2, 2, 40)
-    want = ref.stream(exact(one), q.double(), 0.2)
-    with on(isa):
-        got = steps.stream(one, q, 0.2)
-    torch.testing.assert_close(got.double() / size, want / size, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=60)

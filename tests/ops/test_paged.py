@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skimkv.methods import parse
-from skimkv.ops.cpu.backend import CpuKernels
-from skimkv.ops.cpu.paged import PagedKernels, append_slots
+from skimkv.methods import Dense, parse
+from skimkv.ops.cpu.run import append_slots
 from skimkv.stores.base import Shape
 from skimkv.stores.blocks import BlockLayout, Blocks
 from skimkv.stores.full import Full
 from support.kernels import NATIVE
+from support.steps import by_kernel
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -74,10 +74,10 @@ def test_blocks_in_any_order_equal_a_cache_in_one_piece(spec, channels, dtype, t
     blocks, rows = engine(dtype, channels, LENGTHS, mean=mean)
     q = torch.randn(len(LENGTHS), H, G, D).to(dtype)
     method = parse(spec)
-    y = method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5, softcap=20.0)
+    y = by_kernel(method, blocks, q, scale=D**-0.5, softcap=20.0)
     for row, (k, v) in enumerate(rows):
         store = in_one_piece(dtype, channels, k, v, mean)
-        expected = method.fused(CpuKernels(), store, q[row : row + 1], None, scale=D**-0.5, softcap=20.0)
+        expected = by_kernel(method, store, q[row : row + 1], scale=D**-0.5, softcap=20.0)
         torch.testing.assert_close(y[row : row + 1], expected, rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 4e-3)
 
 
@@ -105,7 +105,7 @@ def test_only_the_chosen_rows_and_channels_are_read():
     q = torch.zeros(2, H, G, D)
     q[..., 8 : 8 + r] = torch.randn(2, H, G, r)
     method = parse(f"SparQ(r={r}, k={k}, local=5, mean_value=False)")
-    before = method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5)
+    before = by_kernel(method, blocks, q, scale=D**-0.5)
     blocks.parts.channels[:, :, :8] = torch.nan
     blocks.parts.channels[:, :, 8 + r :] = torch.nan
     logits = q[:, :, 0, 8 : 8 + r]
@@ -119,36 +119,36 @@ def test_only_the_chosen_rows_and_channels_are_read():
             blocks.parts.k[number[left_out], h, place[left_out]] = torch.nan
             blocks.parts.v[number[left_out], h, place[left_out]] = torch.nan
     assert torch.isfinite(logits).all()
-    assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=D**-0.5), before)
+    assert torch.equal(by_kernel(method, blocks, q, scale=D**-0.5), before)
 
 
 def test_a_token_without_a_slot_is_left_out_and_a_block_may_be_written_again():
     blocks, rows = engine(torch.float32, "int8", [700])
     q = torch.randn(1, H, G, D)
     method = parse("SparQ(r=8, k=24, channels='int8', mean_value=False)")
-    before = method.fused(PagedKernels(), blocks, q, None, scale=1.0)
+    before = by_kernel(method, blocks, q, scale=1.0)
     k, v = rows[0]
     at = torch.arange(512, 700)
     slots = blocks.table[0, at // 512].long() * 512 + at % 512
     append_slots(
         blocks, torch.cat([k[512:], k[:9]]), torch.cat([v[512:], v[:9]]), torch.cat([slots, -torch.ones(9).long()])
     )
-    assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=1.0), before)
+    assert torch.equal(by_kernel(method, blocks, q, scale=1.0), before)
 
 
 def test_a_mean_grows_token_by_token_and_begins_anew_with_its_block():
     blocks, ((k, v),) = engine(torch.float32, "copy", [700], mean=True)
     method, q = parse("SparQ(r=8, k=24, mean_value=True)"), torch.randn(1, H, G, D)
-    before = method.fused(PagedKernels(), blocks, q, None, scale=1.0)
+    before = by_kernel(method, blocks, q, scale=1.0)
     at = torch.arange(700)
     slots = blocks.table[0, at // 512].long() * 512 + at % 512
     with pytest.raises(ValueError, match="a token does not follow the last one of its block"):
         append_slots(blocks, k[600:], v[600:], slots[600:])
     append_slots(blocks, k[512:], v[512:], slots[512:])  # the block again from its beginning, as after a preemption
-    assert torch.equal(method.fused(PagedKernels(), blocks, q, None, scale=1.0), before)
+    assert torch.equal(by_kernel(method, blocks, q, scale=1.0), before)
     blocks.lengths = torch.tensor([699])
     with pytest.raises(ValueError, match="not of the tokens that the row has"):
-        method.fused(PagedKernels(), blocks, q, None, scale=1.0)
+        by_kernel(method, blocks, q, scale=1.0)
 
 
 BAD = {
@@ -166,7 +166,7 @@ def test_bad_batches_are_refused(name):
     change, message = BAD[name]
     change(blocks)
     with pytest.raises(ValueError, match=message):
-        PagedKernels().dense(blocks, torch.zeros(1, H, G, D), None, scale=1.0)
+        by_kernel(Dense(), blocks, torch.zeros(1, H, G, D), scale=1.0)
 
 
 def test_bad_slots_and_layouts_are_refused():
@@ -174,9 +174,7 @@ def test_bad_slots_and_layouts_are_refused():
     with pytest.raises(ValueError, match="a slot is beyond the blocks"):
         append_slots(blocks, row[0][:1], row[1][:1], torch.tensor([512 * 99]))
     with pytest.raises(ValueError, match="use_mean needs blocks with a mean"):
-        parse("SparQ(r=8, k=24, mean_value=True)").fused(
-            PagedKernels(), blocks, torch.zeros(1, H, G, D), None, scale=1.0
-        )
+        by_kernel(parse("SparQ(r=8, k=24, mean_value=True)"), blocks, torch.zeros(1, H, G, D), scale=1.0)
     for layout, message in (
         (BlockLayout(300, D, torch.float32, "copy"), "multiple of 256"),
         (BlockLayout(512, 40, torch.float32, "copy"), "multiples of 32"),
@@ -192,10 +190,10 @@ def test_many_rows_share_the_scratch_memory_in_turns(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     blocks, _ = engine(torch.bfloat16, "copy", [5000] * 16, size=1024)
     q = torch.randn(16, H, G, D).bfloat16()
-    kernels = PagedKernels()
-    y = kernels.top_k(blocks, q, None, k=50, oracle=False, scale=0.3)
+    method = parse("TopK(k=50)")
+    y = by_kernel(method, blocks, q, scale=0.3)
     table = blocks.table
     for row in (0, 9, 15):
         blocks.lengths, blocks.table = torch.tensor([5000]), table[row : row + 1].contiguous()
-        alone = kernels.top_k(blocks, q[row : row + 1], None, k=50, oracle=False, scale=0.3)
+        alone = by_kernel(method, blocks, q[row : row + 1], scale=0.3)
         assert torch.equal(alone, y[row : row + 1])

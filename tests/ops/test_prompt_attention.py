@@ -11,6 +11,7 @@ import torch
 from skimkv import ops
 from skimkv.ops.cpu import library, prompt_attention
 from skimkv.ops.cpu.prompt_attention import attend
+from skimkv.ops.cpu.structs import CPrompt
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from support.kernels import EPS, ISAS, NATIVE, TYPES, on
@@ -183,9 +184,9 @@ def test_the_library_validates_before_it_follows_an_address():
         "not aligned to its elements": {"v": x.data_ptr() + 2},
         "sinks is not aligned": {"sinks": x.data_ptr() + 1},
     }.items():
-        op = prompt_attention.CPrompt(**right | wrong)
-        error = prompt_attention._library().skimkv_prompt_attention_run(ctypes.addressof(op), 1, None)
+        op = CPrompt(**right | wrong)
+        error = library.library().skimkv_prompt_attention_run(ctypes.addressof(op), 1, None)
         assert error is not None and message in error.decode()
-    assert b"operation is NULL" in prompt_attention._library().skimkv_prompt_attention_run(None, 1, None)
-    op = prompt_attention.CPrompt(**right)
-    assert prompt_attention._library().skimkv_prompt_attention_run(ctypes.addressof(op), *library.threads()) is None
+    assert b"operation is NULL" in library.library().skimkv_prompt_attention_run(None, 1, None)
+    op = CPrompt(**right)
+    assert library.library().skimkv_prompt_attention_run(ctypes.addressof(op), *library.threads()) is None

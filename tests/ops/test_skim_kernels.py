@@ -15,8 +15,8 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import Dense, Skim
-from skimkv.ops import Token
-from skimkv.ops.cpu import library as native
+from skimkv.ops import KernelStep, Token
+from skimkv.ops.cpu.run import CpuBackend
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.quantise import GROUP
@@ -174,7 +174,7 @@ def test_append_writes_what_the_reference_writes(isa, dtype, kv):
         k, v = torch.randn(2, 3, 2, 24, generator=draw).to(TYPES[dtype])
         one.append_token(k, v)
         with on(isa):
-            ops.kernels_for(torch.device("cpu")).append(two, k, v)
+            CpuBackend().append(two, k, v)
     every = torch.arange(24).expand(3, 2, -1)
     # with quantised rows, a key may be rounded differently before it enters the index, which may move a code by one
     step = 4 / 15 if kv else 0
@@ -194,7 +194,7 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, threads):
     with on(isa, threads):
         for _ in range(4):  # both rows fill a group
             q, k, v = (torch.randn(n, generator=draw).bfloat16() for n in (shape, *[(2, 1, 24)] * 2))
-            ops.kernels_for(torch.device("cpu")).append(one, k, v)
+            CpuBackend().append(one, k, v)
             want = method.attend(one, q, None, **options(shape))
             assert torch.equal(method.attend(two, q, Token(k, v), **options(shape)), want)
             assert torch.equal(one.rows_read, two.rows_read)
@@ -239,29 +239,27 @@ def test_a_nan_stays(isa):
 def test_what_the_library_refuses():
     shape, method = Shape(1, 1, 1, 16), Skim(k=8)
     q, store = filled_store(method, shape, [300], torch.float32)
+
+    def refuses(words, store, r=4, k=8):
+        with pytest.raises(ValueError, match=words):
+            CpuBackend().run(KernelStep("skim", r=r, k=k), store, q, None, options(shape))
+
     with on(None):
-        kernels = ops.kernels_for(store.device, 16)
-        for numbers, words in (({"r": 17, "k": 8}, "r from 1 to D"), ({"r": 4, "k": 0}, "k must be at least 1")):
-            with pytest.raises(ValueError, match=words):
-                kernels.skim(store, q, None, **numbers, **options(shape))
-        with pytest.raises(ValueError, match="means of its groups"):
-            kernels.skim(Full(shape, torch.float32, "cpu", "int4", True), q, None, r=4, k=8, **options(shape))
+        refuses("r from 1 to D", store, r=17)
+        refuses("k must be at least 1", store, k=0)
+        refuses("means of its groups", Full(shape, torch.float32, "cpu", "int4", True))
         store.mean = None
-        with pytest.raises(ValueError, match="mean of V"):
-            kernels.skim(store, q, None, r=4, k=8, **options(shape))
+        refuses("mean of V", store)
         store.chunks = (replace(store.chunks[0], means=store.chunks[0].means[..., :8]), *store.chunks[1:])
-        with pytest.raises(ValueError, match="means is"):
-            kernels.skim(store, q, None, r=4, k=8, **options(shape))
-    assert native.SKIM == 5
+        refuses("means is", store)
 
 
 def test_another_backend_runs_the_algorithm_and_says_so(monkeypatch):
     shape, method = Shape(1, 1, 1, 16), Skim(k=8)
     q, store = filled_store(method, shape, [40], torch.float32)
-    assert Skim.has_kernel() and Skim.has_kernel("cpu") and not Skim.has_kernel("gpu") and Dense.has_kernel("gpu")
-    with on(None):
-        kernels = ops.kernels_for(store.device, 16)
-    monkeypatch.setattr(type(kernels), "name", "gpu")
+    assert method.has_kernel("cpu") and not method.has_kernel("gpu") and Dense().has_kernel("gpu")
+    monkeypatch.setattr(CpuBackend, "name", "gpu")
+    monkeypatch.setattr(CpuBackend, "supports", lambda self, step, store: step.operation != "skim")
     with (
         on(None),
         pytest.warns(UserWarning, match=r"^Skim has no kernel in backend 'gpu': its slow reference computes$"),

@@ -7,11 +7,10 @@ import torch
 
 from skimkv.methods import parse
 from skimkv.ops import Token
-from skimkv.ops.cpu.backend import CpuKernels
-from skimkv.ops.cpu.paged import PagedKernels
 from skimkv.stores.base import Shape
 from skimkv.stores.slot_blocks import SlotBlocks, bytes_of_slot
 from support.kernels import NATIVE
+from support.steps import by_kernel
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -46,7 +45,7 @@ SPECS = [
 def test_requests_decode_as_with_stores_of_their_own(spec, dtype, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     method, options = parse(spec), {"scale": D**-0.5, "softcap": 20.0}
-    blocks, kernels = blocks_of(method, dtype), PagedKernels()
+    blocks = blocks_of(method, dtype)
     numbers, own = [5, 0, 8, 3], []
     for row, n in enumerate(PROMPTS):
         own.append(method.store(ROW, dtype))
@@ -59,10 +58,10 @@ def test_requests_decode_as_with_stores_of_their_own(spec, dtype, threads, monke
         blocks.numbers = torch.tensor([numbers[row] for row in rows], dtype=torch.int32)
         new = [tokens(1, dtype, 1000 + 10 * step + row) for row in rows]
         q, k, v = (torch.cat([x[i] for x in new]).squeeze(-2) for i in range(3))
-        y = method.fused(kernels, blocks, q, Token(k, v), **options)
+        y = by_kernel(method, blocks, q, Token(k, v), **options)
         for i, row in enumerate(rows):
             at = slice(i, i + 1)
-            assert torch.equal(y[at], method.fused(CpuKernels(), own[row], q[at], Token(k[at], v[at]), **options)), (
+            assert torch.equal(y[at], by_kernel(method, own[row], q[at], Token(k[at], v[at]), **options)), (
                 step,
                 row,
             )
@@ -82,8 +81,8 @@ def test_a_block_of_a_finished_request_serves_the_next_one():
     for step in range(9):
         q, k, v = (x.squeeze(-2) for x in tokens(1, torch.float32, 9 + step))
         blocks.lengths, blocks.numbers = own.lengths, torch.tensor([2], dtype=torch.int32)
-        y = method.fused(PagedKernels(), blocks, q, Token(k, v), **options)
-        assert torch.equal(y, method.fused(CpuKernels(), own, q, Token(k, v), **options))
+        y = by_kernel(method, blocks, q, Token(k, v), **options)
+        assert torch.equal(y, by_kernel(method, own, q, Token(k, v), **options))
 
 
 def test_what_does_not_fit_is_refused():
@@ -94,12 +93,12 @@ def test_what_does_not_fit_is_refused():
         blocks.new_request(9)
     blocks.lengths, blocks.numbers = [3], torch.tensor([9], dtype=torch.int32)
     with pytest.raises(ValueError, match="the table names a block that does not exist"):
-        method.fused(PagedKernels(), blocks, q, Token(k, v), scale=1.0)
+        by_kernel(method, blocks, q, Token(k, v), scale=1.0)
     blocks.numbers = torch.tensor([1], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"k is torch.float16"):
-        method.fused(PagedKernels(), blocks, q, Token(k.half(), v.half()), scale=1.0)
+        by_kernel(method, blocks, q, Token(k.half(), v.half()), scale=1.0)
     with pytest.raises(ValueError, match="sinks are not supported"):
-        method.fused(PagedKernels(), blocks, q, Token(k, v), scale=1.0, sinks=torch.zeros(H, G))
+        by_kernel(method, blocks, q, Token(k, v), scale=1.0, sinks=torch.zeros(H, G))
     with pytest.raises(ValueError, match="have 20 slots of 264 bytes"):
         SlotBlocks(torch.empty(3, H, 20, 65), lambda: method.store(ROW, torch.float32))
     with pytest.raises(ValueError, match="only an empty store of a fixed number of slots"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skimkv.methods import parse
-from skimkv.ops.cpu.stages import STAGES, stage_times
+from skimkv.ops.cpu.run import STAGES, stage_times
 from skimkv.stores.base import Shape
 from support.kernels import ISAS, NATIVE, on
 

@@ -8,7 +8,6 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
-from skimkv.ops.cpu.views import Outputs
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
@@ -52,7 +51,7 @@ def tensors(value):
             found[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, list) or item is getattr(value, "chunks", ()):
             queue += item
-        elif hasattr(item, "__dict__") and not isinstance(item, Outputs):
+        elif hasattr(item, "__dict__"):
             queue += vars(item).values()
     return found
 

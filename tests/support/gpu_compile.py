@@ -44,12 +44,12 @@ def compile_on_stores(D, dtype, G, channels):
     token = Token(*torch.randn(2, 2, H, D).to(dtype))
     for heads in (0, launch.MOST_HEADS_OF_WARP):
         run.MOST_HEADS_OF_WARP = heads
-        parse(f"SparQ(r=32, k=128, mean_value={G == 1})").fused(backend, tokens, q, token, **softmax)
+        backend.run(parse(f"SparQ(r=32, k=128, mean_value={G == 1})").kernel(tokens), tokens, q, token, softmax)
     for spec in ("Dense()", "TopK(k=32, oracle=True)"):
-        parse(spec).fused(backend, tokens, q, token, **softmax)
+        backend.run(parse(spec).kernel(tokens), tokens, q, token, softmax)
     for spec in ("H2O(k=512)", "LMInfinite(k=512)"):
         slots = parse(spec).store(Shape(2, H, G, D), dtype)
-        parse(spec).fused(backend, slots, q, token, **softmax)
+        backend.run(parse(spec).kernel(slots), slots, q, token, softmax)
 
 
 def compile_on_blocks(D, dtype, G):
@@ -61,7 +61,7 @@ def compile_on_blocks(D, dtype, G):
     append_slots(blocks, *torch.randn(2, 5, H, D).to(dtype), torch.arange(5))
     for spec in ("Dense()", "SparQ(r=32, k=128, mean_value=False)", "TopK(k=32, oracle=True)"):
         q = torch.randn(2, H, G, D).to(dtype)
-        parse(spec).fused(backend, blocks, q, None, scale=0.1)
+        backend.run(parse(spec).kernel(blocks), blocks, q, None, {"scale": 0.1})
 
 
 def main():

@@ -9,9 +9,8 @@ from skimkv.ops.blocks import apply_softcap, attend_rows, choose_positions
 
 from . import steps
 
-dense, sparq, topk, lowrank, slots, stream = (
-    partial(step, reference=True)
-    for step in (steps.dense, steps.sparq, steps.topk, steps.lowrank, steps.slots, steps.stream)
+dense, sparq, topk, lowrank, slots = (
+    partial(step, reference=True) for step in (steps.dense, steps.sparq, steps.topk, steps.lowrank, steps.slots)
 )
 
 
@@ -21,5 +20,5 @@ def append(store, k, v):
 
 __all__ = [
     "append", "apply_softcap", "attend_rows", "choose_positions", "dense", "inverse_temperature", "lowrank", "slots",
-    "sparq", "stream", "top_channels", "topk",
+    "sparq", "top_channels", "topk",
 ]  # fmt: skip

@@ -6,10 +6,11 @@ A store that was made by hand is decoded by the method that it belongs to. token
 from __future__ import annotations
 
 from skimkv import ops
-from skimkv.methods import LMInfinite, LowRank, SparQ, SubGenStream, TopK
+from skimkv.methods import LMInfinite, LowRank, SparQ, TopK
 from skimkv.methods.dense import Dense
 from skimkv.methods.h2o import attend_score_evict
-from skimkv.ops import Token
+from skimkv.ops import KernelStep, Token
+from skimkv.ops.cpu.run import CpuBackend
 
 
 def _token(token):
@@ -22,12 +23,17 @@ def _attend(method, store, q, token, scale, softcap, reference=False):
     return method.attend(store, q, _token(token), scale=scale, softcap=softcap)
 
 
+def by_kernel(method, store, q, token=None, **softmax):
+    """A method's step by the C++ backend, of a store or of blocks."""
+    return CpuBackend().run(method.kernel(store), store, q, _token(token), softmax)
+
+
 def append(store, k, v):
-    kernels = ops.kernels_for(store.device)
-    if kernels is None:
+    backend = ops.backend_for(store.device)
+    if backend is None:
         store.append_token(k, v)
     else:
-        kernels.append(store, k, v)
+        backend.append(store, k, v)
 
 
 def dense(store, q, scale, softcap, token=None, reference=False):
@@ -52,11 +58,8 @@ def lowrank(store, q, scale, softcap, k, token=None, reference=False):
 def slots(store, q, k, v, scale, softcap, recent=None, reference=False):
     if store.score is None:
         return _attend(LMInfinite(99), store, q, (k, v), scale, softcap, reference)
-    kernels = None if reference else ops.kernels_for(store.device)
-    if kernels is None:
+    backend = None if reference else ops.backend_for(store.device)
+    if backend is None:
         return attend_score_evict(store, q, Token(k, v), recent, scale=scale, softcap=softcap)
-    return kernels.scored_slots(store, q, Token(k, v), scale=scale, softcap=softcap, recent=recent)
-
-
-def stream(store, q, scale, token=None, reference=False):
-    return _attend(SubGenStream(1.0, 1, 1), store, q, token, scale, None, reference)
+    kernel = KernelStep("scored_slots", recent=tuple(recent))
+    return backend.run(kernel, store, q, Token(k, v), {"scale": scale, "softcap": softcap})

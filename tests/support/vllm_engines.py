@@ -98,3 +98,33 @@ def run(model: str, method: str | None, new_tokens: int = 12, rounds: int = 1, *
         }
 
     return in_child(work)
+
+
+def tokens_of_skimkv(model: str, spec: str, requests: list[list[int]], new_tokens: int = 12) -> list[list[int]]:
+    """The greedy tokens that skimkv gives in transformers, from one batch whose rows are padded on the left."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import skimkv
+
+    n = max(map(len, requests))
+    ids = torch.tensor([[0] * (n - len(prompt)) + prompt for prompt in requests])
+    mask = torch.tensor([[0] * (n - len(prompt)) + [1] * len(prompt) for prompt in requests])
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with skimkv.attach(llama, spec):
+        out = llama.generate(
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return out[:, n:].tolist()
+
+
+def bytes_of_steps(spec: str, requests: list[list[int]], new_tokens: int = 12, H: int = 2, G: int = 2) -> int:
+    """The bytes that the steps of both layers move by Method.traffic; a request's first token is its prompt's."""
+    import torch
+
+    from skimkv.methods import parse
+    from skimkv.stores.base import Shape
+
+    method, shape = parse(spec), Shape(1, H, G, 64)
+    lengths = [len(ids) + i for ids in requests for i in range(new_tokens - 1)]  # cached besides the current token
+    return 2 * sum(method.traffic(n, shape, torch.float32).bytes for n in lengths)

@@ -3,62 +3,36 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from skimkv.methods import parse
-from skimkv.stores.base import Shape
 from support import vllm_engines as engines
 
 pytestmark = pytest.mark.skipif(not engines.INSTALLED, reason="vLLM is not installed: make test-vllm")
-
-
-@pytest.fixture(scope="module")
-def generate(model):
-    """The greedy tokens of prompts as one batch of transformers, padded on the left."""
-    from transformers import AutoModelForCausalLM
-
-    import skimkv
-
-    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-    def tokens(spec, prompts, new_tokens):
-        n = max(map(len, prompts))
-        ids = torch.tensor([[0] * (n - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (n - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        with skimkv.attach(llama, spec):
-            out = llama.generate(
-                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-        return out[:, n:].tolist()
-
-    return tokens
 
 
 SPECS = ["H2O(k=508, local=100)", "H2O(k=64, kv='int4')", "LMInfinite(k=64, initial=4)", "SubGen(k=48, recent=16)"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_tokens_of_a_batch_are_those_of_generate(model, generate, spec):
+def test_the_tokens_of_a_batch_are_those_of_generate(model, spec):
     answer = engines.run(model, spec, block_size=None)
-    assert answer["tokens"] == generate(spec, engines.prompts(), 12)
-    (counters,), method = answer["counters"], parse(spec)
+    assert answer["tokens"] == engines.tokens_of_skimkv(model, spec, engines.prompts())
+    (counters,) = answer["counters"]
     steps = 2 * 4 * 11  # layers, requests, tokens but the first, which comes from the prompt
     assert (counters["layers"], counters["steps"], counters["rows"]) == (2, steps, 2 * steps)
-    lengths = [len(ids) + i for ids in engines.prompts() for i in range(11)]  # tokens besides the current one
-    assert counters["bytes"] == 2 * sum(method.traffic(n, Shape(1, 2, 2, 64), torch.float32).bytes for n in lengths)
+    assert counters["bytes"] == engines.bytes_of_steps(spec, engines.prompts())
 
 
-def test_memory_for_two_requests_serves_four_without_prefixes_chunks_or_preemption(model, generate):
+def test_memory_for_two_requests_serves_four_without_prefixes_chunks_or_preemption(model):
     spec, block = "H2O(k=64)", 2 * 2 * 64 * (2 * 64 * 4 + 8)  # layers, heads, slots, K and V, score and position
     answer = engines.run(
         model, spec, 40, rounds=2, block_size=None, kv_cache_memory_bytes=3 * block, max_num_batched_tokens=96
     )  # vLLM keeps one block for itself
-    assert answer["tokens"] == generate(spec, engines.prompts(), 40)
+    assert answer["tokens"] == engines.tokens_of_skimkv(model, spec, engines.prompts(), 40)
     assert answer["cached"] == [0] * 4
     assert answer["preemptions"] == 0
 
 
-def test_a_request_that_begins_anew_reads_all_its_tokens_as_a_prompt(model, generate):
+def test_a_request_that_begins_anew_reads_all_its_tokens_as_a_prompt(model):
     spec, prompts = "H2O(k=64)", engines.prompts(2)
 
     def work():
@@ -78,6 +52,9 @@ def test_a_request_that_begins_anew_reads_all_its_tokens_as_a_prompt(model, gene
 
     answers = engines.in_child(work)
     for ids, tokens in zip(prompts, answers, strict=True):
-        first = generate(spec, [ids], 30)[0]
-        both = [first[:cut] + generate(spec, [ids + first[:cut]], 30 - cut)[0] for cut in range(8, 12)]
+        first = engines.tokens_of_skimkv(model, spec, [ids], 30)[0]
+        both = [
+            first[:cut] + engines.tokens_of_skimkv(model, spec, [ids + first[:cut]], 30 - cut)[0]
+            for cut in range(8, 12)
+        ]
         assert tokens in both and tokens != first

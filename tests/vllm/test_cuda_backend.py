@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from skimkv.methods import parse
-from skimkv.stores.base import Shape
 from support import vllm_engines as engines
 from support.gpu import NAN_MEMORY, NEEDS_TRITON
 
@@ -50,8 +46,7 @@ def test_the_tokens_of_a_batch_are_those_of_stock(model, stock, spec):
     assert answer == stock
     steps = 2 * len(PROMPTS) * (NEW - 1)  # layers, requests, tokens but the first, which comes from the prompt
     assert (counters["layers"], counters["steps"], counters["rows"]) == (2, steps, 2 * steps)
-    traffic = functools.partial(parse(spec).traffic, shape=Shape(1, 2, 2, 64), dtype=torch.float32)
-    assert counters["bytes"] == 2 * sum(traffic(len(ids) + i).bytes for ids in PROMPTS for i in range(NEW - 1))
+    assert counters["bytes"] == engines.bytes_of_steps(spec, PROMPTS, NEW)
 
 
 def test_prompts_in_chunks_beside_rows_that_decode_give_the_same_tokens(model, stock):
@@ -59,25 +54,16 @@ def test_prompts_in_chunks_beside_rows_that_decode_give_the_same_tokens(model, s
 
 
 def test_a_small_budget_gives_the_tokens_of_skimkv_in_transformers(model, stock):
-    from transformers import AutoModelForCausalLM
-
-    import skimkv
-
     spec = "SparQ(r=16, k=24)"
-    answer, _ = tokens(model, spec)
-    assert answer != stock
-    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with skimkv.attach(llama, spec):
-        for ids, new in zip(PROMPTS, answer, strict=True):
-            out = llama.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-            assert out[0, len(ids) :].tolist() == new
+    assert tokens(model, spec)[0] == engines.tokens_of_skimkv(model, spec, PROMPTS, NEW) != stock
 
 
 REFUSED = {
     "H2O(k=64)": "H2O(k=64) has a budget, which is supported on CPUs only",
-    "SparQ(r=16, k=64, channels='int8')": "channels='int8' is not supported: use none or copy",
-    "SparQ(r=16, k=64, mean_value=True)": "blocks on CUDA do not have: add mean_value=False",
-    "Quest(k=64, page=16)": "Quest is not supported in blocks",
+    "SparQ(r=16, k=64, channels='int8')": "channels = 'int8' must be one of none, copy in blocks",
+    "SparQ(r=16, k=64, mean_value=True)": "in blocks on CUDA, which have no mean of the values: add mean_value=False",
+    "Quest(k=64, page=16)": "Quest(k=64, page=16) has no kernel, and only kernels read blocks",
+    "LowRank(r=8, k=64)": "LowRank(r=8, k=64) is not supported in blocks on CUDA",
 }
 
 

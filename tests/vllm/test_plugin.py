@@ -10,8 +10,6 @@ import functools
 import pytest
 import torch
 
-from skimkv.methods import parse
-from skimkv.stores.base import Shape
 from support import vllm_engines as engines
 
 pytestmark = pytest.mark.skipif(not engines.INSTALLED, reason="vLLM is not installed: make test-vllm")
@@ -38,9 +36,7 @@ def test_the_tokens_of_a_batch_are_those_of_stock(model, stock, method):
     (counters,) = answer["counters"]
     steps = 2 * 4 * 11  # layers, requests, tokens but the first, which comes from the prompt
     assert (counters["layers"], counters["steps"], counters["rows"]) == (2, steps, 2 * steps)
-    shape, method = Shape(1, 2, 2, 64), parse(method)
-    lengths = [len(ids) + i for ids in engines.prompts() for i in range(11)]  # cached besides the current token
-    assert counters["bytes"] == 2 * sum(method.traffic(n, shape, torch.float32).bytes for n in lengths)
+    assert counters["bytes"] == engines.bytes_of_steps(method, engines.prompts())
 
 
 def test_a_prefix_from_the_cache_gives_the_same_tokens(model, stock):
@@ -67,38 +63,20 @@ def test_the_tokens_in_bfloat16_are_those_of_stock(model, stock):
 
 
 def test_a_small_budget_gives_the_tokens_of_skimkv_in_transformers(model, stock):
-    from transformers import AutoModelForCausalLM
-
-    import skimkv
-
     spec = "SparQ(r=16, k=48, mean_value=False)"
-    answer = engines.run(model, spec)
-    assert answer["tokens"] != stock()
-    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with skimkv.attach(llama, spec):
-        for ids, tokens in zip(engines.prompts(), answer["tokens"], strict=True):
-            out = llama.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-            assert out[0, len(ids) :].tolist() == tokens
+    answer = engines.run(model, spec)["tokens"]
+    assert answer == engines.tokens_of_skimkv(model, spec, engines.prompts()) != stock()
 
 
 def test_a_model_without_grouped_queries_gets_the_mean_of_the_values(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    import skimkv
-
     model, spec = engines.write_model(tmp_path, num_key_value_heads=4), "SparQ(r=16, k=48)"
-    answer = engines.run(model, spec, rounds=2)
+    answer, requests = engines.run(model, spec, rounds=2), engines.prompts()
     assert min(answer["cached"]) >= 256
-    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with skimkv.attach(llama, spec):
-        for ids, tokens in zip(engines.prompts(), answer["tokens"], strict=True):
-            out = llama.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-            assert out[0, len(ids) :].tolist() == tokens
-    (counters,), method = answer["counters"], parse(spec)
-    lengths = [len(ids) + i for ids in engines.prompts() for i in range(11)] * 2  # in two rounds
-    own = sum(method.traffic(n, Shape(1, 4, 1, 64), torch.float32).bytes for n in lengths)
-    means = sum(n // 256 + 1 for n in lengths) * 4 * 64 * 4  # a block's mean for every block that a step reads
-    assert counters["bytes"] == 2 * (own + means)
+    assert answer["tokens"] == engines.tokens_of_skimkv(model, spec, requests)
+    (counters,) = answer["counters"]
+    # a block's mean for every block that a step reads, in two layers, four heads and float32
+    means = 2 * sum((len(ids) + i) // 256 + 1 for ids in requests for i in range(11)) * 4 * 64 * 4
+    assert counters["bytes"] == 2 * (engines.bytes_of_steps(spec, requests, H=4, G=1) + means)  # in two rounds
 
 
 def test_rows_that_a_step_must_not_read_may_hold_nan(model):

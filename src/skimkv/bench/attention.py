@@ -23,8 +23,8 @@ from torch import Tensor
 from .. import ops
 from ..methods import Dense, parse
 from ..methods.base import Method
-from ..ops.cpu.stages import STAGES, stage_times
-from ..ops.cpu.views import CacheView
+from ..ops.cpu.memory import StoreMemory
+from ..ops.cpu.run import STAGES, stage_times
 from ..stores.base import Shape, Store
 from ..stores.full import Full
 from . import onnx_baseline
@@ -307,7 +307,7 @@ def stage_row(
         machine.between_calls(step.refresh)
         assert step.store is not None
         start = clock()
-        if isinstance(step.store.view, CacheView):
+        if isinstance(step.store.view, StoreMemory):
             with stage_times(step.store) as seconds:
                 whole = machine.seconds(step.run)
         else:
@@ -367,7 +367,7 @@ def _rows(
 def _backend(machine: Machine, method: Method) -> str:
     """The backend that takes the method's steps; a method without a kernel runs its reference anywhere."""
     name = ops.select_backend(machine.device.type)[0]
-    return name if method.uses_kernel(name) else "ref"
+    return name if method.has_kernel(name) else "ref"
 
 
 def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:

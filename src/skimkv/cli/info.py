@@ -140,7 +140,6 @@ def collect() -> dict[str, Any]:
 
     from .. import __version__, ops
     from ..methods import METHODS, load_announced_methods
-    from ..ops.gpu.run import GpuBackend
 
     load_announced_methods()
     packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -153,7 +152,7 @@ def collect() -> dict[str, Any]:
     for device in dict.fromkeys(name.split(":")[0] for name in devices):
         name, why = ops.select_backend(device)
         backends[device] = {"backend": name, "why": why}
-    kernels = GpuBackend().unavailable() or "Triton, wherever a cache is on a CUDA device"
+    kernels = ops.named_backend("gpu").unavailable() or "Triton, wherever a cache is on a CUDA device"
     methods = [describe(name, method) for name, method in METHODS.items()]
     return {
         "versions": versions, "devices": devices, "backends": backends, "gpu_kernels": kernels, "methods": methods,
@@ -176,8 +175,17 @@ def describe(name: str, method: type[Method]) -> dict[str, Any]:
         "paper": _first_paragraph(inspect.getmodule(method)),
         "store": getattr(store, "__name__", str(store)),
         "reads": _first_paragraph(method),
-        "kernels": [kind for kind in ("cpu", "gpu") if method.has_kernel(kind)],
+        "kernels": [kind for kind in ("cpu", "gpu") if _example(method).has_kernel(kind)],
     }
+
+
+def _example(method: type[Method]) -> Method:
+    """The method with 64 for every number that has no default."""
+    import inspect
+
+    parameters = inspect.signature(method).parameters.values()
+    numbers: dict[str, Any] = {p.name: 64 for p in parameters if p.default is p.empty}
+    return method(**numbers)
 
 
 def _first_paragraph(documented: Any) -> str:

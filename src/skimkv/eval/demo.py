@@ -113,7 +113,7 @@ class Demo:
                 Row(
                     method, budget, correct, len(self.questions),
                     predicted.elements, cache.elements - elements, predicted.bytes, cache.bytes - moved,
-                    cache_bytes, 0.0, share, method.uses_kernel(ops.select_backend()[0]),
+                    cache_bytes, 0.0, share, method.has_kernel(ops.select_backend()[0]),
                 )
             )  # fmt: skip
             caches.append(cache)

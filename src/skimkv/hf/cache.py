@@ -136,7 +136,7 @@ class Cache(LibraryCache):
         if error or max(pads) > seen or not takes_steps(self.layers, any(pads)):
             return None
         self._check_positions(seen, 1)
-        return CacheStep(self, [(dtype, options) for options in softmax], pads)
+        return CacheStep(self, dtype, softmax, pads)
 
     def begin_forward(self, position_ids: Tensor | None, n: int) -> None:
         """Note the positions (axes,B,n) or (B,n) that the model gives its next n tokens; None: it counts them."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .. import ops
 from ..methods.base import Method
-from ..ops import SoftmaxOptions
+from ..ops import KernelStep, SoftmaxOptions
+from ..ops.cpu.run import CpuBackend
 from .attention_interface import padding_counts
 from .layer import Layer
 
@@ -23,17 +23,36 @@ LIBRARY_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # which a cache of our
 class CacheStep:
     """One token in every row, in all layers of a cache.
 
-    A layer that only repeats a step of a kernel has its address in `addresses`, and its store is locked until
-    `release`. The others (None) attend by themselves, as `attend_by` says. padding: of every row.
+    A layer whose method has a kernel of the library for this token has the address of its operation in `addresses`, and
+    its store is locked until `release`. The others (None) attend by themselves, as `attend_by` says.
+    softmax: the options of every layer's attention. padding: of every row.
+    Raises ValueError if a kernel refuses a step.
     """
 
-    def __init__(self, cache: Any, form: Sequence[tuple[torch.dtype, SoftmaxOptions]], padding: list[int]) -> None:
-        self.cache, self.form, self.padding = cache, form, padding
+    def __init__(self, cache: Any, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions], padding: list[int]) -> None:
+        self.cache, self.softmax, self.padding = cache, softmax, padding
         self.seen: int = cache.get_seq_length()
+        self.addresses: list[int | None] = []
+        self._locked: list[Layer] = []
         lengths = [self.seen - pad for pad in padding]
-        pairs = zip(cache.layers, form, strict=True)
-        self._steps = [_repeated_step(layer, self.seen, lengths, *one) for layer, one in pairs]
-        self.addresses: list[int | None] = [None if step is None else step.address for step in self._steps]
+        try:
+            for layer, options in zip(cache.layers, softmax, strict=True):
+                self.addresses.append(self._operation(layer, lengths, dtype, options))
+        except BaseException:
+            self.release()
+            raise
+
+    def _operation(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype, softmax: SoftmaxOptions) -> int | None:
+        """The address of a layer's operation, and its store locked; None if the layer attends by itself."""
+        if not _takes_a_token(layer, self.seen, lengths, dtype) or not layer.store.exclusive().begin_if_free():
+            return None
+        self._locked.append(layer)
+        backend, kernel = layer.method.kernel_of(layer.store)
+        if isinstance(backend, CpuBackend) and isinstance(kernel, KernelStep) and backend.runs_in_library(kernel):
+            layer.method.prepare(layer.store)
+            return backend.prepare(kernel, layer.store, dtype, softmax["scale"], softmax.get("softcap"))
+        self._locked.pop().store.exclusive().end()  # type: ignore[union-attr]
+        return None
 
     def attend_by(self, name: str, modules: Sequence[nn.Module]) -> Attend | None:
         """How a layer attends by itself, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D).
@@ -47,7 +66,7 @@ class CacheStep:
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Take a token into layer i of the cache, and attend, as the model's own code does."""
-            layer, options = cache.layers[i], self.form[i][1]
+            layer, options = cache.layers[i], self.softmax[i]
             k, v = cache.update(k, v, i)
             softcap = options.get("softcap")
             more = {} if softcap is None else {"softcap": softcap}
@@ -63,22 +82,21 @@ class CacheStep:
 
         If it raises an exception, the cache is half updated, and the next step is refused.
         """
-        repeating = [layer for layer, step in zip(self.cache.layers, self._steps, strict=True) if step is not None]
-        for layer in repeating[:1]:
+        for layer in self._locked[:1]:
             layer.seen += 1  # beyond the others until the step is complete
         y = run(self.addresses)
-        for layer in repeating[:1]:
+        for layer in self._locked[:1]:
             layer.seen -= 1
-        for layer in repeating:
-            layer.store.advance()
+        for layer in self._locked:
+            layer.store.advance()  # type: ignore[union-attr]
             layer.seen += 1
         return y
 
     def release(self) -> None:
         """Let go of the stores."""
-        for step in self._steps:
-            if step is not None:
-                step.in_use.end()
+        for layer in self._locked:
+            layer.store.exclusive().end()  # type: ignore[union-attr]
+        self._locked = []
 
 
 def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:
@@ -86,30 +104,19 @@ def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:
     return all(isinstance(layer, Layer) or (type(layer) in LIBRARY_LAYERS and not is_padded) for layer in layers)
 
 
-def _repeated_step(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype, softmax: SoftmaxOptions) -> Any:
-    """The step of a kernel that a layer can repeat, prepared, and its store locked; None if it attends by itself."""
-    if type(layer) is not Layer or layer.store is None or layer.store.choice is None:
-        return None
-    store, choice = layer.store, layer.store.choice
-    step = choice.again
-    if (
-        not isinstance(step, ops.RepeatedStep)
-        or step.contiguous != (dtype, softmax["scale"])
-        or softmax.get("softcap") is not None
-        or layer.seen != seen
-        or layer.pending is not None
-        or layer.record_past
-        or layer.prompt is not None
-        or (layer.prompt_end is not None and layer.prompt_end > seen)
-        or (layer.window is not None and layer.window <= seen)
-        or store.lengths != lengths
-        or choice.method is not layer.method
-        or choice.forced != ops.forced_backend.get()
-        or type(layer.method).decode is not Method.decode
-        or not step.in_use.begin_if_free()
-    ):
-        return None
-    if step.prepare(store):
-        return step
-    step.in_use.end()
-    return None
+def _takes_a_token(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a layer only decodes the next token, which is of this type."""
+    return (
+        type(layer) is Layer
+        and layer.store is not None
+        and layer.store.dtype == dtype
+        and layer.seen == seen
+        and layer.pending is None
+        and not layer.record_past
+        and layer.prompt is None
+        and (layer.prompt_end is None or layer.prompt_end <= seen)
+        and (layer.window is None or layer.window > seen)
+        and layer.store.lengths == lengths
+        and type(layer.method).decode is Method.decode
+        and type(layer.method).attend is Method.attend
+    )

@@ -183,7 +183,8 @@ class CompiledForward:
         replay = self.replay
         if replay is None or not replay.stands(cache, inputs):
             stores: list[Store] = [layer.store for layer in cache.layers]
-            on_device = cache.method.uses_kernel("gpu") and all(map(ops.graphable, stores))  # a reference asks the host
+            # a reference asks the host
+            on_device = all(cache.method.kernel_of(s)[0] and ops.graphable(s) for s in stores)
             if not on_device or len({store.device for store in stores}) > 1:
                 return self._plain(cache, inputs)
             for store in stores:

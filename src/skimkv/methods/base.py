@@ -12,16 +12,16 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, is_grad_enabled
 from typing_extensions import TypeVar, Unpack
 
 from .. import ops
-from ..ops import Again, Kernels, SoftmaxOptions, Token, forced_backend
+from ..ops import Backend, KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import check_sinks
 from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
@@ -51,46 +51,17 @@ class Traffic:
         return cls(sum(n for n, _ in parts) * heads, total, paper * heads)
 
 
-@dataclass(slots=True)
-class Choice:
-    """What a method remembers of how it decodes a store.
-
-    forced: the backend that was asked for by name. kernels: None where the method's `step` computes. again: the last
-    step, to be taken again with another token; None where there is none.
-    """
-
-    method: Method
-    forced: str | None
-    kernels: Kernels | None
-    again: Again | None = None
-
-
-ONE_KERNEL = "is_one_kernel"  # the attribute that `one_kernel` sets
-F = TypeVar("F", bound=Callable[..., Tensor])
-
-
-def one_kernel(fused: F) -> F:
-    """Decorate a `fused` that is one call of a kernel.
-
-    Its settings follow from the method, the store's shape and the budgets of its slots. A step like the last one is
-    then taken again by the backend alone, without a call of `fused`; but never where the store turns its fixed keys.
-    """
-    setattr(fused, ONE_KERNEL, True)
-    return fused
-
-
 @dataclass(frozen=True, repr=False)
 class Method(abc.ABC, Generic[S]):
     """One way to decode, over a kind of store: `class SparQ(Method[Full])`.
 
     A subclass must give `store`, `step`, `traffic` and `bound`: without them Python refuses to make it. It may give
-    `fused` (a kernel's form of `step`; see `one_kernel`) and `take` (what of a prompt stays in the store).
+    `kernel` (which kernel computes the same as `step`), `prepare` (what has to happen before either of them) and `take`
+    (what of a prompt stays in the store).
     kv: how the store keeps rows of K and V: None (in the model's type), "int8" or "int4" (see RowFormat).
-    kernel_backends: the backends that have the kernel which `fused` calls.
     """
 
     kv: str | None = field(default=None, kw_only=True)
-    kernel_backends: ClassVar[tuple[str, ...]] = ("cpu", "gpu")
 
     def __post_init__(self) -> None:
         check_kv(self.kv)
@@ -167,20 +138,6 @@ class Method(abc.ABC, Generic[S]):
         Returns (B,H,G,D) in q's dtype. Raises ValueError if shapes, types or devices do not fit, or if the method does
         not know sinks.
         """
-        choice: Choice | None = store.choice
-        if (
-            choice is not None
-            and choice.again is not None
-            and choice.method is self
-            and choice.forced == forced_backend.get()
-            and sinks is None
-            and not is_grad_enabled()
-        ):
-            y = choice.again.take(store, q, k, v, scale, softcap)
-            if y is not None:
-                return y
-        if sinks is None:
-            return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap)
         return self.attend(store, q, Token(k, v), scale=scale, softcap=softcap, sinks=sinks)
 
     def attend(
@@ -203,41 +160,34 @@ class Method(abc.ABC, Generic[S]):
         in_use = store.exclusive()
         in_use.begin()
         try:
-            kernels = self._kernels(store)
+            backend, kernel = self.kernel_of(store)
             if is_grad_enabled() and _needs_gradient(store, q, *(token or ()), sinks):
                 if self.kv is not None:
                     _warn_of_codes(self.kv)
-                if kernels is not None:
+                if backend is not None:
                     _warn_of_gradients()
-                kernels = None
+                backend = None
                 store.detach_from_saved()
-            if kernels is None:
+            self.prepare(store, token)
+            if backend is None or kernel is None:
                 return self.step(store, q, token, **softmax)
-            y = self.fused(kernels, store, q, token, **softmax)
-            if self._may_be_repeated():
-                store.choice.again = kernels.again(store)
-            return y
+            return backend.run(kernel, store, q, token, softmax)
         finally:
             in_use.end()
 
-    def _kernels(self, store: S) -> Kernels | None:
-        """The kernels that decode this store, None for `step`; the store remembers them for its next step."""
-        choice: Choice | None = store.choice
-        forced = forced_backend.get()
-        if choice is not None and choice.method is self and choice.forced == forced:
-            return choice.kernels
-        kernels = ops.kernels_for(store.device, store.shape.D) if self.uses_kernel() else None
-        if kernels is not None and not self.uses_kernel(kernels.name):
-            _warn_of_missing_kernel(type(self).__name__, kernels.name)
-            kernels = None
-        store.choice = Choice(self, forced, kernels)
-        return kernels
+    def kernel_of(self, store: S) -> tuple[Backend, KernelStep] | tuple[None, None]:
+        """The backend in use and its kernel for the next step of this store; None twice where `step` computes.
 
-    @classmethod
-    @functools.cache
-    def _may_be_repeated(cls) -> bool:
-        """Whether a step may be taken again without `fused` and `attend`."""
-        return getattr(cls.fused, ONE_KERNEL, False) and cls.attend is Method.attend
+        Warns once where a backend does not have the kernel that computes the method elsewhere.
+        """
+        backend = ops.backend_for(store.device, store.shape.D)
+        kernel = None if backend is None else self.kernel(store)
+        if backend is None or kernel is None:
+            return None, None
+        if not backend.supports(kernel, store):
+            _warn_of_missing_kernel(type(self).__name__, backend.name)
+            return None, None
+        return backend, kernel
 
     def _softmax_options(self, store: S, scale: float, softcap: float | None, sinks: Tensor | None) -> SoftmaxOptions:
         """These options, with `sinks` only where there are any: a method that does not know them need not take them.
@@ -258,23 +208,24 @@ class Method(abc.ABC, Generic[S]):
         q (B,H,G,D) -> (B,H,G,D) in q's dtype; it computes in float32, for a float64 store in float64.
         """
 
-    def fused(
-        self, kernels: Kernels, store: S, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel. A method that does not override this runs `step` everywhere."""
-        return self.step(store, q, token, **softmax)
+    def kernel(self, store: S) -> KernelStep | None:
+        """Which kernel computes the next step of this store, with all its numbers; None: `step` does, everywhere."""
+        return None
 
-    @classmethod
-    def has_kernel(cls, backend: str | None = None) -> bool:
-        """Whether this method has a kernel's form of its step, in this backend or (None) in any.
+    def prepare(self, store: S, token: Token | None = None) -> None:
+        """Bring the store into the state that `step` and the kernel expect before a token; by default it is.
 
-        Where it has none, it runs its reference.
+        token: None where its tensors are not at hand, and fit. Raises ValueError, and changes nothing, if it does not.
         """
-        return cls.fused is not Method.fused and (backend is None or backend in cls.kernel_backends)
 
-    def uses_kernel(self, backend: str | None = None) -> bool:
-        """Whether this setting of the method has a kernel, in this backend or in any; some settings have none."""
-        return self.has_kernel(backend)
+    def has_kernel(self, backend: str) -> bool:
+        """Whether this backend, "cpu" or "gpu", has a kernel for this setting; otherwise `step` computes.
+
+        The reference, "ref", has none.
+        """
+        store = self.store(Shape(1, 1, 1, max(64, getattr(self, "r", None) or 0)), torch.float32)
+        kernel = None if backend == "ref" else self.kernel(store)
+        return kernel is not None and ops.named_backend(backend).supports(kernel, store)
 
     def positions_used(self, n: int) -> int:
         """How many of the model's positions a step uses after n tokens; n + 1 where keys stay at theirs in the text."""
@@ -285,7 +236,7 @@ class Method(abc.ABC, Generic[S]):
     def functions_without_sinks(cls) -> str:
         """Which of this method's functions take no `sinks`, because they were written without; "" if all do."""
         names = []
-        for name in ("take", "step", "fused"):
+        for name in ("take", "step"):
             parameters = inspect.signature(getattr(cls, name)).parameters.values()
             if not any(p.name == "sinks" or p.kind is p.VAR_KEYWORD for p in parameters):
                 names.append(name)

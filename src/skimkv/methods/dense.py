@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
-from .base import Method, Traffic, one_kernel
+from .base import Method, Traffic
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,12 +31,9 @@ class Dense(Method[Full]):
         y, _ = attend_rows(x, store.read_keys(), store.read_values(), store.valid(), **softmax)
         return y.to(q.dtype)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.dense(store, q, token, **softmax)
+    def kernel(self, store: Full) -> KernelStep:
+        """The kernel of the same step."""
+        return KernelStep("dense")
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2ND + 2D elements (SparQ eq. 3)."""

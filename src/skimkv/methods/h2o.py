@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import ops
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Traffic, check_whole, one_kernel
+from .base import Traffic, check_whole
 from .slots import ChoosingMethod, attend_slots, best, check_budget, needed
 from .sparse_transformer import fixed, strided
 
@@ -92,18 +92,11 @@ class H2O(ChoosingMethod):
         recent = [self.recent(budget) for budget in store.budget]
         return attend_score_evict(store, q, needed(token), recent, self._rank, self._protected, **softmax)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        assert self.score == "sum" and self.pattern == RECENT
-        recent = [self.recent(budget) for budget in store.budget]
-        return kernels.scored_slots(store, q, needed(token), recent=recent, **softmax)
-
-    def uses_kernel(self, backend: str | None = None) -> bool:
-        """Whether this setting has a kernel, in this backend or in any: kernels rank by sums and keep recent tokens."""
-        return self.score == "sum" and self.pattern == RECENT and self.has_kernel(backend)
+    def kernel(self, store: Slots) -> KernelStep | None:
+        """The kernel of the same step, which ranks by sums and keeps recent tokens; other settings have none."""
+        if self.score != "sum" or self.pattern != RECENT:
+            return None
+        return KernelStep("scored_slots", recent=tuple(map(self.recent, store.budget)))
 
     def _rank(self, score: Tensor, pos: Tensor, seen: int) -> Tensor:
         """What a token is kept for, by its accumulated weight and its position, after `seen` tokens. All (H,m)."""

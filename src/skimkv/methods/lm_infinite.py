@@ -9,14 +9,12 @@ import abc
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import Token
 from ..stores.base import Shape
 from ..stores.slots import Slots
-from .base import Traffic, one_kernel
-from .slots import SlotMethod, check_at_most, needed
+from .base import Traffic
+from .slots import SlotMethod, check_at_most
 
 POSITIONS = ("text", "cache")
 
@@ -54,32 +52,17 @@ class FirstAndRecent(SlotMethod):
             budget_of=self.budget_of,
         )  # fmt: skip
 
-    def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
-        """Attend to the kept tokens and to the current one, which then takes the slot of the oldest recent one.
+    def prepare(self, store: Slots, token: Token | None = None) -> None:
+        """Bring the first keys to their positions in the cache, where positions are counted there.
 
         Rotary embeddings turn a key by its position and a query by its own, and their product depends on the difference
-        only. So with positions in the cache the recent keys and the query stay as they are, at positions of the text,
-        and the first keys are turned on by the number of dropped tokens: each step anew from the keys as they came, so
-        that no rounding adds up.
+        only. So the recent keys and the query stay as they are, at positions of the text, and the first keys are turned
+        on by the number of dropped tokens: each step anew from the keys as they came, so that no rounding adds up.
         """
         if self.counts_in_cache:
-            self._place_first(store, token)
-        return super().step(store, q, token, **softmax)
-
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel, after PyTorch has turned the first keys."""
-        if self.counts_in_cache:
-            self._place_first(store, token)
-        return super().fused(kernels, store, q, token, **softmax)
-
-    def _place_first(self, store: Slots, token: Token | None) -> None:
-        """Bring the first keys to their positions in the cache. Raises ValueError if the token does not fit."""
-        k, v = needed(token)
-        store.validate(k[:, :, None], v[:, :, None])
-        store.move_fixed()
+            if token is not None:
+                store.validate(*(x[:, :, None] for x in token))
+            store.move_fixed()
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements, and with positions in the cache the first keys that are kept or turned."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions
 from ..stores.base import Shape, compute_dtype
 from ..stores.channel_index import IndexFormat
 from ..stores.full import Full
-from .base import Method, Traffic, check_whole, one_kernel
+from .base import Method, Traffic, check_whole
 from .sparq import approximate_scores, covered_mass
 
 
@@ -57,12 +57,9 @@ class LowRank(Method[Full]):
         y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
         return y.masked_fill(covered_mass(s_hat, index, valid).isnan(), torch.nan).to(q.dtype)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.low_rank(store, q, token, k=self.k, **softmax)
+    def kernel(self, store: Full) -> KernelStep:
+        """The kernel of the same step."""
+        return KernelStep("low_rank", k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""

@@ -8,20 +8,19 @@ not, and the error falls as that of a survey does. docs/skim.md says what was me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SkimKernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, softmax_with_sinks, take
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.channel_index import IndexFormat
 from ..stores.full import Full
 from ..stores.mean_value import MeanValue
-from .base import Method, Traffic, check_whole, one_kernel
+from .base import Method, Traffic, check_whole
 from .sparq import approximate_scores, top_channels
 
 SINKS = 4  # first tokens whose rows are always read
@@ -41,7 +40,6 @@ class Skim(Method[Full]):
 
     k: int = 64
     r: int | None = None
-    kernel_backends: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,13 +97,9 @@ class Skim(Method[Full]):
         y = shrink(weights, values, p_key.gather(-1, chosen) * p_value, store.read_mean())
         return y.masked_fill(scores.isnan().any(-1, keepdim=True), torch.nan).to(q.dtype)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        skim = cast(SkimKernels, kernels).skim  # of a backend in kernel_backends
-        return skim(store, q, token, r=self.channels(store.shape.D), k=self.k, **softmax)
+    def kernel(self, store: Full) -> KernelStep:
+        """The kernel of the same step."""
+        return KernelStep("skim", r=self.channels(store.shape.D), k=self.k)
 
     def traffic(
         self,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Method, Traffic, check_whole, one_kernel
+from .base import Method, Traffic, check_whole
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,16 +58,9 @@ class SlotMethod(Method[Slots]):
         store.append_token(*token)
         return y.to(q.dtype)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.ring_slots(store, q, needed(token), **softmax)
-
-    def uses_kernel(self, backend: str | None = None) -> bool:
-        """Whether this setting has a kernel, in this backend or in any: a GPU's slots have one budget for all rows."""
-        return super().uses_kernel(backend) and not (backend == "gpu" and isinstance(self.k, float))
+    def kernel(self, store: Slots) -> KernelStep | None:
+        """The kernel of the same step."""
+        return KernelStep("ring_slots")
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements for k slots, of which min(k, n) are in use.
@@ -109,10 +102,6 @@ class ChoosingMethod(SlotMethod):
             decoded = store.row_format.decode(keys, k.dtype)
             index, more = self.choose(store, b, q[b, :, :, p:], decoded, seen[b], **softmax)
             store.replace(b, index, (keys, values, *more), seen[b])
-
-    def uses_kernel(self, backend: str | None = None) -> bool:
-        """Whether this setting has a kernel, in this backend or in any: the method gives every row its budget."""
-        return self.has_kernel(backend)
 
     def make_room(self, store: Slots, candidates: Sequence[int], seen: Sequence[int]) -> None:
         """Set the budgets of the rows of a batch, which have so many tokens to choose from and have seen so many."""

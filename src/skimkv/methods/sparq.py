@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, attend_rows, choose_positions, softmax_with_sinks, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.channel_index import IndexFormat
 from ..stores.full import CHANNELS, Full
 from ..stores.mean_value import MeanValue
-from .base import Method, Traffic, check_whole, one_kernel
+from .base import Method, Traffic, check_whole
 
 TEMPERATURES = ("coverage", "sqrt_d", "sqrt_r")
 
@@ -90,15 +90,9 @@ class SparQ(Method[Full]):
             return (alpha * y + (1 - alpha) * store.read_mean()[:, :, None]).to(q.dtype)
         return y.masked_fill(alpha.isnan(), torch.nan).to(q.dtype)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        return kernels.sparq(
-            store, q, token, r=self.r, k=self.k, local=self._local(),
-            temperature=self.temperature, mean_value=self._uses_mean(store.shape), **softmax,
-        )  # fmt: skip
+    def kernel(self, store: Full) -> KernelStep:
+        """The kernel of the same step."""
+        return KernelStep("sparq", self.r, self.k, self._local(), self.temperature, self._uses_mean(store.shape))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count Nr + 2kD + 4D elements (eq. 11), as this code moves them.

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SkimKernels, SoftmaxOptions, Token
+from ..ops import SoftmaxOptions, Token
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.clusters import Clusters
@@ -122,7 +121,6 @@ class SubGenStream(Method[Clusters]):
     t: int
     s: int
     seed: int = 0
-    kernel_backends: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __post_init__(self) -> None:
         if self.kv is not None:
@@ -193,14 +191,6 @@ class SubGenStream(Method[Clusters]):
             tau = tau + (sinks[..., None] - top).exp()
         limit = min(2.0**63, torch.finfo(q.dtype).max)
         return (z / tau.clamp_min(torch.finfo(tau.dtype).tiny)).clamp(-limit, limit).to(q.dtype)
-
-    def fused(
-        self, kernels: Kernels, store: Clusters, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        refuse_softcap(softmax.get("softcap"))
-        clusters = cast(SkimKernels, kernels).clusters  # of a backend in kernel_backends
-        return clusters(store, q, token, scale=softmax["scale"], sinks=softmax.get("sinks"))
 
     def traffic(
         self,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import Kernels, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows, choose_positions, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
 from ..stores.mean_value import MeanValue
-from .base import Method, Traffic, check_whole, one_kernel
+from .base import Method, Traffic, check_whole
 from .sparq import covered_mass
 
 
@@ -65,17 +65,9 @@ class TopK(Method[Full]):
             y = y + (1 - covered_mass(weights, index, valid, softmax.get("sinks"))) * store.read_mean()[:, :, None]
         return y.to(q.dtype)
 
-    @one_kernel
-    def fused(
-        self, kernels: Kernels, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same step by a backend's kernel."""
-        assert not self.mean_value
-        return kernels.top_k(store, q, token, k=self.k, oracle=self.oracle, **softmax)
-
-    def uses_kernel(self, backend: str | None = None) -> bool:
-        """Whether this setting has a kernel, in this backend or in any: kernels give no mass to the mean value."""
-        return not self.mean_value and super().uses_kernel(backend)
+    def kernel(self, store: Full) -> KernelStep | None:
+        """The kernel of the same step; none gives mass to the mean value."""
+        return None if self.mean_value else KernelStep("oracle" if self.oracle else "top_k", k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count ND + kD + 2D elements, for the oracle 2kD + 2D; the mean value adds 2D in float32."""

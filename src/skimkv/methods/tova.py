@@ -10,10 +10,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import ops
-from ..ops import SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
-from .base import Method
 from .slots import ChoosingMethod, attend_slots, best, needed
 
 
@@ -27,7 +26,9 @@ class TOVA(ChoosingMethod):
     prompt is attended to whole, and then the k tokens stay to which its last query attended most.
     """
 
-    fused = Method.fused
+    def kernel(self, store: Slots) -> KernelStep | None:
+        """None: no kernel drops the token to which the last query attended least."""
+        return None
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of slots; `take` sets their number."""

@@ -17,34 +17,36 @@ import torch
 
 from ..stores.base import Store
 from ..stores.slots import Slots
-from .protocol import Kernels
+from .step import Backend
 
 BACKENDS = ("ref", "cpu", "gpu")
 FORCED = ("forced by backend()", "SKIMKV_BACKEND")
 forced_backend: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)  # that `backend` set, or None
 _forced_for_process = os.environ.get("SKIMKV_BACKEND")
-_chosen: dict[tuple[str | None, str], Kernels | None] = {}
+_chosen: dict[tuple[str | None, str], Backend | None] = {}
 
 
-def _load(name: str) -> Kernels | None:
-    """The kernels of a backend, None for the reference. Raises ValueError if it is unknown or cannot run here."""
-    if name == "ref":
-        return None
-    kernels: Kernels
+def named_backend(name: str) -> Backend:
+    """The backend "cpu" or "gpu", whether it can run here or not. Raises ValueError for another name."""
     if name == "cpu":
-        from .cpu import backend as cpu
+        from .cpu.run import CpuBackend
 
-        reason, kernels = cpu.unavailable(), cpu.CpuKernels()
-    elif name == "gpu":
+        return CpuBackend()
+    if name == "gpu":
         from .gpu.run import GpuBackend
 
-        kernels = gpu = GpuBackend()
-        reason = gpu.unavailable()
-    else:
-        raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
-    if reason:
+        return GpuBackend()
+    raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+
+
+def _load(name: str) -> Backend | None:
+    """A backend, None for the reference. Raises ValueError if it is unknown or cannot run here."""
+    if name == "ref":
+        return None
+    found = named_backend(name)
+    if reason := found.unavailable():
         raise ValueError(f"backend {name!r} is unavailable: {reason}")
-    return kernels
+    return found
 
 
 @contextlib.contextmanager
@@ -77,8 +79,8 @@ def select_backend(device: str = "cpu") -> tuple[str, str]:
     return name, f"native for {device} tensors" if name != "ref" else f"no kernels for {device} tensors"
 
 
-def kernels_for(device: torch.device, head_size: int = 0) -> Kernels | None:
-    """The kernels for stores on this device with this head size D; None where the reference computes.
+def backend_for(device: torch.device, head_size: int = 0) -> Backend | None:
+    """The backend for stores on this device with this head size D; None where the reference computes.
 
     Warns once where the reference computes only because the kernels cannot run, or do not take heads of this size. A
     backend or an instruction set that was asked for by name is returned all the same, and its kernels refuse the
@@ -119,6 +121,6 @@ def graphable(store: Store) -> bool:
     Where keys are turned before a step, the host says how far, and slots that grow move to other memory: such steps are
     launched, and not replayed.
     """
-    kernels = kernels_for(store.device, store.shape.D)
+    kernels = backend_for(store.device, store.shape.D)
     needs_host = isinstance(store, Slots) and (store.fixed_k is not None or store.grows)
     return store.device.type == "cuda" and kernels is not None and kernels.name == "gpu" and not needs_host

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..stores.base import compute_dtype
-from .backends import kernels_for
+from .backends import backend_for
 from .blocks import apply_softcap, softmax_with_sinks
 from .cpu import key_scores as cpu
 from .prefill import block_mask
@@ -20,8 +20,8 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None,
     q (H,G,n,D), the last n of the m positions · k (H,m,D) · sinks (H,G) -> (H,m) float32, or float64 for float64.
     In C++ where the backend is cpu. Raises ValueError if shapes or dtypes do not fit.
     """
-    kernels = kernels_for(q.device, q.shape[-1])
-    if kernels is not None and kernels.name == "cpu" and k.dtype != torch.float64:
+    backend = backend_for(q.device, q.shape[-1])
+    if backend is not None and backend.name == "cpu" and k.dtype != torch.float64:
         return cpu.key_scores(q, k, scale, softcap, sinks)
     return reference(q, k, scale, softcap, sinks)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import matrices
-from .backends import forced_backend, kernels_for
+from .backends import backend_for, forced_backend
 from .cpu import linear as cpu
 
 ROWS_AT_ONCE = 1024  # rows that are dequantised at once
@@ -68,8 +68,8 @@ class Product:
 
 def is_native(x: Tensor) -> bool:
     """Whether the C++ library computes with x."""
-    kernels = kernels_for(x.device)
-    return kernels is not None and kernels.name == "cpu"
+    backend = backend_for(x.device)
+    return backend is not None and backend.name == "cpu"
 
 
 def matrix(

@@ -12,8 +12,8 @@ from ..stores.base import Store, compute_dtype
 from ..stores.full import Full
 from .backends import select_backend
 from .blocks import apply_softcap, softmax_with_sinks
-from .cpu import prefill as cpu
 from .cpu import prompt_attention
+from .cpu import run as cpu
 
 BLOCK = 512  # queries at a time where a mask is needed, so that memory stays O(BLOCK * N)
 
@@ -114,7 +114,7 @@ def append_block(store: Store, k: Tensor, v: Tensor, pad: Sequence[int] | None =
     """
     needs_gradient = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or store.requires_grad)
     is_on_cpu = all(device.type == "cpu" for device in (store.device, k.device, v.device))
-    if is_on_cpu and not needs_gradient and cpu.takes_blocks(store) and select_backend()[0] == "cpu":
+    if is_on_cpu and not needs_gradient and cpu.appends_blocks(store) and select_backend()[0] == "cpu":
         assert isinstance(store, Full)
         cpu.append_block(store, k, v, pad)
     else:

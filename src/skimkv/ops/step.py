@@ -66,6 +66,9 @@ class Backend(Protocol):
     def max_head_size(self) -> int:
         """The largest head size D that the kernels take."""
 
+    def unavailable(self) -> str | None:
+        """Why this backend cannot run here, or None if it can."""
+
     def supports(self, step: KernelStep, store: Store) -> bool:
         """Whether there is a kernel for this step of this store."""
 

@@ -125,8 +125,8 @@ class Store(Part, abc.ABC):
 
     A store owns its numbers. lengths: the tokens that each row of the batch has seen; do not change this list, it
     changes only through `append`, `advance` (and `Full.advance_by`), `crop`, `select` and `rewind`.
-    `view` is what a backend remembers of this store (addresses, tables on a device); `choice` is what a method
-    remembers of how it decodes here; `workspace` is the kernels' scratch memory. None of them is copied.
+    `view` is what a backend remembers of this store (addresses, tables on a device), and `workspace` is the scratch
+    memory of its kernels. Neither is copied.
     """
 
     def __init__(
@@ -138,12 +138,11 @@ class Store(Part, abc.ABC):
         self.elements = 0
         self.bytes = 0
         self.view: Any = None
-        self.choice: Any = None
         self.workspace = Workspace()
         self._in_use = ExclusiveUse()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "view": None, "choice": None, "workspace": Workspace(), "_in_use": None}
+        return {**vars(self), "view": None, "workspace": Workspace(), "_in_use": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _in_use=ExclusiveUse())

@@ -76,6 +76,10 @@ class SlotBlocks:
         """The slot that the next token of every row takes in blocks without scores."""
         return [self.example.slot_of(n, self.capacity) for n in self.lengths]
 
+    def free_slots(self) -> list[int]:
+        """The next free slot of every row; -1 where all are in use, and a slot is chosen by the scores."""
+        return [n if n < self.capacity else -1 for n in self.lengths]
+
     def new_request(self, number: int) -> Slots:
         """The empty store of a request whose slots are block `number`. Raises ValueError if there is no such block."""
         if not 0 <= number < self.count:

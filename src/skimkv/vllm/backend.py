@@ -1,19 +1,13 @@
-"""The attention backend: prompts by vLLM's own kernel, decode rows by skimkv's on the same blocks.
-
-A decode row is a row of one token of a request whose prompt is done. A last piece of a prompt that has one token is
-not: it is attended to densely, as every prompt is.
-"""
+"""The attention backend on CPUs: prompts by vLLM's own kernel, decode rows by skimkv's on the same blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -21,25 +15,19 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from ..ops.cpu.paged import PagedKernels, append_slots
+from ..ops.cpu.run import CpuBackend, append_slots
 from ..stores.blocks import Blocks
 from ..stores.memory import request_huge_pages
-from ..stores.quantise import GROUP
-from .layers import CountingLayer
+from .common import DecodeRows, Layer, NamedBackend, decode_rows
 from .options import ConfigurationError, Options
 
 
-class DecodeRows(NamedTuple):
-    """The rows of a batch that decode.
+class DecodeBlocks(NamedTuple):
+    """The rows of a batch that decode: lengths (B,) int64 with the current token · table (B,blocks) int32."""
 
-    tokens: their places in the batch's tokens, a slice where they come first. lengths (B,) int64 with the current token
-    · table (B,blocks) int32 · sizes: the lengths again, as numbers.
-    """
-
-    tokens: slice | Tensor
+    rows: DecodeRows
     lengths: Tensor
     table: Tensor
-    sizes: list[int]
 
 
 class PromptRows(NamedTuple):
@@ -56,7 +44,7 @@ class PromptRows(NamedTuple):
 class Metadata(CPUAttentionMetadata):
     """The metadata of a batch as vLLM makes it, split in rows that decode and others."""
 
-    decode: DecodeRows | None = None
+    decode: DecodeBlocks | None = None
     prompt: PromptRows | None = None
 
 
@@ -74,18 +62,10 @@ class MetadataBuilder(CPUAttentionMetadataBuilder):
                 "attention that is not causal is not supported, nor is a runner that hides prompts"
             )
         rows = base.query_start_loc.shape[0] - 1
-        starts, lengths = base.query_start_loc, base.seq_lens[:rows]
-        decodes = (starts.diff() == 1) & ~common_attn_metadata.is_prefilling[:rows]
-        places = decodes.nonzero().flatten()
-        first = int(decodes.long().cumprod(0).sum())
-        if len(places):
-            whole = len(places) == first
-            metadata.decode = DecodeRows(
-                slice(0, first) if whole else starts[:-1][places],
-                lengths[places].long(),
-                base.block_table[:first] if whole else base.block_table[places],
-                lengths[places].tolist(),
-            )
+        lengths, prefilling = base.seq_lens[:rows], common_attn_metadata.is_prefilling[:rows]
+        decode, first = decode_rows(base.query_start_loc, lengths, prefilling)
+        if decode is not None:
+            metadata.decode = DecodeBlocks(decode, lengths[decode.rows].long(), base.block_table[decode.rows])
         if first < rows:
             metadata.prompt = self._prompt_rows(base, first, rows)
         return metadata
@@ -112,10 +92,10 @@ class MetadataBuilder(CPUAttentionMetadataBuilder):
         return PromptRows(first_token, starts, lengths, base.block_table[first:rows].contiguous(), schedule)
 
 
-class Implementation(CountingLayer, CPUAttentionBackendImpl):
+class Implementation(Layer, CPUAttentionBackendImpl):
     """One attention layer whose cache is all tokens in blocks."""
 
-    kernels = PagedKernels()
+    cpu = CpuBackend()
 
     def describe(self, kv_cache: Tensor) -> Blocks:
         """The layer's cache as blocks of tokens."""
@@ -173,43 +153,17 @@ class Implementation(CountingLayer, CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
-    def _decode(self, store: Blocks, query: Tensor, rows: DecodeRows, output: Tensor) -> None:
-        store.lengths, store.table = rows.lengths, rows.table
-        shape = store.shape
-        method = self.options.method
-        q = query[rows.tokens].view(shape)
-        # A method's kernel form takes what it needs from the store's shape, so blocks serve it as a Full store does.
-        fused: Callable[..., Tensor] = method.fused
-        y = fused(self.kernels, store, q, None, scale=self.scale, softcap=self.logits_soft_cap or None)
-        output[rows.tokens] = y.view(output[rows.tokens].shape)
-        one, layout = shape._replace(B=1), store.layout
-        # where the method uses the mean of the values, it reads the means of the row's blocks
-        means = sum(-(-n // layout.tokens) for n in rows.sizes) * 4 * shape.H * shape.D if layout.mean else 0
-        self.count(shape, means + sum(self.bytes_of_step(n - 1, one, layout.dtype) for n in rows.sizes))
+    def _decode(self, store: Blocks, query: Tensor, blocks: DecodeBlocks, output: Tensor) -> None:
+        rows, store.lengths, store.table = blocks
+        self.decode(self.cpu, store, query, None, rows, output)
+        if store.layout.mean:  # where the method uses the mean of the values, it reads the means of the row's blocks
+            self.bytes += sum(-(-n // store.layout.tokens) for n in rows.sizes) * 4 * store.H * store.layout.D
 
 
-class Backend(CPUAttentionBackend):
+class Backend(NamedBackend, CPUAttentionBackend):
     """The backend that an engine uses whose additional_config asks for a method of skimkv."""
 
-    @staticmethod
-    def get_name() -> str:
-        """The name under which vLLM's registry has it."""
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[Implementation]:
-        """The class of a layer."""
-        return Implementation
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        """The class that makes a batch's metadata."""
-        return MetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Blocks of whole groups of tokens."""
-        return [MultipleOf(GROUP)]
+    layer, builder = Implementation, MetadataBuilder
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

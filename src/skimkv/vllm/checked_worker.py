@@ -9,7 +9,7 @@ from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.worker_base import WorkerBase
 
-from .layers import CountingLayer
+from .common import Layer
 from .options import ConfigurationError, Options
 
 _logger = logging.getLogger("vllm.skimkv")
@@ -22,7 +22,7 @@ class CheckedWorker(WorkerBase):
         """Load the model and check its layers. Raises ConfigurationError if one does not decode with skimkv."""
         super().load_model(*arguments, **keywords)
         options, layers = Options.of(self.vllm_config), self._layers()
-        others = [name for name, layer in layers.items() if not isinstance(layer, CountingLayer)]
+        others = [name for name, layer in layers.items() if not isinstance(layer, Layer)]
         if others or not layers:
             raise ConfigurationError(f"{len(others)} of {len(layers)} attention layers use another backend: {others}")
         cache, one = self.vllm_config.cache_config, next(iter(layers.values()))
@@ -31,10 +31,10 @@ class CheckedWorker(WorkerBase):
             _logger.info(
                 "skimkv: %r decodes in all %d attention layers, from %s of %d tokens, %d bytes a token and head",
                 options.method, len(layers), "one block a request" if options.has_budget else "blocks",
-                cache.block_size, options.bytes_per_token(one.head_size),
+                cache.block_size, options.bytes_per_token,
             )  # fmt: skip
 
-    def check_blocks(self, options: Options, layer: CountingLayer) -> None:
+    def check_blocks(self, options: Options, layer: Layer) -> None:
         """Raise ConfigurationError if vLLM's kernels of prompts lay out a block in another way than skimkv's."""
 
     def get_kv_cache_spec(self) -> Any:

@@ -6,30 +6,22 @@ follows in the same block. Attention is computed between CUDA graphs, not in the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..ops.gpu.run import PagedBackend, append_slots
-from ..stores.quantise import GROUP, round_up
+from ..stores.quantise import round_up
 from ..stores.row_blocks import RowBlocks
-from .layers import CountingLayer
+from .common import DecodeRows, Layer, NamedBackend, decode_rows
 from .options import ConfigurationError, Options
-
-
-class DecodeRows(NamedTuple):
-    """The rows of a batch that decode: the places of their tokens in the batch, and their lengths."""
-
-    tokens: slice | Tensor
-    sizes: list[int]
 
 
 class PromptRows(NamedTuple):
@@ -45,9 +37,9 @@ class PromptRows(NamedTuple):
 
 @dataclass
 class Metadata:
-    """The rows of a batch that decode and the others, for all layers. kernels: they have begun with the former."""
+    """The rows of a batch that decode and the others, for all layers. gpu: it has begun with the former."""
 
-    kernels: PagedBackend
+    gpu: PagedBackend
     decode: DecodeRows | None = None
     prompt: PromptRows | None = None
 
@@ -63,7 +55,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         layout = Options.of(vllm_config).row_layout(spec.num_kv_heads, spec.head_size, spec.block_size, spec.dtype)
         width = round_up(vllm_config.model_config.max_model_len, spec.block_size) // spec.block_size
         rows = vllm_config.scheduler_config.max_num_seqs
-        self.kernels = PagedBackend(layout, spec.page_size_bytes, rows, width, device)
+        self.gpu = PagedBackend(layout, spec.page_size_bytes, rows, width, device)
         self.width = width
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
@@ -73,17 +65,11 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             raise ConfigurationError("attention that is not causal, or a runner that hides prompts, is not supported")
         rows = int((common.query_start_loc_cpu.diff() > 0).sum())  # what follows them is padding
         starts, lengths = common.query_start_loc_cpu[: rows + 1], common.seq_lens_cpu_upper_bound[:rows]
-        prefilling = common.is_prefilling[:rows].cpu()
         table = common.block_table_tensor[:rows, : self.width]
-        places = ((starts.diff() == 1) & ~prefilling).nonzero().flatten()
-        first = int((places == torch.arange(len(places))).sum())  # rows that decode before all others
-        metadata = Metadata(self.kernels)
-        if len(places):
-            whole = len(places) == first
-            of_rows: Any = slice(0, first) if whole else places.to(self.device, non_blocking=True)
-            self.kernels.begin(table[of_rows], common.seq_lens[of_rows])
-            tokens = slice(0, first) if whole else starts[places].to(self.device, non_blocking=True)
-            metadata.decode = DecodeRows(tokens, lengths[places].tolist())
+        decode, first = decode_rows(starts, lengths, common.is_prefilling[:rows].cpu(), self.device)
+        metadata = Metadata(self.gpu, decode)
+        if decode is not None:
+            self.gpu.begin(table[decode.rows], common.seq_lens[decode.rows])
         if first < rows:
             metadata.prompt = PromptRows(
                 slice(first, int(starts[rows])),
@@ -96,7 +82,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return metadata
 
 
-class Implementation(CountingLayer, TritonAttentionImpl):
+class Implementation(Layer, TritonAttentionImpl):
     """One attention layer whose cache is all tokens in blocks."""
 
     def describe(self, kv_cache: Tensor) -> RowBlocks:
@@ -126,7 +112,7 @@ class Implementation(CountingLayer, TritonAttentionImpl):
         if metadata.prompt is not None:
             self._attend_prompts(store, query, metadata.prompt, output)
         if metadata.decode is not None:
-            self._decode(metadata.kernels, store, query, metadata.decode, output)
+            self.decode(metadata.gpu, store, query, None, metadata.decode, output)
 
     def _attend_prompts(self, store: RowBlocks, query: Tensor, prompt: PromptRows, output: Tensor) -> None:
         unified_attention(
@@ -148,41 +134,13 @@ class Implementation(CountingLayer, TritonAttentionImpl):
             v_descale=None,
         )
 
-    def _decode(self, kernels: PagedBackend, store: RowBlocks, query: Tensor, rows: DecodeRows, output: Tensor) -> None:
-        shape = store.shape._replace(B=len(rows.sizes))
-        q = query[rows.tokens].view(shape)
-        # A method's kernel form takes what it needs from the store's shape, so blocks serve it as a Full store does.
-        fused: Callable[..., Tensor] = self.options.method.fused
-        y = fused(kernels, store, q, None, scale=self.scale, softcap=self.logits_soft_cap or None)
-        output[rows.tokens] = y.flatten(1, 2)
-        self.count(shape, sum(self.bytes_of_step(n - 1, store.shape, store.layout.dtype) for n in rows.sizes))
 
-
-class Backend(AttentionBackend):
+class Backend(NamedBackend):
     """The backend that an engine on CUDA uses whose additional_config asks for a method of skimkv."""
 
     supported_dtypes = (torch.float16, torch.bfloat16, torch.float32)
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """The name under which vLLM's registry has it."""
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[Implementation]:
-        """The class of a layer."""
-        return Implementation
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        """The class that makes a batch's metadata."""
-        return MetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Blocks of whole pages of the kernels."""
-        return [MultipleOf(GROUP)]
+    layer, builder = Implementation, MetadataBuilder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 
-from ..methods import Dense, SparQ, TopK, parse
+from ..methods import parse
 from ..methods.base import Method
 from ..methods.slots import SlotMethod
-from ..stores.base import Shape
-from ..stores.blocks import BLOCK_CHANNELS, BlockLayout
+from ..ops import KernelStep
+from ..ops.cpu.run import CpuBackend
+from ..stores.base import Shape, Store, Workspace
+from ..stores.blocks import BlockLayout, Blocks
+from ..stores.full import Full
 from ..stores.quantise import GROUP, round_up
-from ..stores.row_blocks import ROW_BLOCK_CHANNELS, RowBlockLayout
+from ..stores.row_blocks import RowBlockLayout, RowBlocks
 from ..stores.slot_blocks import bytes_of_slot
 from ..stores.slots import Slots
 
@@ -32,13 +37,20 @@ class ConfigurationError(RuntimeError):
         super().__init__(f"skimkv in vLLM: {problem} (skimkv supports {SUPPORTED_VERSIONS})")
 
 
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Make a ValueError a ConfigurationError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
 @functools.cache
 def parse_method(text: str) -> Method:
     """Parse the spec of a method once in a process. Raises ConfigurationError if it is wrong."""
-    try:
+    with one_line():
         return parse(text)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,25 +86,37 @@ class Options:
         return isinstance(self.method, SlotMethod)
 
     @property
+    def store(self) -> Store:
+        """The empty store of one request in one layer. Raises ConfigurationError if there can be none."""
+        with one_line():
+            store: Store = self.method.store(self._shape(), self.vllm_config.model_config.dtype)
+        return store
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block, unless the user asks for another size: the budget where there is one."""
-        if not isinstance(self.method, SlotMethod):
-            return self.CUDA_BLOCK_SIZE if self.on_cuda else self.BLOCK_SIZE
-        return round_up(self.method.store(self._shape(), torch.float32).capacity, self.SLOTS_TOGETHER)
+        store = self.store
+        if isinstance(store, Slots):
+            return round_up(store.capacity, self.SLOTS_TOGETHER)
+        return self.CUDA_BLOCK_SIZE if self.on_cuda else self.BLOCK_SIZE
 
-    def bytes_per_token(self, D: int) -> int:
-        """The bytes that a block has for each token of one KV head, whose size is D."""
-        dtype: torch.dtype = self.vllm_config.model_config.dtype
-        if isinstance(self.method, SlotMethod):
-            return bytes_of_slot(self.method.store(Shape(1, 1, 1, D), dtype))
-        block_size = self.vllm_config.cache_config.block_size
-        layout = self.row_layout(1, D, block_size, dtype) if self.on_cuda else self.layout(D, block_size, dtype)
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes that a block has for each token of one KV head."""
+        store, size = self.store, self.vllm_config.cache_config.block_size
+        if isinstance(store, Slots):
+            return bytes_of_slot(store)
+        _, H, _, D = store.shape
+        layout = self.row_layout(H, D, size, store.dtype) if self.on_cuda else self.layout(D, size, store.dtype)
         return layout.bytes_per_token
 
     @property
     def channels(self) -> str:
-        """The index of the blocks: that of SparQ; for other methods none, or on CPUs the copy that vLLM's page is."""
-        return self.method.channels if isinstance(self.method, SparQ) else "none" if self.on_cuda else "copy"
+        """The index of the blocks: the store's where it scores; else none, or on CPUs the copy that vLLM's page is."""
+        store = self.store
+        if isinstance(store, Full) and self._kernel().r:
+            return store.channels
+        return "none" if self.on_cuda else "copy"
 
     def check(self) -> None:
         """Raise ConfigurationError unless the engine can decode with the method."""
@@ -106,27 +130,23 @@ class Options:
     def row_layout(self, H: int, D: int, block_size: int, dtype: torch.dtype) -> RowBlockLayout:
         """The layout of blocks on CUDA. Raises ConfigurationError if there can be none."""
         layout = RowBlockLayout(block_size, H, D, dtype, self.channels)
-        try:
+        with one_line():
             layout.check()
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
         return layout
 
     def layout(self, D: int, block_size: int, dtype: torch.dtype) -> BlockLayout:
         """The layout of blocks on CPUs. Raises ConfigurationError if there can be none."""
-        layout = BlockLayout(block_size, D, dtype, self.channels, self._has_mean())
-        try:
+        layout = BlockLayout(block_size, D, dtype, self.channels, self._kernel().mean_value)
+        with one_line():
             layout.check()
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
         return layout
 
-    def _has_mean(self) -> bool:
-        """Whether blocks hold the mean of V: where the method's store would."""
-        if not isinstance(self.method, SparQ):
-            return False
-        store = self.method.store(self._shape()._replace(D=max(self.method.r, 32)), torch.float32)
-        return store.v_mean is not None
+    def _kernel(self) -> KernelStep:
+        """The step of the method's kernel. Raises ConfigurationError if it has none."""
+        kernel = self.method.kernel(self.store)
+        if kernel is None:
+            raise ConfigurationError(f"{self.method!r} has no kernel, and only kernels read blocks")
+        return kernel
 
     def _shape(self) -> Shape:
         """The sizes of one row in one layer of one process."""
@@ -188,66 +208,59 @@ class Options:
             raise ConfigurationError(f"vLLM's {isa!r} layout of keys is not supported, only 'vec' is")
 
     def _check_method(self) -> None:
-        if not self.has_budget:
-            self._check_method_of_blocks()
-        shape, dtype = self._shape(), self.vllm_config.model_config.dtype
-        try:
-            store = self.method.store(shape, dtype)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+        store = self.store
         if self.on_cuda:
-            self._check_cuda(shape)
-        elif isinstance(self.method, SlotMethod):
-            self._check_slots(self.method, store)
+            self._check_cuda()
+        if isinstance(store, Slots):
+            self._check_slots(store)
         else:
-            self.layout(shape.D, self.BLOCK_SIZE, dtype)
+            self._check_tokens(store)
 
-    def _check_cuda(self, shape: Shape) -> None:
-        from ..ops.gpu import launch
+    def _check_cuda(self) -> None:
+        from ..ops.gpu import launch, tables
 
         if launch.missing is not None:
             raise ConfigurationError(launch.missing)
         if self.has_budget:
             raise ConfigurationError(f"{self.method!r} has a budget, which is supported on CPUs only")
-        if self._has_mean():
-            raise ConfigurationError(
-                f"{self.method!r} uses the mean of the values, which blocks on CUDA do not have: add mean_value=False"
-            )
-        if shape.D % launch.TENSOR_CORE or shape.D > launch.LARGEST_HEAD:
-            raise ConfigurationError(
-                f"no kernel for heads of {shape.D} numbers; it must be a multiple of {launch.TENSOR_CORE} up to "
-                f"{launch.LARGEST_HEAD}"
-            )
+        dtype, device = self.vllm_config.model_config.dtype, torch.device("cuda")
+        with one_line():
+            launch.validate(tables.Batch(self._shape(), dtype, device, Workspace()))
 
-    def _check_slots(self, method: SlotMethod, store: Slots) -> None:
+    def _check_slots(self, store: Slots) -> None:
+        method = self.method
         if store.grows:
             name = type(method).__name__
             raise ConfigurationError(f"{name} is not supported in blocks: every new token takes a new slot")
-        if not method.uses_kernel("cpu"):
-            raise ConfigurationError(f"{method!r} has no kernel, and only kernels read blocks")
-        if isinstance(method.k, float):
+        self._kernel()
+        if isinstance(k := getattr(method, "k", None), float):
             raise ConfigurationError(
-                f"k = {method.k} is a share of the prompt, and all requests have blocks of one size: give k in tokens"
+                f"k = {k} is a share of the prompt, and all requests have blocks of one size: give k in tokens"
             )
         if store.fixed_k is not None:
             raise ConfigurationError(
                 f"{method!r} counts positions in the cache, so it turns its first keys by the model's rotation at "
-                f"every step, and vLLM's attention layers do not have that rotation: use LMInfinite(k={method.k})"
+                f"every step, and vLLM's attention layers do not have that rotation: use LMInfinite(k={k})"
             )
 
-    def _check_method_of_blocks(self) -> None:
-        method, name = self.method, type(self.method).__name__
-        if not isinstance(method, Dense | SparQ | TopK):
-            raise ConfigurationError(
-                f"{name} is not supported in blocks, only Dense, SparQ, TopK and methods with a budget are"
-            )
+    def _check_tokens(self, store: Store) -> None:
+        method, kernel = self.method, self._kernel()
         if method.kv is not None:
             raise ConfigurationError(f"kv={method.kv!r} is not supported: blocks hold keys and values as they are")
-        if not method.uses_kernel("gpu" if self.on_cuda else "cpu"):
-            raise ConfigurationError(f"{method!r} has no kernel: leave out mean_value=True")
-        supported = ROW_BLOCK_CHANNELS if self.on_cuda else BLOCK_CHANNELS
-        if self.channels not in supported:
-            raise ConfigurationError(f"channels={self.channels!r} is not supported: use {' or '.join(supported)}")
+        (_, H, G, D), tokens = store.shape, self.block_size
+        if self.on_cuda:
+            from ..ops.gpu.run import PagedBackend
+
+            layout = self.row_layout(H, D, tokens, store.dtype)
+            empty = torch.empty(0, H, tokens, layout.bytes_per_token, dtype=torch.uint8)
+            supported = PagedBackend.supports(kernel, RowBlocks(empty, layout, G))
+        else:
+            of_head = self.layout(D, tokens, store.dtype)
+            empty = torch.empty(0, H, tokens, of_head.bytes_per_token, dtype=torch.uint8)
+            supported = CpuBackend().supports(kernel, Blocks(empty, of_head, H, G))
+        if not supported or type(method).take is not Method.take:
+            why = ", which have no mean of the values: add mean_value=False" if kernel.mean_value else ""
+            raise ConfigurationError(f"{method!r} is not supported in blocks{' on CUDA' * self.on_cuda}{why}")
 
 
 def refuse_layer(layer: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ are no prompts in chunks, and no prefix cache, because what is kept depends on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +20,11 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, re
 
 from ..methods.slots import SlotMethod
 from ..ops import Token
-from ..ops.cpu.paged import PagedKernels
+from ..ops.cpu.run import CpuBackend
 from ..stores.base import Shape
 from ..stores.memory import request_huge_pages
 from ..stores.slot_blocks import SlotBlocks, bytes_of_slot
-from .layers import CountingLayer
+from .common import DecodeRows, Layer, NamedBackend
 from .options import ConfigurationError, Options
 
 
@@ -48,21 +47,13 @@ class Prompt(NamedTuple):
     block: int
 
 
-class DecodeRows(NamedTuple):
-    """The rows of a batch that decode: the places of their tokens in the batch, their lengths before it, and their
-    blocks (B,) int32."""
-
-    tokens: Tensor
-    lengths: list[int]
-    blocks: Tensor
-
-
 @dataclass
 class Metadata:
-    """The prompts of a batch and its rows that decode, for all layers."""
+    """The prompts of a batch and its rows that decode, whose blocks are (B,) int32, for all layers."""
 
     prompts: list[Prompt]
     decode: DecodeRows | None
+    blocks: Tensor
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -86,16 +77,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
                 decodes.append(row)
             else:
                 raise ConfigurationError(f"a prompt comes in pieces: {stop - start} of its {length} tokens")
-        if not decodes:
-            return Metadata(prompts, None)
-        places = torch.tensor([starts[row] for row in decodes])
-        return Metadata(prompts, DecodeRows(places, [lengths[row] - 1 for row in decodes], blocks[decodes]))
+        rows, tokens = (torch.tensor(x, dtype=torch.int64) for x in (decodes, [starts[row] for row in decodes]))
+        decode = DecodeRows(rows, tokens, [lengths[row] for row in decodes]) if decodes else None
+        return Metadata(prompts, decode, blocks[rows])
 
 
-class Implementation(CountingLayer, CPUAttentionBackendImpl):
+class Implementation(Layer, CPUAttentionBackendImpl):
     """One attention layer."""
 
-    kernels = PagedKernels()
+    cpu = CpuBackend()
 
     def describe(self, kv_cache: Tensor) -> SlotBlocks:
         """The layer's cache as blocks of slots."""
@@ -118,7 +108,9 @@ class Implementation(CountingLayer, CPUAttentionBackendImpl):
         for prompt in metadata.prompts:
             self._read_prompt(store, query, key, value, prompt, output)
         if metadata.decode is not None:
-            self._decode(store, query, key, value, metadata.decode, output)
+            rows = metadata.decode
+            store.lengths, store.numbers = [n - 1 for n in rows.sizes], metadata.blocks
+            self.decode(self.cpu, store, query, Token(key[rows.tokens], value[rows.tokens]), rows, output)
 
     def _read_prompt(
         self, store: SlotBlocks, query: Tensor, key: Tensor, value: Tensor, prompt: Prompt, output: Tensor
@@ -130,39 +122,12 @@ class Implementation(CountingLayer, CPUAttentionBackendImpl):
         y = self.options.method.prefill(request, q, k, v, scale=self.scale, softcap=self.logits_soft_cap or None)
         output[prompt.tokens] = y[0].permute(2, 0, 1, 3).reshape(-1, H * G, D)
 
-    def _decode(
-        self, store: SlotBlocks, query: Tensor, key: Tensor, value: Tensor, rows: DecodeRows, output: Tensor
-    ) -> None:
-        store.lengths, store.numbers = rows.lengths, rows.blocks
-        method, shape = self.options.method, store.shape
-        q, token = query[rows.tokens].view(shape), Token(key[rows.tokens], value[rows.tokens])
-        # A method's kernel form takes what it needs from the store's numbers, so blocks serve it as Slots do.
-        fused: Callable[..., Tensor] = method.fused
-        y = fused(self.kernels, store, q, token, scale=self.scale, softcap=self.logits_soft_cap or None)
-        output[rows.tokens] = y.flatten(1, 2)
-        one = shape._replace(B=1)
-        self.count(shape, sum(self.bytes_of_step(n, one, store.example.dtype) for n in rows.lengths))
 
-
-class Backend(CPUAttentionBackend):
+class Backend(NamedBackend, CPUAttentionBackend):
     """The backend of an engine whose additional_config asks for a method with a budget."""
 
     forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_name() -> str:
-        """The name under which vLLM's registry has it."""
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[Implementation]:
-        """The class of a layer."""
-        return Implementation
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        """The class that makes a batch's metadata."""
-        return MetadataBuilder
+    layer, builder = Implementation, MetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

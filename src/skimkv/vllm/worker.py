@@ -7,17 +7,17 @@ from vllm import _custom_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ..ops.cpu.paged import append_slots
+from ..ops.cpu.run import append_slots
 from ..stores.blocks import BlockLayout, Blocks
 from .checked_worker import CheckedWorker
-from .layers import CountingLayer
+from .common import Layer
 from .options import ConfigurationError, Options
 
 
 class Worker(CheckedWorker, CPUWorker):
     """The worker of vLLM on CPUs, with skimkv's attention in all layers."""
 
-    def check_blocks(self, options: Options, layer: CountingLayer) -> None:
+    def check_blocks(self, options: Options, layer: Layer) -> None:
         """Raise ConfigurationError if vLLM's page of keys is not that of skimkv's blocks."""
         if not options.has_budget:
             cache = self.vllm_config.cache_config

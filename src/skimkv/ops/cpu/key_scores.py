@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from ..blocks import check_sinks
 from . import library
-
-
-class CColumns(Structure):
-    """The structure skimkv_columns of skimkv.h."""
-
-    _fields_ = library.structure_fields(
-        ("H G D dtype parts", c_int32),
-        ("scale softcap", c_float),
-        ("n m", c_int64),
-        ("q k", c_void_p),
-        ("q_h q_g q_n k_h k_n", c_int64),
-        ("sum sinks", c_void_p),
-    )
+from .structs import CColumns
 
 
 def check_shapes(q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
@@ -32,14 +18,6 @@ def check_shapes(q: Tensor, k: Tensor, sinks: Tensor | None) -> None:
     check_sinks(sinks, H, G, q.device)
     if k.ndim != 3 or k.shape[0] != H or k.shape[2] != D or k.shape[1] < n or k.dtype != q.dtype:
         raise ValueError(f"k is {k.dtype} {tuple(k.shape)}; must be {q.dtype} ({H}, at least {n}, {D})")
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    lib = library.library()
-    lib.skimkv_columns_check.argtypes, lib.skimkv_columns_check.restype = [POINTER(CColumns)], c_char_p
-    lib.skimkv_columns_run.argtypes = [POINTER(CColumns), c_int, c_void_p]
-    return lib
 
 
 def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -66,10 +44,8 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None,
         H, G, D, dtype, parts, scale, softcap or 0, n, m, q.data_ptr(), k.data_ptr(),
         *q.stride()[:3], *k.stride()[:2], sums.data_ptr(), None if sinks is None else sinks.data_ptr(),
     )  # fmt: skip
-    lib = _library()
-    error: bytes | None = lib.skimkv_columns_check(op)
-    if error is not None:
-        raise ValueError(error.decode())
-    if lib.skimkv_columns_run(op, threads, pool):
+    lib, address = library.library(), ctypes.addressof(op)
+    library.raise_error(lib.skimkv_columns_check(address))
+    if lib.skimkv_columns_run(address, threads, pool):
         raise MemoryError("no memory for the scores of a prompt's keys")
     return sums.sum(1)

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
-from ctypes import CFUNCTYPE, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import library
-from .linear import CMatrix, Matrix, dtype_number
+from .linear import Matrix, dtype_number
+from .structs import CAttend, CLayer, CLayers, CNorm
 
 # Attention of a layer, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D), of the type of the tokens.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-CAttend = CFUNCTYPE(c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)  # skimkv_attend
-
-
-class CNorm(Structure):
-    """The structure skimkv_norm of skimkv.h."""
-
-    _fields_ = library.structure_fields(("w", c_void_p), ("eps", c_float))
-
-
-class CLayer(Structure):
-    """The structure skimkv_layer of skimkv.h."""
-
-    _fields_ = library.structure_fields(
-        ("q k v o gate up down", CMatrix), ("before after of_q of_k", CNorm), ("D", c_int64)
-    )
-
-
-class CLayers(Structure):
-    """The structure skimkv_layers of skimkv.h."""
-
-    _fields_ = library.structure_fields(("layers", c_void_p), ("count", c_int64), ("norm", CNorm))
 
 
 class Norm(NamedTuple):
@@ -94,7 +73,8 @@ class Layers:
         self.layers, self.norm, self.count, self.D = layers, norm, len(layers), layers[0].D
         self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
         self.op = CLayers(ctypes.addressof(self.list), self.count, norm.part(first.inputs, first.op.dtype))
-        self.address, self.run, self.pool = ctypes.addressof(self.op), _run(), library.thread_pool()
+        self.address, self.pool = ctypes.addressof(self.op), library.thread_pool()
+        self.run = library.library().skimkv_layers_run
 
     def fits(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Whether cos and sin are (B,1,D) or (1,1,D) for x (B,1,in), and of its type on its device."""
@@ -133,8 +113,7 @@ class Layers:
         error = self.run(self.address, addresses, function, None, *pointers, B, threads, self.pool)
         if raised:
             raise raised[0]
-        if error is not None:
-            raise ValueError(error.decode())
+        library.raise_error(error)
         return y
 
     def _callback(self, attend: Attend, B: int, dtype: torch.dtype, raised: list[BaseException]) -> object:
@@ -165,11 +144,3 @@ class Layers:
             return 0
 
         return CAttend(called)
-
-
-@functools.cache
-def _run() -> Callable[..., bytes | None]:
-    run = library.library().skimkv_layers_run
-    run.argtypes = [c_void_p] * 2 + [CAttend] + [c_void_p] * 5 + [c_int64, c_int, c_void_p]
-    run.restype = c_char_p
-    return run

@@ -1,4 +1,4 @@
-"""The C library behind the cpu backend: where it is, its structures (those of skimkv.h), and the threads it borrows."""
+"""The C library behind the cpu backend: where it is, its functions (those of skimkv.h), and the threads it borrows."""
 
 from __future__ import annotations
 
@@ -6,121 +6,37 @@ import ctypes
 import functools
 import os
 import sys
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 
 from ... import __path__ as _package
-from ...stores.full import CHANNELS
+from .structs import CAttend, check_structures
 
-VERSION = 14
+VERSION = 15
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CHANNEL_NUMBERS = {name: number for number, name in enumerate(CHANNELS)}
-DENSE, SPARQ, LOWRANK, TOPK, ORACLE, SKIM = range(6)
-OUTSIDE, APPEND, SLOT = range(3)  # what happens to the current token: nothing, it is appended, it takes a slot
-TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}
-TAKEN, OTHER_FORM, REFUSED = range(3)  # what skimkv_step_tensors returns
 
-
-def structure_fields(*groups: tuple[str, Any]) -> list[tuple[str, Any]]:
-    """The fields of a C structure: groups of names, separated by spaces, with their type."""
-    return [(name, kind) for names, kind in groups for name in names.split()]
-
-
-class CChunk(Structure):
-    """The structure skimkv_chunk of skimkv.h."""
-
-    _fields_ = structure_fields(
-        ("start cap", c_int64),
-        ("k v index scale", c_void_p),
-        ("k_b k_h k_n v_b v_h v_n x_b x_h x_r s_b s_h s_g s_z s_r", c_int64),
-        ("means", c_void_p),
-        ("e_b e_h e_g", c_int64),
-    )
-
-
-class CCache(Structure):
-    """The structure skimkv_cache of skimkv.h."""
-
-    _fields_ = structure_fields(
-        ("B H G D R dtype channels n_chunks", c_int32),
-        ("chunks lengths tail mean projection", c_void_p),
-        ("t_b t_h t_r m_b m_h", c_int64),
-        ("bits", c_int32),
-    )
-
-
-class COp(Structure):
-    """The structure skimkv_op of skimkv.h."""
-
-    _fields_ = structure_fields(
-        ("cache q y", c_void_p),
-        ("q_b q_h q_g y_b y_h y_g", c_int64),
-        ("dtype method", c_int32),
-        ("scale softcap", c_float),
-        ("r k local", c_int64),
-        ("temperature use_mean", c_int32),
-        ("k_new v_new", c_void_p),
-        ("n_b n_h", c_int64),
-        ("keep", c_int32),
-        ("slot score pos", c_void_p),
-        ("c_b c_h", c_int64),
-        ("now recent rows_read sinks", c_void_p),
-    )
-
-
-class CTensorForm(Structure):
-    """The structure skimkv_tensor_form of skimkv.h."""
-
-    _fields_ = structure_fields(("dtype dimensions", c_int32), ("shape strides", c_int64 * 4))
-
-
-class CTensorStep(Structure):
-    """The structure skimkv_tensor_step of skimkv.h."""
-
-    _fields_ = structure_fields(
-        ("op", c_void_p),
-        ("q k v", CTensorForm),
-        ("numbers", c_void_p),
-        ("room", c_int64),
-        ("count place rows", c_int32),
-        ("parallel stage_ns", c_void_p),
-        ("error", c_char_p),
-        ("describe item_of_list integer release_python take_python clear_error", c_void_p),
-    )
-
-
-class CTokens(Structure):
-    """The structure skimkv_tokens of skimkv.h."""
-
-    _fields_ = structure_fields(
-        ("cache k v", c_void_p),
-        ("n k_b k_h k_n v_b v_h v_n", c_int64),
-        ("skip at", c_void_p),
-    )
-
-
-class CBlock(Structure):
-    """The structure skimkv_block of skimkv.h."""
-
-    _fields_ = structure_fields(("start cap", c_int64), ("rep samples size", c_void_p))
-
-
-class CClusters(Structure):
-    """The structure skimkv_clusters of skimkv.h."""
-
-    _fields_ = structure_fields(
-        ("B H G D t s dtype n_blocks", c_int32),
-        ("blocks m k v mu q y", c_void_p),
-        ("q_dtype", c_int32),
-        ("scale", c_float),
-        ("k_new v_new lengths", c_void_p),
-        ("delta", c_double),
-        ("seed", c_uint32),
-        ("sinks", c_void_p),
-    )
+# What the functions return, and what they take. A text that is returned says what is wrong; None, that nothing is.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "skimkv_isa": (c_char_p,),
+    "skimkv_isas": (c_char_p,),
+    "skimkv_force": (c_int, c_char_p),
+    "skimkv_check": (c_char_p, c_void_p),
+    "skimkv_run": (c_int, c_void_p, c_int, c_void_p),
+    "skimkv_step": (c_char_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
+    "skimkv_check_append": (c_char_p, c_void_p),
+    "skimkv_append": (c_int, c_void_p, c_int, c_void_p),
+    "skimkv_append_paged": (c_char_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
+    "skimkv_columns_check": (c_char_p, c_void_p),
+    "skimkv_columns_run": (c_int, c_void_p, c_int, c_void_p),
+    "skimkv_prompt_attention_run": (c_char_p, c_void_p, c_int, c_void_p),
+    "skimkv_product_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
+    "skimkv_matrix_expand": (c_char_p, c_void_p, c_void_p, c_int, c_void_p),
+    "skimkv_rms_norm_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
+    "skimkv_layers_run": (c_char_p, c_void_p, c_void_p, CAttend, *[c_void_p] * 5, c_int64, c_int, c_void_p),
+}
 
 
 def _path() -> str | None:
@@ -131,7 +47,10 @@ def _path() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, which is loaded once. Raises ValueError if it is missing or of another version."""
+    """The library, which is loaded once.
+
+    Raises ValueError if it is missing, of another version, or if its structures are not those of structs.py.
+    """
     path = _path()
     if path is None:
         raise ValueError("the native library is not in this installation (built without a C++ compiler?)")
@@ -139,52 +58,13 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
-    lib.skimkv_version.restype = c_int
     if lib.skimkv_version() != VERSION:
         raise ValueError(f"{path} has version {lib.skimkv_version()}, this package needs {VERSION}: install again")
-    lib.skimkv_isa.restype = lib.skimkv_isas.restype = c_char_p
-    lib.skimkv_force.argtypes = [c_char_p]
-    lib.skimkv_step.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p]
-    lib.skimkv_step.restype = c_char_p
-    lib.skimkv_check.argtypes, lib.skimkv_check.restype = [POINTER(COp)], c_char_p
-    lib.skimkv_check_append.argtypes, lib.skimkv_check_append.restype = [POINTER(CTokens)], c_char_p
-    lib.skimkv_check_clusters.argtypes, lib.skimkv_check_clusters.restype = [POINTER(CClusters)], c_char_p
-    lib.skimkv_run.argtypes = [POINTER(COp), c_int, c_void_p]
-    lib.skimkv_append.argtypes = [POINTER(CTokens), c_int, c_void_p]
-    lib.skimkv_stream.argtypes = [POINTER(CClusters), c_int, c_void_p]
-    lib.skimkv_stream_append.argtypes = [POINTER(CClusters), c_int, c_void_p]
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    check_structures(lib)
     return lib
-
-
-@functools.cache
-def tensor_descriptions() -> tuple[int | None, ...] | None:
-    """The addresses of the functions that a skimkv_tensor_step needs, from `describe` on.
-
-    None where this PyTorch does not describe its tensors in C as version 1 of DLPack does: before PyTorch 2.10.
-    """
-    capsule, name = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), b"dlpack_exchange_api"
-    is_valid = ctypes.PYFUNCTYPE(c_int, ctypes.py_object, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-    pointer_of = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-    if not is_valid(capsule, name):
-        return None
-    table = pointer_of(capsule, name)
-    if c_uint32.from_address(table).value != 1:  # the major version
-        return None
-    # Before it in the table: the version, an older table, and three functions for tensors that own their memory.
-    describe = c_void_p.from_address(table + 5 * ctypes.sizeof(c_void_p)).value
-    if describe is None:  # a library may leave it out
-        return None
-    names = ("PyList_GetItem", "PyLong_AsLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_Clear")
-    return describe, *(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in names)
-
-
-@functools.cache
-def step_tensors() -> Any:
-    """The function skimkv_step_tensors, which is called with Python's lock held."""
-    library()  # of the right version
-    function = ctypes.PyDLL(_path()).skimkv_step_tensors
-    function.argtypes = [c_void_p, *[ctypes.py_object] * 5, c_int]
-    return function
 
 
 def isas() -> list[str]:
@@ -231,29 +111,17 @@ def threads() -> tuple[int, int | None]:
     return (torch.get_num_threads() if pool else 1), pool
 
 
-def _raise(error: bytes | None) -> None:
+def raise_error(error: bytes | None) -> None:
+    """Raise ValueError with what the library says is wrong; None: nothing is."""
     if error is not None:
         raise ValueError(error.decode())
 
 
-def append(tokens: CTokens) -> None:
-    """Check and run an append. Raises ValueError with the library's reason, MemoryError without scratch memory."""
-    _raise(library().skimkv_check_append(tokens))
-    _finish(library().skimkv_append(tokens, *threads()))
+def append(tokens: int) -> None:
+    """Check and run an append, given the address of its structure.
 
-
-def append_to_clusters(clusters: CClusters) -> None:
-    """Check and run an append to clusters. Raises as `append`."""
-    _raise(library().skimkv_check_clusters(clusters))
-    _finish(library().skimkv_stream_append(clusters, *threads()))
-
-
-def attend_clusters(clusters: CClusters) -> None:
-    """Check and run SubGen's estimate. Raises as `append`."""
-    _raise(library().skimkv_check_clusters(clusters))
-    _finish(library().skimkv_stream(clusters, *threads()))
-
-
-def _finish(status: int) -> None:
-    if status:
+    Raises ValueError with the library's reason, MemoryError without scratch memory.
+    """
+    raise_error(library().skimkv_check_append(tokens))
+    if library().skimkv_append(tokens, *threads()):
         raise MemoryError("no memory for the scratch space of a kernel")

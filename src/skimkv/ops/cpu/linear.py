@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
-from ctypes import Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -13,17 +11,7 @@ from torch import Tensor
 
 from .. import matrices
 from . import library
-
-
-class CMatrix(Structure):
-    """The structure skimkv_matrix of skimkv.h."""
-
-    _fields_ = library.structure_fields(
-        ("data", c_void_p),
-        ("rows columns", c_int64),
-        ("bias order", c_void_p),
-        ("kind dtype", c_int32),
-    )
+from .structs import CMatrix
 
 
 class Matrix:
@@ -54,7 +42,7 @@ class Matrix:
         tokens = x.numel() // self.inputs
         if tokens:
             threads = torch.get_num_threads() if self.pool else 1
-            _raise(self.run(self.address, x.data_ptr(), y.data_ptr(), tokens, threads, self.pool))
+            library.raise_error(self.run(self.address, x.data_ptr(), y.data_ptr(), tokens, threads, self.pool))
         return y
 
 
@@ -78,7 +66,7 @@ def matrix(
         bias = bias.to(x.dtype).contiguous()
     columns, number = x.shape[-1], matrices.number(weight, kind)
     op = CMatrix(weight.data_ptr(), rows, columns, _address(bias), _address(order), number, dtype)
-    return Matrix(op, _library().skimkv_product_run, rows, columns, (weight, order), bias)
+    return Matrix(op, library.library().skimkv_product_run, rows, columns, (weight, order), bias)
 
 
 def expand(weight: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tensor:
@@ -86,22 +74,8 @@ def expand(weight: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tenso
     y = torch.empty(weight.shape[0], columns, dtype=dtype)
     number = matrices.number(weight, kind)
     op = CMatrix(weight.data_ptr(), weight.shape[0], columns, None, None, number, dtype_number(y))
-    _raise(_library().skimkv_matrix_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
+    library.raise_error(library.library().skimkv_matrix_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
     return y
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    lib = library.library()
-    lib.skimkv_product_run.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p]
-    lib.skimkv_matrix_expand.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
-    lib.skimkv_product_run.restype = lib.skimkv_matrix_expand.restype = c_char_p
-    return lib
-
-
-def _raise(error: bytes | None) -> None:
-    if error is not None:
-        raise ValueError(error.decode())
 
 
 def _address(tensor: Tensor | None) -> int | None:

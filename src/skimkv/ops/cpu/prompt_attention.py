@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from ..blocks import check_sinks
 from . import library
+from .structs import CPrompt
 
 # Instruction sets with which the library was faster than PyTorch's attention wherever it was measured. It was not
 # measured on ARM, and the portable set has vectors of four numbers.
 FAST = ("avx512bf16", "avx512vnni", "avx512", "avx2")
-
-
-class CPrompt(Structure):
-    """The structure skimkv_prompt of skimkv.h."""
-
-    _fields_ = library.structure_fields(
-        ("B H G D dtype", c_int32),
-        ("scale softcap", c_float),
-        ("n m", c_int64),
-        ("q k v y", c_void_p),
-        ("q_b q_h q_g q_n k_b k_h k_n v_b v_h v_n y_b y_h y_g y_n", c_int64),
-        ("sinks", c_void_p),
-    )
 
 
 @functools.cache
@@ -78,19 +65,9 @@ def attend(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(),
         *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *y.stride()[:4], None if sinks is None else sinks.data_ptr(),
     )  # fmt: skip
-    error: bytes | None = _library().skimkv_prompt_attention_run(ctypes.addressof(op), *library.threads())
-    if error is not None:
-        raise ValueError(error.decode())
+    library.raise_error(library.library().skimkv_prompt_attention_run(ctypes.addressof(op), *library.threads()))
     return y
 
 
 def _kind(x: Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)} on {x.device}{' with a gradient' if x.requires_grad else ''}"
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    lib = library.library()
-    run = lib.skimkv_prompt_attention_run
-    run.argtypes, run.restype = [c_void_p, c_int, c_void_p], c_char_p
-    return lib

@@ -7,14 +7,12 @@ table serves all layers, and it is written in place: a captured graph of a step 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...stores.base import Shape, Store, Workspace
 from ...stores.full import Full
@@ -86,52 +84,7 @@ class PagedRows(NamedTuple):
     projection: Tensor | None = None
 
 
-class NamedSteps(abc.ABC):
-    """The steps of `Kernels`, one function each, for the `fused` of methods: each is a KernelStep that `run` runs."""
-
-    @abc.abstractmethod
-    def run(self, step: KernelStep, store: Any, q: Tensor, token: Token | None, softmax: SoftmaxOptions) -> Tensor:
-        """Take the current token, and attend: q (B,H,G,D) -> (B,H,G,D) in q's dtype."""
-
-    def again(self, store: Store) -> None:
-        """None: every step is prepared anew."""
-        return None
-
-    def dense(self, store: Any, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
-        """Attention over all positions (methods/dense.py)."""
-        return self.run(KernelStep("dense"), store, q, token, softmax)
-
-    def sparq(
-        self, store: Any, q: Tensor, token: Token | None, *, r: int, k: int,
-        local: int, temperature: str, mean_value: bool, **softmax: Unpack[SoftmaxOptions],
-    ) -> Tensor:  # fmt: skip
-        """SparQ's algorithm 1 (methods/sparq.py)."""
-        return self.run(KernelStep("sparq", r, k, local, temperature, mean_value), store, q, token, softmax)
-
-    def top_k(
-        self, store: Any, q: Tensor, token: Token | None, *, k: int, oracle: bool, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """Exact scores and the k best positions (methods/topk.py)."""
-        return self.run(KernelStep("oracle" if oracle else "top_k", k=k), store, q, token, softmax)
-
-    def low_rank(
-        self, store: Any, q: Tensor, token: Token | None, *, k: int, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """Scores in a projection of the keys and the k best positions (methods/lowrank.py)."""
-        return self.run(KernelStep("low_rank", k=k), store, q, token, softmax)
-
-    def ring_slots(self, store: Any, q: Tensor, token: Token, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
-        """Attention over the slots in use and the current token, which then takes its slot (methods/slots.py)."""
-        return self.run(KernelStep("ring_slots"), store, q, token, softmax)
-
-    def scored_slots(
-        self, store: Any, q: Tensor, token: Token, *, recent: Sequence[int], **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """The same, with scores: the token takes the slot of the lowest score that is not recent (methods/h2o.py)."""
-        return self.run(KernelStep("scored_slots", recent=tuple(recent)), store, q, token, softmax)
-
-
-class GpuBackend(NamedSteps):
+class GpuBackend:
     """Steps of Full and Slots stores: a `Backend`."""
 
     name = "gpu"
@@ -191,7 +144,7 @@ class GpuBackend(NamedSteps):
         device.advance(store)
 
 
-class PagedBackend(NamedSteps):
+class PagedBackend:
     """Steps of the blocks of a serving engine, for all of its layers, whose blocks have one layout.
 
     `begin` takes the rows of a batch. Every step after it takes the blocks of a layer, in which the current token is
