@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import skimkv
 from skimkv.eval import tasks
 from skimkv.methods import METHODS
+from support.instruction_sets import NATIVE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -146,12 +148,24 @@ def test_the_accounting_example_gives_the_papers_formula(capsys):
 
 
 @pytest.mark.slow
-def test_the_example_of_a_new_method_runs():
-    """docs/examples/dilated.py, which the page "add a method" shows, checks the laws and generates."""
-    page = (DOCS / "add-a-method.md").read_text(encoding="utf-8")
-    assert "{literalinclude} examples/dilated.py" in page
+@pytest.mark.parametrize("kernel", [False, True])
+def test_the_example_of_a_new_method_runs(tmp_path, kernel):
+    """docs/examples/dilated.py, which "add a method" shows, obeys the laws and generates, also with its kernel."""
+    examples = DOCS / "examples"
+    assert "{literalinclude} examples/dilated.py" in (DOCS / "add-a-method.md").read_text(encoding="utf-8")
+    assert "{literalinclude} examples/dilated.c" in (DOCS / "kernels.md").read_text(encoding="utf-8")
+    shutil.copy(examples / "dilated.py", tmp_path)
+    if kernel:
+        if not NATIVE or shutil.which("cc") is None:
+            pytest.skip("no native library, or no C compiler")
+        build = re.search(r"cc -O3 .*\.so", (examples / "dilated.c").read_text(encoding="utf-8"))[0]
+        build = build.replace("python ", f"{sys.executable} ").replace("dilated.c", str(examples / "dilated.c"))
+        subprocess.run(build, shell=True, check=True, cwd=tmp_path)
+    script = "import dilated, runpy; print(dilated.Dilated(window=8).has_kernel('cpu'));"
+    script += "dilated.skimkv.METHODS.pop('Dilated'); runpy.run_path('dilated.py', run_name='__main__')"
     run = subprocess.run(
-        [sys.executable, str(DOCS / "examples" / "dilated.py")], capture_output=True, text=True, timeout=240
-    )
+        [sys.executable, "-W", "error::UserWarning:skimkv", "-c", script],
+        capture_output=True, text=True, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert run.stdout.rstrip().endswith("red-fox: 31425")
+    assert run.stdout.startswith(f"{kernel}\n") and run.stdout.rstrip().endswith("red-fox: 31425")

@@ -1,20 +1,27 @@
 """A method in a script of your own: read a window of recent tokens and every tenth before it.
 
-Run it with `python dilated.py`.
+Run it with `python dilated.py`. Its kernel is in dilated.c: once it is built, the method uses it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import skimkv
-from skimkv.ops import Token
+from skimkv.ops import KernelStep, Token
 from skimkv.ops.blocks import attend_rows
+from skimkv.ops.cpu.library import step_function
+from skimkv.ops.cpu.run import OPERATIONS, Operation
 from skimkv.stores.base import compute_dtype
 from skimkv.stores.full import Full
+
+KERNEL = Path(__file__).with_name("libdilated.so")
+if KERNEL.exists():
+    OPERATIONS["dilated"] = Operation((Full,), step=step_function(KERNEL, "dilated_step"))
 
 
 @skimkv.register
@@ -53,6 +60,11 @@ class Dilated(skimkv.Method[Full]):
         x = q.to(compute_dtype(store.dtype))
         y, _ = attend_rows(x, keys, values, valid, scale, softcap)
         return y.to(q.dtype)
+
+    def kernel(self, store: Full) -> KernelStep | None:
+        """The kernel of the same step, which dilated.c has for float32."""
+        has_kernel = "dilated" in OPERATIONS and store.dtype == torch.float32 and self.kv is None
+        return KernelStep("dilated", r=self.stride, k=self.window) if has_kernel else None
 
     def positions(self, store: Full) -> tuple[Tensor, Tensor]:
         """The chosen positions (B,H,m), the current token among them, and which of them count.

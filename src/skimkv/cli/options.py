@@ -74,9 +74,9 @@ def check_environment() -> None:
 
         ops.select_backend()
     if os.environ.get("SKIMKV_ISA"):
-        from ..ops.cpu import backend
+        from .. import ops
 
-        if (reason := backend.unavailable()) is not None:
+        if (reason := ops.named_backend("cpu").unavailable()) is not None:
             raise ValueError(reason)
 
 

@@ -183,8 +183,7 @@ class CompiledForward:
         replay = self.replay
         if replay is None or not replay.stands(cache, inputs):
             stores: list[Store] = [layer.store for layer in cache.layers]
-            # a reference asks the host
-            on_device = all(cache.method.kernel_of(s)[0] and ops.graphable(s) for s in stores)
+            on_device = all(map(ops.graphable, stores)) and cache.method.has_kernel("gpu")  # a reference asks the host
             if not on_device or len({store.device for store in stores}) > 1:
                 return self._plain(cache, inputs)
             for store in stores:

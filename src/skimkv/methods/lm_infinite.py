@@ -61,7 +61,7 @@ class FirstAndRecent(SlotMethod):
         """
         if self.counts_in_cache:
             if token is not None:
-                store.validate(*(x[:, :, None] for x in token))
+                store.validate(token.k[:, :, None], token.v[:, :, None])
             store.move_fixed()
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:

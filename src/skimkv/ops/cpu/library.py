@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Callable
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -65,6 +66,19 @@ def library() -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     check_structures(lib)
     return lib
+
+
+def step_function(path: str | os.PathLike[str], name: str) -> Callable[..., bytes | None]:
+    """A function of another library that is called as skimkv_step is: for a kernel of one's own (docs/kernels.md).
+
+    Raises ValueError if there is no such library, or no such function in it.
+    """
+    try:
+        function: Any = getattr(ctypes.CDLL(os.path.abspath(path)), name)
+    except (OSError, AttributeError) as error:
+        raise ValueError(f"{path} has no step {name!r}: {error}") from error
+    function.restype, *function.argtypes = _FUNCTIONS["skimkv_step"]
+    return function  # type: ignore[no-any-return]
 
 
 def isas() -> list[str]:

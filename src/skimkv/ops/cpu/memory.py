@@ -100,7 +100,7 @@ class StoreMemory(Memory):
 
     def place(self, store: Full | Slots, recent: Sequence[int], more: int) -> bool:
         """Set lengths, and of slots all that a step needs. Shapes, arguments and errors: as of `Memory`."""
-        if isinstance(store, Full):
+        if type(store) is not Slots:
             lengths = store.lengths
             if max(lengths) + more > self.capacity:
                 return False
@@ -273,21 +273,23 @@ def slot_numbers(store: Slots | SlotBlocks, recent: Sequence[int]) -> tuple[list
 
 def places_of(store: Full | Slots) -> tuple[object, ...]:
     """The objects of a store that its memory points into; a chunk never changes, so their tuple stands for all."""
-    if isinstance(store, Full):
+    if type(store) is not Slots:  # isinstance enters a function of Python where a class is abstract
+        assert isinstance(store, Full)
         return store.chunks, store.index, store.mean, store.rows_read
     return store.k, store.v, store.score, store.pos
 
 
 def memory_of(store: Full | Slots | Blocks | SlotBlocks) -> Memory:
     """The memory of a store, which the store remembers until one of its tensors is replaced."""
-    memory = store.view
-    if not isinstance(memory, Memory) or not memory.is_current(store):
+    memory: Any = store.view
+    if type(memory) not in (StoreMemory, BlocksMemory, SlotBlocksMemory) or not memory.is_current(store):
         if isinstance(store, Blocks):
             memory = BlocksMemory(store)
         else:
             memory = SlotBlocksMemory(store) if isinstance(store, SlotBlocks) else StoreMemory(store)
         store.view = memory
-    return memory
+    current: Memory = memory
+    return current
 
 
 def placed_memory(store: Full | Slots | Blocks | SlotBlocks, recent: Sequence[int] = (), more: int = 0) -> Memory:

@@ -28,26 +28,26 @@ TOKENS, SLOTS = (Full, Blocks), (Slots, SlotBlocks)
 
 
 class Operation(NamedTuple):
-    """A kernel. method: its number in skimkv.h. stores: what it reads. step: a function that is called as skimkv_step.
+    """A kernel. stores: what it reads. method: its number in skimkv.h for skimkv_step, which has our kernels.
 
-    step None: it is skimkv_step itself, which has the kernels of this package.
+    step: a function in the place of skimkv_step, for a kernel of one's own (library.step_function).
     """
 
-    method: int
     stores: tuple[type, ...]
+    method: int = 0
     step: Callable[..., bytes | None] | None = None
 
 
 # The operations of a KernelStep. A kernel of one's own is one more line.
 OPERATIONS = {
-    "dense": Operation(0, TOKENS),
-    "sparq": Operation(1, TOKENS),
-    "low_rank": Operation(2, (Full,)),
-    "top_k": Operation(3, TOKENS),
-    "oracle": Operation(4, TOKENS),
-    "skim": Operation(5, (Full,)),
-    "ring_slots": Operation(0, SLOTS),
-    "scored_slots": Operation(0, SLOTS),
+    "dense": Operation(TOKENS, 0),
+    "sparq": Operation(TOKENS, 1),
+    "low_rank": Operation((Full,), 2),
+    "top_k": Operation(TOKENS, 3),
+    "oracle": Operation(TOKENS, 4),
+    "skim": Operation((Full,), 5),
+    "ring_slots": Operation(SLOTS, 0),
+    "scored_slots": Operation(SLOTS, 0),
 }
 
 
@@ -83,8 +83,8 @@ class CpuBackend:
         Shapes and types are checked only if an argument differs from the last step's; numbers and addresses are checked
         at every step. Raises ValueError if anything does not fit.
         """
-        operation, owns_tokens = OPERATIONS[step.operation], isinstance(store, Store)
-        memory = self._placed(step, store, 0 if token is None else 1)
+        operation, memory = OPERATIONS[step.operation], self._placed(step, store, 0 if token is None else 1)
+        owns_tokens = type(memory) is StoreMemory
         k, v = token or (q, q)
         scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
         described = (
