@@ -109,4 +109,4 @@ def test_a_decoded_token_enters_few_functions(spec):
         names = functions_entered(attend, layer, *block(1))
     ours = names[names.index("attention") :]
     assert {"unflatten", "__enter__", "__getattr__", "__instancecheck__", "attend_block"}.isdisjoint(ours), ours
-    assert len(ours) <= 33, ours
+    assert len(ours) <= 36, ours

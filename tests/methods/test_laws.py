@@ -51,8 +51,8 @@ class _ReadsLess(Dense):
 class _MixesRows(Dense):
     """The first row of the batch leaks into the others."""
 
-    def attend(self, store, q, token, *, scale, softcap=None):
-        y = super().attend(store, q, token, scale=scale, softcap=softcap)
+    def attend(self, store, q, token, **softmax):
+        y = super().attend(store, q, token, **softmax)
         return y + 0.01 * y[:1]
 
 
