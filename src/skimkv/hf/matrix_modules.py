@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import matrices
+from .autocast import is_autocast, with_autocast
 
 
 class MatrixModule(nn.Module):
@@ -57,7 +58,15 @@ class MatrixLinear(MatrixModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x (...,in) -> (...,out), in the type of x. Raises ValueError if a gradient is wanted."""
+        """Multiply x (...,in) -> (...,out), in the type of x, or in that of autocast, as nn.Linear does.
+
+        Raises ValueError if a gradient is wanted.
+        """
+        if is_autocast(x):
+            return with_autocast(self._multiply, x)
+        return self._product(x, self._parameters["weight"], self._parameters["bias"])
+
+    def _multiply(self, x: Tensor) -> Tensor:
         return self._product(x, self._parameters["weight"], self._parameters["bias"])
 
 

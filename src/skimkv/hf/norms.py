@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .autocast import is_autocast
 from .watch import Watch
 
 EPS_NAMES = "variance_epsilon", "eps"  # of the attribute of a normalisation
@@ -27,11 +28,17 @@ class NormForward:
         self._product: ops.Product | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise x (...,size) -> (...,size). Raises ValueError if a gradient is wanted on a CPU."""
-        product = self.product() if x.is_cpu else None
+        """Normalise x (...,size) -> (...,size). Raises ValueError if a gradient is wanted on a CPU.
+
+        Under autocast, and where x is of another type than the weights, the module itself says of which type the result
+        is.
+        """
+        weight = self.norm._parameters["weight"]
+        is_plain = x.is_cpu and x.dtype == weight.dtype and not is_autocast(x)
+        product = self.product() if is_plain else None
         if product is None:
             return type(self.norm).forward(self.norm, x)  # type: ignore[no-any-return]
-        return product(x, self.norm._parameters["weight"])
+        return product(x, weight)
 
     def product(self) -> ops.Product | None:
         """The operation; None if the module computes something else."""

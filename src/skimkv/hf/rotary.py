@@ -88,7 +88,10 @@ def _probed_positions(model: PreTrainedModel) -> list[int]:
 
 
 def _keys_at(model: PreTrainedModel, positions: list[int]) -> list[Tensor | None]:
-    """The keys of some tokens at these positions, each token alone: (positions, tokens, H, D) for each layer."""
+    """The keys of some tokens at these positions, each token alone: (positions, tokens, H, D) for each layer.
+
+    They are of the model's own type: autocast would give them more digits than the angles have.
+    """
     n = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.tensor([n * (2 * i + 1) // (2 * TOKENS) for i in range(TOKENS)])
     ids = tokens.repeat(len(positions))[:, None].to(model.device)
@@ -96,7 +99,8 @@ def _keys_at(model: PreTrainedModel, positions: list[int]) -> list[Tensor | None
     cache: Any = DynamicCache(config=model.config)
     cache.begin_forward = lambda positions, n: None  # which an attached model takes for a cache of ours
     try:
-        model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
+        with torch.autocast(model.device.type, enabled=False):
+            model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
     except TypeError as error:
         raise _refusal(type(model).__name__, f"it takes no positions ({error})") from None
     keys: list[Tensor | None] = [getattr(layer, "keys", None) for layer in cache.layers]
