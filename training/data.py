@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skimkv.eval.tasks import lines, passkey, record
-from skimkv.eval.tasks.ruler import words as ruler_words
+from skimkv.eval.tasks import lines, passkey
+from skimkv.eval.tasks import words as task_words
 
 from . import noise, ruler
 from .noise import BOS, EOS, Row
@@ -79,7 +79,7 @@ class RowMaker:
         self.sizes = [len(text) for text in self.texts]
         self.tokenizer = tokenizer
         words = Counter(re.findall(r"\b[a-z]{3,9}\b", " ".join(self.texts)))
-        for word in (*record.WORDS, *ruler_words.ALL):  # the tasks' own keys stay unseen
+        for word in task_words.ALL:  # the tasks' own keys stay unseen
             words.pop(word, None)
         self.words = [word for word, _ in words.most_common(4000)]
         self.vocabulary = tokenizer.get_vocab_size()

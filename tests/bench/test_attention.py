@@ -33,7 +33,7 @@ METHODS = [
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(machines, "flush_bytes", lambda: 1 << 20)
     monkeypatch.setattr(bench, "SLOW", math.inf)  # all of PyTorch's paths are timed, however long they take
 
 

@@ -20,7 +20,7 @@ from skimkv.stores.full import Full
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(machines, "flush_bytes", lambda: 1 << 20)
 
 
 def test_a_cpu_names_itself_and_its_threads():
@@ -36,6 +36,26 @@ def test_bandwidth_calls_read_the_buffer():
     for call, moved in Cpu().bandwidth_calls().values():
         call()
         assert moved == 1 << 20
+
+
+def write_cache(cpus: Path, cpu: int, index: int, level: int, size: str, shared: str) -> None:
+    folder = cpus / f"cpu{cpu}" / "cache" / f"index{index}"
+    folder.mkdir(parents=True)
+    for name, text in {"level": str(level), "size": size, "shared_cpu_list": shared}.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+def test_the_buffer_is_twice_the_last_level_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three processors on two caches of 240 MB: a cache counts once, the smaller ones and other processors do not."""
+    monkeypatch.undo()
+    monkeypatch.setattr(machines.os, "sched_getaffinity", lambda process: {0, 1, 4}, raising=False)
+    assert (machines.last_level_cache(tmp_path), machines.flush_bytes(tmp_path)) == (0, 192 << 20)
+    for cpu, shared in ((0, "0-3"), (1, "0-3"), (4, "4-7"), (8, "8-11")):
+        write_cache(tmp_path, cpu, 0, 2, "2048K", str(cpu))
+        write_cache(tmp_path, cpu, 1, 3, "245760K", shared)
+    (tmp_path / "cpu0" / "cache" / "index2").mkdir()  # of which the system tells nothing
+    assert machines.last_level_cache(tmp_path) == 480 << 20
+    assert machines.flush_bytes(tmp_path) == 960 << 20
 
 
 def test_the_query_is_refreshed_between_calls():

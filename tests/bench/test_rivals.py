@@ -76,6 +76,7 @@ def test_a_stopped_program_ends_with_the_thread_that_made_it(tmp_path: Path):
 @pytest.mark.parametrize(("text", "words"), [
     ("#!/bin/sh\necho 'error: failed to load model'\nexit 3\n", "status 3: error: failed to load model"),
     ("#!/bin/sh\nexit 0\n", "status 0: it printed nothing"),
+    ("#!/bin/sh\necho 'build: 1234'\nkill -SEGV $$\n", r"ended by signal 11 \(Segmentation fault\): build: 1234"),
     ("no program\n", "it cannot be run: Exec format error"),
 ])  # fmt: skip
 def test_a_program_that_fails_is_one_line(text, words, tmp_path: Path):
@@ -84,6 +85,25 @@ def test_a_program_that_fails_is_one_line(text, words, tmp_path: Path):
     path.chmod(0o755)
     with pytest.raises(ValueError, match=words), Rival(path, first_of("llama.cpp")) as rival:
         rival.start()
+
+
+@pytest.mark.parametrize(("end", "words"), [
+    ("kill -SEGV $$", r"ended by signal 11 \(Segmentation fault\)"), ("echo '['", "status 0"),
+])  # fmt: skip
+def test_a_program_that_ends_while_it_is_timed(end, words, tmp_path: Path):
+    """It is found out when the program is to be stopped, or when its result is read."""
+    path, begins = tmp_path / "program", "llama-bench: benchmark 1/1: generation run"
+    path.write_text(f"#!/bin/sh\nfor i in 1 2 3; do echo '{begins} '$i/9; done\n{end}\n")
+    path.chmod(0o755)
+
+    def time_it() -> None:
+        with Rival(path, first_of("llama.cpp")) as rival:
+            rival.start()
+            rival.take_turn()
+            rival.finish()
+
+    with pytest.raises(ValueError, match=words):
+        time_it()
 
 
 def test_a_wrong_argument_is_what_the_program_says(tmp_path: Path):

@@ -32,7 +32,7 @@ MATRICES = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 640) + 256 * 2048  # o
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(machines, "flush_bytes", lambda: 1 << 20)
     monkeypatch.setattr(bench, "COMPILE", "eager")
 
 

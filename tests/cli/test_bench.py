@@ -28,7 +28,7 @@ SPARQ = ["--method", "SparQ(r=8, k=32)"]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(machines, "flush_bytes", lambda: 1 << 20)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from support.gguf_files import Kind, of_family, write
 
 
 def test_rows_facts_and_a_figure(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(machines, "FLUSH_BYTES", 1 << 20)
+    monkeypatch.setattr(machines, "flush_bytes", lambda: 1 << 20)
     figure = tmp_path / "roof.png"
     argv = ["roofline", "--hardware", "a10", "--hardware", "here", "--length", "65536", "--method", "H2O(k=512)"]
     result = answer(capsys, *argv, "--plot", str(figure))

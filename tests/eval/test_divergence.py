@@ -10,17 +10,11 @@ import torch
 
 import skimkv
 from skimkv.eval import tasks
-from skimkv.eval.divergence import (
-    MethodDivergence,
-    dense_logits,
-    force_tokens,
-    kl_divergence,
-    measure_divergence,
-    read_documents,
-)
+from skimkv.eval.divergence import MethodDivergence, kl_divergence, measure_divergence, read_documents
+from skimkv.eval.forced import dense_logits, force_tokens
 from skimkv.eval.plan import Plan, Setup, plan_job
 from skimkv.eval.results import Results, summary
-from skimkv.eval.run import run_evaluation, run_job
+from skimkv.eval.run import Run, run_evaluation
 from skimkv.eval.shared_prompt import record_prompt
 from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import Dense, LMInfinite
@@ -55,7 +49,10 @@ def test_the_whole_document_in_one_pass_says_the_same(name):
         own, cache = [], recorded.cache(LMInfinite(k=4, initial=1))
         for i in range(30, 40):
             own.append(model(ids[:, i : i + 1], past_key_values=cache).logits[:, 0])
+    log_p = expected.log_softmax(-1)
     for row in range(3):
+        nats = [-float(log_p[row, i, ids[row, 31 + i]]) for i in range(9)]
+        assert exact[row].loss == pytest.approx(sum(nats) / 9, rel=1e-4)
         assert max(exact[row].kl) < 1e-9 and all(exact[row].agrees) and exact[row].steps == 10
         assert windowed[row].kl == pytest.approx(
             [float(kl_divergence(expected[row, i], own[i][row])) for i in range(10)], rel=1e-2, abs=1e-7
@@ -132,7 +129,7 @@ def test_wrong_documents_are_one_line():
     for wrong, context, words in (([], 3, "no tokens"), ([[1, 2], [1]], 1, r"\[1, 2\] tokens"), ([[1, 2]], 2, "to 1")):
         with pytest.raises(ValueError, match=words):
             measure_divergence(None, wrong, [Dense()], context)
-    ones, more = (MethodDivergence(Dense(), torch.zeros(n, 2), torch.ones(n, 2), 1, 1.0) for n in (1, 2))
+    ones, more = (MethodDivergence(Dense(), torch.zeros(n, 2), torch.ones(n, 2), None) for n in (1, 2))
     with pytest.raises(ValueError, match="measure both on the same"):
         ones.difference(more)
 
@@ -159,7 +156,7 @@ def test_records_and_rows(documents, tmp_path):
         assert told["agreement"] == pytest.approx(alone.agreement) and row.share == pytest.approx(alone.share)
         if row.method != "Dense()":
             assert told["diff_to_dense"] == pytest.approx(told["mean"], abs=1e-9)
-    assert all("kl" not in record.json() for record in run_job(*other_job(), set()))
+    assert all("kl" not in record.json() for record in Run(other_job()[0]).records(other_job()[1]))
 
 
 def other_job():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 import skimkv
 from skimkv.eval import budgets, sweeps, tasks
-from skimkv.eval.plan import matched_to, plan_evaluation, supported_methods
+from skimkv.eval.plan import matched_to, plan_evaluation, plan_job, supported_methods
 from skimkv.eval.shared_prompt import layer_shapes
 from support.evaluation import TASK, builtin, small_job
 
@@ -22,6 +24,23 @@ def test_modes_read_the_same_tokens():
         assert after.prompt + after.question.feed == before.prompt
         text = builtin()[1].decode(before.prompt, skip_special_tokens=True)
         assert text == after.example.context + after.example.question
+
+
+def test_a_chat_is_a_turn_of_the_model_s_template():
+    """Blind, the prompt ends with the context, inside the turn; what follows it is the rest of the turn."""
+    setup, _ = small_job()
+    tokenizer = copy.deepcopy(setup.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}user: {{ m.content | trim }}\nmodel:{% endfor %}"
+    chat, task = setup._replace(tokenizer=tokenizer, chat=True), tasks.parse(TASK)
+    blind, aware = (plan_job(chat, task, mode, [skimkv.parse("Dense()")], None, 6) for mode in ("blind", "aware"))
+    assert len(blind.groups) == 2 and len(aware.groups) == 6
+    for after, before in zip(*([p for group in job.groups for p in group] for job in (blind, aware)), strict=True):
+        assert after.prompt + after.question.feed == before.prompt and not before.question.feed
+        example, text = after.example, tokenizer.decode(before.prompt, skip_special_tokens=True)
+        assert text == f"user: {(example.context + example.question).strip()}\nmodel:"
+        assert tokenizer.decode(after.prompt, skip_special_tokens=True).strip() == f"user: {example.context}".strip()
+    with pytest.raises(ValueError, match="--chat: this model's tokenizer has no chat template"):
+        plan_job(setup._replace(chat=True), task, "blind", [skimkv.parse("Dense()")], None, 1)
 
 
 def test_a_plan_has_every_task_in_every_mode_once():
@@ -85,7 +104,7 @@ def test_the_matched_sweep_leaves_out_what_the_model_cannot_do(monkeypatch):
 def test_examples_longer_than_the_positions_are_for_methods_that_count_them_in_their_cache():
     setup, _ = small_job()
     dense, text, cache = map(skimkv.parse, ("Dense()", "LMInfinite(k=64)", "LMInfinite(k=64, positions='cache')"))
-    long, short = tasks.parse("passkey(length=26000)"), tasks.parse("passkey(length=2000)")
+    long, short = tasks.parse("passkey(length=9500)"), tasks.parse("passkey(length=512)")
     with pytest.raises(ValueError, match="no example fits the model's 8192 positions"):
         plan_evaluation(setup, [long], [dense, text], limit=2)
     plan = plan_evaluation(setup, [short, long], [dense, text, cache], limit=2)

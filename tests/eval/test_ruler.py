@@ -18,8 +18,8 @@ from skimkv.cli.app import main
 from skimkv.cli.eval import _table
 from skimkv.eval import averages, tasks
 from skimkv.eval.results import Row
-from skimkv.eval.tasks import Example, ruler
-from skimkv.eval.tasks.ruler import cwe, fwe, niah, qa, sample, vt, words
+from skimkv.eval.tasks import Example, ruler, words
+from skimkv.eval.tasks.ruler import cwe, fwe, niah, qa, sample, vt
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 WORD, NUMBER = r"[a-z]+-[a-z]+", r"[1-9]\d{6}"
@@ -245,7 +245,7 @@ def test_every_task_has_the_length_that_was_asked_for(folder, name):
     assert found == list(islice(task.examples(data, 0, count_words), 3))
     assert found != list(islice(task.examples(data, 1, count_words), 3))
     for e in found:
-        context, question = task.module.prompt(e)
+        context, question = task.prompt(e)
         assert 1500 - 40 <= count_words(context + question) + e.new <= 1500
         assert all(answer in context for answer in e.answers[:1]) or name.startswith("qa")
         right = ", ".join(e.answers)

@@ -10,13 +10,13 @@ import skimkv
 from skimkv.eval import sweeps, tasks
 from skimkv.eval.plan import Plan, plan_evaluation
 from skimkv.eval.results import RecordKey, Results
-from skimkv.eval.run import run_evaluation, run_job
-from support.evaluation import small_job
+from skimkv.eval.run import run_evaluation
+from support.evaluation import run_job, small_job
 
 
 def test_records():
     setup, job = small_job()
-    records = list(run_job(setup, job, set()))
+    records = run_job(setup, job)
     assert len(records) == 18
     assert {record.key: record.source for record in records} == Plan([job], []).sources(setup)
     dense = [record for record in records if record.key.method == "Dense()"]
@@ -50,16 +50,14 @@ def test_only_missing_records_are_made(tmp_path):
 @pytest.mark.parametrize("mode", sweeps.MODES)
 def test_a_batch_of_prompts_says_what_each_says_alone(mode):
     """Contexts of different length in one batch, question-aware; more rows than examples on a context, blind."""
-    alone, batched = (list(run_job(*small_job(mode=mode, batch=batch), set())) for batch in (1, 4))
+    alone, batched = (run_job(*small_job(mode=mode, batch=batch)) for batch in (1, 4))
     same = [{record.key: record._replace(batch=0) for record in records} for records in (alone, batched)]
     assert same[0] == same[1] and len(same[0]) == len(alone) == len(batched)
 
 
 def test_counted_is_predicted():
     specs = ("Dense()", "SparQ(r=8, k=16)", "H2O(k=32)")
-    predicted, counted = (
-        list(run_job(*small_job(specs=specs, counted=counted, limit=3), set())) for counted in (False, True)
-    )
+    predicted, counted = (run_job(*small_job(specs=specs, counted=counted, limit=3)) for counted in (False, True))
     figures = [
         sorted((r.key.method, r.key.id, r.elements, r.bytes) for r in records) for records in (predicted, counted)
     ]
@@ -72,21 +70,21 @@ def test_times_belong_to_the_run():
     for options in ({}, {"mode": "aware", "batch": 4}):
         setup, job = small_job(**options)
         times = {}
-        timed = list(run_job(setup, job, set(), times))
-        assert timed == list(run_job(setup, job, set()))
+        timed = run_job(setup, job, times=times)
+        assert timed == run_job(setup, job)
         assert set(times) == {(job.task.spec, job.mode, repr(method)) for method in job.methods}
         assert all(0 < ms < 60_000 for ms in times.values())
-        list(run_job(setup, job, {record.key for record in timed}, again := {}))
+        run_job(setup, job, {record.key for record in timed}, again := {})
         assert again == {}
-    list(run_job(*small_job(counted=True, limit=1), set(), counted := {}))
+    run_job(*small_job(counted=True, limit=1), times=(counted := {}))
     assert counted == {}, "the backend that counts is not the one that decodes"
 
 
 def test_questions_on_one_context_say_so():
     setup, job = small_job()
-    contexts = {record.key.id: record.context for record in run_job(setup, job, set())}
+    contexts = {record.key.id: record.context for record in run_job(setup, job)}
     assert [contexts[f"{i}-{j}"] == contexts["0-0"] for i in range(2) for j in range(3)] == [True] * 3 + [False] * 3
-    aware = {record.key.id: record.context for record in run_job(*small_job(mode="aware"), set())}
+    aware = {record.key.id: record.context for record in run_job(*small_job(mode="aware"))}
     assert aware == contexts, "the question does not belong to the context"
 
 
@@ -95,7 +93,7 @@ def test_an_example_longer_than_the_positions_is_answered_from_the_cache():
     """The passkey stands at the end, within the window."""
     setup, _ = small_job()
     method = skimkv.parse("LMInfinite(k=512, positions='cache')")
-    plan = plan_evaluation(setup, [tasks.parse("passkey(length=24000)")], [method], limit=2)
-    records = list(run_job(setup, plan.jobs[0], set()))
+    plan = plan_evaluation(setup, [tasks.parse("passkey(length=8700)")], [method], limit=2)
+    records = run_job(setup, plan.jobs[0])
     assert len(records) == 2 and all(record.prompt_tokens == 8192 and record.fed_tokens > 400 for record in records)
     assert all(record.steps == record.fed_tokens + record.new_tokens - (record.output == "" or 1) for record in records)

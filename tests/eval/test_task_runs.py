@@ -12,9 +12,8 @@ import skimkv
 from skimkv.eval import tasks
 from skimkv.eval.plan import Job, Setup, plan_job
 from skimkv.eval.results import Record
-from skimkv.eval.run import run_job
 from skimkv.eval.tasks import passkey, summarise
-from support.evaluation import builtin
+from support.evaluation import builtin, run_job
 
 METHODS = ("Dense()", "LMInfinite(k=64)")
 MODES = ["blind", pytest.param("aware", marks=pytest.mark.slow)]
@@ -24,7 +23,7 @@ def run(task: str, data: Path, mode: str, limit: int) -> tuple[Job, dict[str, li
     """Plan and run a task; return the job and the records of each method."""
     setup = Setup(*builtin(), "builtin", batch=2)
     job = plan_job(setup, tasks.parse(task), mode, [skimkv.parse(method) for method in METHODS], data, limit)
-    records = list(run_job(setup, job, set()))
+    records = run_job(setup, job)
     return job, {method: [r for r in records if r.key.method == method] for method in METHODS}
 
 

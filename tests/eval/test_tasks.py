@@ -125,8 +125,8 @@ def test_what_is_no_task_is_refused_in_one_line(spec):
 
 
 SPECS = [
-    "record(lines=20, asked=4)", "conversation(lines=20, turns=5)", "passkey(length=900)", "lines(lines=12)",
-    "needle(lengths=(400, 800), depths=3)",
+    "record(lines=20, asked=4)", "conversation(lines=20, turns=5)", "passkey(length=300)", "lines(lines=12)",
+    "needle(lengths=(200, 250), depths=3)",
     "repetition(context=2000, asked=3)", "bpc(context=300, reference=40)", "squad", "triviaqa",
 ]  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_examples(spec, folder):
         assert found != list(islice(task.examples(data, 1), 25))
     assert len({example.id for example in found}) == len(found) > 0
     for example in found:
-        context, question = task.module.prompt(example)
+        context, question = task.prompt(example)
         assert context and (question or example.given) and all(example.answers)
         right = example.answers[0]
         assert right in context or example.given or task.spec in ("squad", "triviaqa")
@@ -259,21 +259,23 @@ def test_kl(folder):
 
 
 def test_needle(folder):
-    cells = list(islice(needle.examples(data=folder, lengths=(400, 800), depths=3), 12))
+    cells = list(islice(needle.examples(data=folder, count_tokens=len, lengths=(400, 800), depths=3), 12))
     assert [e.at for e in cells[:6]] == [(n, d) for n in (400, 800) for d in (0.0, 0.5, 1.0)]
     for e in cells:
         hidden = f"{needle.HEAD} {needle.ANSWER}."
         before, after = e.context.split(hidden)
         length, depth = e.at
-        assert len(before) + len(after) == pytest.approx(length, abs=2)
-        assert len(before) == pytest.approx(depth * length, abs=12)
+        assert len(before + hidden + after + needle.prompt(e)[1]) + len(f" {needle.ANSWER}") == length
+        assert len(before) == pytest.approx(depth * (len(before) + len(after)), abs=12)
         assert not before or before.endswith(". ") or depth == 1
     assert needle.score(f" {needle.ANSWER}. And", cells[0]) == 1 and needle.score(" eat a sandwich", cells[0]) == 0
 
 
 def test_passkey():
-    for e in islice(passkey.examples(length=3000), 20):
-        assert e.context.count(e.answers[0]) == 2 and len(e.context) == pytest.approx(3000, abs=100)
+    line = len(passkey.FILLER)
+    for i, e in enumerate(islice(passkey.examples(count_tokens=len, length=3000), 20)):
+        assert e.context.count(e.answers[0]) == 2 and e.at[0] == 3000 and abs(10 * e.at[1] - i % 10 - 0.5) < 1
+        assert 3000 - line < len(e.context + e.question) + e.new <= 3000, "in tokens, here characters"
     assert passkey.score(" 123", example("123")) == 1 == passkey.score("123. Remember", example("123"))
     assert passkey.score("1234", example("123")) == 0 == passkey.score("is 123", example("123"))
 
@@ -395,7 +397,7 @@ def test_shared_data(spec, least):
     task = tasks.parse(spec)
     found = list(islice(task.examples(DATA, 0), 900))
     assert len(found) >= least and len({e.id for e in found}) == len(found)
-    assert all(all(task.module.prompt(e)) or e.given for e in found)
+    assert all(all(task.prompt(e)) or e.given for e in found)
 
 
 @pytest.mark.parametrize(("task", "greatest"), [

@@ -1,111 +1,107 @@
-"""Tuning: the search finds the cheapest SparQ, and losses are those of decoded tokens."""
+"""Tuning: the search finds the cheapest setting, and losses are those of decoded tokens."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from skimkv.eval import tune
 from skimkv.eval.divergence import measure_divergence
+from skimkv.eval.plan import Setup
 from skimkv.eval.results import Results
-from skimkv.methods import Dense, SparQ
+from skimkv.methods import Dense, Skim, SnapKV, SparQ
 from support.tiny_models import family, prompt, tokenizer
-
-RANKS, COUNTS, WAYS = (1, 2, 4, 8, 16), (8, 16, 32, 64), ("int4", "int8", "copy")
-SIZE = {"int4": 0.5, "int8": 1.0, "copy": 2.0}
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_search_finds_the_cheapest(seed):
-    """Against all of the grid, for random costs and losses that are monotone; at most a staircase is asked."""
+    """Against all of the grid, for random costs and errors that are monotone; of a line that is too dear, one trial."""
     rng = random.Random(seed)
-    n, weight = rng.randrange(50, 4000), rng.uniform(0.2, 3)
-    noise = {way: rng.uniform(0, 4) for way in WAYS}
-    bound, limit = rng.uniform(0.5, 12), rng.choice([1e9, 40.0 * n])
-    asked: list[SparQ] = []
+    n, weight, bound = rng.randrange(50, 4000), rng.uniform(0.2, 3), rng.uniform(0.5, 12)
+    asked = []
 
-    def cost(m: Any) -> float:
-        return n * m.r * SIZE[m.channels] + 256 * m.k
+    def cost(method):
+        return n * method.r + 256 * method.k
 
-    def loss(m: Any) -> float:
-        return 16 / m.r + weight * 64 / m.k + noise[m.channels]
+    def error(method):
+        return 16 / method.r + weight * 64 / method.k
 
-    def within(m: Any) -> bool:
-        asked.append(m)
-        return loss(m) <= bound
+    def within(method):
+        asked.append(method)
+        return error(method) <= bound
 
-    found = tune.search(RANKS, COUNTS, WAYS, cost, within, limit)
-    grid = [SparQ(r=r, k=k, channels=way) for way in WAYS for r in RANKS for k in COUNTS]
-    fitting = [m for m in grid if loss(m) <= bound and cost(m) < limit]
-    if not fitting:
-        assert found is None
-    else:
-        assert found is not None and cost(found) == min(map(cost, fitting)) and loss(found) <= bound
-    assert len({m for m in asked if m.channels == "int4"}) <= len(RANKS) + len(COUNTS)
-    assert len(set(asked)) <= 3 * (len(RANKS) + len(COUNTS)) < len(grid)
-
-
-def test_compare():
-    """Differences of 0.1 and 0.3 to a dense loss of 2 in the mean: two pieces give no interval, six do."""
-    for times in (1, 3):
-        found = tune.compare(Dense(), tune.Loss([1.1, 3.3] * times, 50), tune.Loss([1.0, 3.0] * times, 200))
-        assert found.increase == pytest.approx(0.1) and found.share == 0.25
-        if times == 1:
-            assert found.stderr == pytest.approx(0.05) and (found.low, found.high) == (None, None)
-        else:
-            assert found.low is not None and found.high is not None and 0 < found.low < 0.1 < found.high
+    lines = [[SparQ(r=r, k=k) for k in (8, 16, 32, 64, 128)] for r in (1, 2, 4, 8, 16)]
+    found = tune.search(lines, cost, within)
+    fitting = [method for line in lines for method in line if error(method) <= bound]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert cost(found) == min(map(cost, fitting)) and error(found) <= bound
+    assert len(asked) == len(set(asked)) <= 4 * len(lines)
+    for line in lines:
+        tried = [method for method in asked if method in line]
+        assert not tried or error(tried[0]) <= bound or len(tried) == 1
 
 
 @pytest.fixture
-def scorer(tmp_path):
-    """Three pieces of 20 prompt tokens and 9 more, the first of them not scored."""
-    pieces = prompt(3, 29).tolist()
+def pieces(tmp_path):
+    """Three pieces of 20 prompt tokens and 8 more, the first of them not scored."""
+    setup = Setup(family("llama"), tokenizer(), "m", batch=2)
     with Results(tmp_path / "t.jsonl", "cpu") as results:
-        key = {"model": "m", "dtype": "float32", "task": "tune", "mode": "x"}
-        yield tune.Scorer(family("llama"), tokenizer(), pieces, 20, results, key, batch=2)
+        yield tune.Pieces(setup, results, prompt(3, 28).tolist(), 20, "x", is_kl=False)
 
 
-def test_the_loss_is_that_of_the_decoded_tokens(scorer):
+def test_the_loss_is_that_of_the_decoded_tokens(pieces):
     with torch.inference_mode():
-        logits = scorer.model(torch.tensor(scorer.pieces)).logits.log_softmax(-1)
-    own = [-float(sum(logits[b, i - 1, ids[i]] for i in range(21, 29))) / 8 for b, ids in enumerate(scorer.pieces)]
-    dense = scorer.loss(Dense())
-    assert dense.nats == pytest.approx(own, rel=1e-4)
+        logits = pieces.setup.model(torch.tensor(pieces.pieces)).logits.log_softmax(-1)
+    own = [-float(sum(logits[b, i - 1, ids[i]] for i in range(21, 28))) / 7 for b, ids in enumerate(pieces.pieces)]
+    dense = pieces.trial(Dense())
+    assert [record["loss"] for record in pieces.records(Dense())] == pytest.approx(own, rel=1e-4)
     # two layers, two KV heads of 16 in float32: 2ND + 2D, in the mean of steps with 20 to 27 tokens cached
-    assert dense.bytes == pytest.approx(2 * 2 * 4 * (2 * 23.5 + 2) * 16)
-    assert scorer.loss(SparQ(r=16, k=64)).nats == pytest.approx(own, rel=1e-4), "all of the cache"
-    assert scorer.loss(SparQ(r=1, k=1)).nats != pytest.approx(own, rel=1e-2), "the method decides"
+    assert dense.bytes == pytest.approx(2 * 2 * 4 * (2 * 23.5 + 2) * 16) and dense.value == 0
+    assert pieces.trial(SparQ(r=16, k=64)).value == pytest.approx(0, abs=1e-4), "all of the cache"
+    few = pieces.trial(SparQ(r=1, k=1))
+    increases = [a["loss"] / b - 1 for a, b in zip(pieces.records(few.method), own, strict=True)]
+    assert few.value == pytest.approx(sum(increases) / 3, abs=0.02) and abs(few.value) > 1e-2 > few.share - 0.3
+    assert few.stderr is not None and (few.low, few.high) == (None, None), "three pieces give no interval"
 
 
-def test_what_is_known_is_not_run_again(scorer):
-    first = scorer.loss(SparQ(r=4, k=8))
-    assert len(scorer.results.records) == 3
-    again = tune.Scorer(None, None, scorer.pieces, 20, scorer.results, scorer.key)
-    assert again.loss(SparQ(r=4, k=8)) == first
-    other = tune.Scorer(None, None, scorer.pieces, 20, scorer.results, {**scorer.key, "mode": "y"})
-    with pytest.raises(AttributeError):
-        other.loss(SparQ(r=4, k=8))
+def test_what_is_known_is_not_run_again(pieces, monkeypatch):
+    first = pieces.trial(SparQ(r=4, k=8))
+    assert len(pieces.results.records) == 6
+    monkeypatch.setattr("skimkv.eval.run.Run._answers", lambda *args: pytest.fail("it is run again"))
+    again = tune.Pieces(pieces.setup, pieces.results, pieces.pieces, 20, "x", is_kl=False)
+    assert again.trial(SparQ(r=4, k=8)) == first
+    with pytest.raises(ValueError, match="of another model or other data"):
+        tune.Pieces(pieces.setup, pieces.results, prompt(3, 28, seed=9).tolist(), 20, "x", False).trial(Dense())
 
 
 def test_the_cheapest_within_a_divergence(tmp_path, monkeypatch):
     """Against all of a small grid, each measured by itself; what is recorded are the same divergences."""
-    monkeypatch.setattr(tune, "grid", lambda D, n: ([2, 4, 8], [2, 4, 8]))
-    model, pieces = family("llama"), prompt(5, 29).tolist()
-    grid = [SparQ(r=r, k=k, channels=way) for way in ("int8", "copy") for r in (2, 4, 8) for k in (2, 4, 8)]
-    alone = measure_divergence(model, [piece[:-1] for piece in pieces], grid, 20)
-    target = 1.01 * sorted(measured.mean for measured in alone)[6]
+    monkeypatch.setattr(tune, "RANKS", (2, 4, 8))
+    monkeypatch.setattr(tune, "COUNTS", (2, 4, 8))
+    texts = prompt(5, 28).tolist()
+    setup = Setup(family("llama"), tokenizer(), "m", batch=2)
     with Results(tmp_path / "t.jsonl", "cpu") as results:
-        key = {"model": "m", "dtype": "float32", "task": "kl", "mode": "x"}
-        scorer = tune.DivergenceScorer(model, tokenizer(), pieces, 20, results, key, batch=2)
-        chosen, trials, dense = tune.tune(scorer, ("int8", "copy"), target)
-    assert chosen is not None and chosen.value <= target and max(dense.nats) < 1e-9
+        pieces = tune.Pieces(setup, results, texts, 20, "x", is_kl=True)
+        lines = pieces.lines(["Skim", "SparQ", "SnapKV"], ["int8", "copy"])
+        grid = [method for line in lines for method in line]
+        assert {type(method) for method in grid} == {Skim, SparQ, SnapKV}
+        alone = measure_divergence(setup.model, texts, grid, 20)
+        target = 1.01 * sorted(measured.mean for measured in alone)[len(alone) // 3]
+        tried = []
+        chosen, trials = tune.tune(
+            pieces, ["Skim", "SparQ", "SnapKV"], ["int8", "copy"], target, lambda *t: tried.append(t)
+        )
+        assert [method for method, trial in tried if trial is None] == [Dense(), *(t.method for t in trials)]
+        with pytest.raises(ValueError, match=r"1e-30 is below .*, which is what rounding in float32 does to dense"):
+            tune.tune(pieces, ["Skim"], [], 1e-30)
+    assert chosen is not None and chosen.value <= target
     by_method = {measured.method: measured for measured in alone}
     for trial in trials:
         same = by_method[trial.method]
         assert trial.value == pytest.approx(same.mean, rel=1e-3) and trial.share == pytest.approx(same.share, rel=1e-2)
         assert trial.bytes == pytest.approx(same.bytes_per_token, abs=2)
-    cost = {m.method: tune.step_bytes(m.method, scorer.layers(), 20) for m in alone}
-    assert cost[chosen.method] == min(cost[m.method] for m in alone if m.mean <= target) < max(cost.values())
+    assert chosen.bytes == min(trial.bytes for trial in trials if trial.value <= target)
+    assert len(trials) < len(grid)

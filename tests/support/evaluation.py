@@ -10,6 +10,9 @@ import torch
 import skimkv
 from skimkv.eval import tasks
 from skimkv.eval.plan import Job, Setup, plan_job
+from skimkv.eval.results import Record, RecordKey
+from skimkv.eval.run import Run
+from skimkv.eval.timing import StepTimes
 
 TASK = "record(lines=12, asked=3)"
 SPECS = ("Dense()", "SparQ(r=8, k=16)", "LMInfinite(k=32)")
@@ -28,6 +31,11 @@ def small_job(
     """A setup of the bundled model, by default with two rows in a batch, and a job of one task."""
     setup = Setup(*builtin(), "builtin", **{"batch": 2, **options})
     return setup, plan_job(setup, tasks.parse(task), mode, [skimkv.parse(spec) for spec in specs], None, limit)
+
+
+def run_job(setup: Setup, job: Job, done: set[RecordKey] | None = None, times: StepTimes | None = None) -> list[Record]:
+    """The records of a job that are not done; `times` takes their times."""
+    return list(Run(setup, done or set(), times).records(job))
 
 
 def eval_argv(out: Any, *options: str, limit: int = 6) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skimkv.eval.tasks.ruler import words
+from skimkv.eval.tasks import words
 from training import folder
 from training.data import RowMaker, read_texts
 from training.tests.micro_model import ALL_KINDS

@@ -23,7 +23,8 @@ from .. import ops
 from ..ops.cpu import library as native
 from ..stores.base import Store
 
-FLUSH_BYTES = 192 << 20  # bytes that are read to drive everything else out of a CPU's caches
+LEAST_FLUSH = 192 << 20  # bytes that are read, at least, to drive everything else out of a CPU's caches
+CPUS = Path("/sys/devices/system/cpu")
 COPY_BYTES = 1 << 30  # bytes that are copied to measure a GPU's bandwidth: read once and written once
 Call = Callable[[], Any]
 
@@ -115,7 +116,7 @@ class Cpu(Machine):
 
     @functools.cached_property
     def _buffer(self) -> Tensor:
-        return torch.ones(FLUSH_BYTES // 4)
+        return torch.ones(flush_bytes() // 4)
 
     def free_bytes(self) -> int:
         """Return the system's estimate of the memory that programs can still take, or 2^62 where it gives none."""
@@ -136,7 +137,7 @@ class Cpu(Machine):
         return {f"read:{n} streams": (partial(read, buffer, n), buffer.nbytes) for n in (1, 2, 4, 8)}
 
     def between_calls(self, refresh: Call = nothing) -> None:
-        """Read a buffer that is larger than the processor's caches, then refresh the query."""
+        """Read a buffer of twice the processor's last-level caches, then refresh the query."""
         read(self._buffer)
         refresh()
 
@@ -238,6 +239,37 @@ class Cuda(Machine):
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+def flush_bytes(cpus: Path = CPUS) -> int:
+    """Return the bytes of the buffer that is read between two calls: twice the last-level caches, and at least 192 MiB.
+
+    A buffer that fits into the caches would drive nothing out of them, and the speed of reading it would be theirs.
+    """
+    return max(LEAST_FLUSH, 2 * last_level_cache(cpus))
+
+
+def last_level_cache(cpus: Path = CPUS) -> int:
+    """Return the bytes of all last-level caches of the processors that this process may use.
+
+    Each is counted once, however many processors share it, and whole, though other machines on the same hardware may
+    use a part of it. 0 where the system does not tell.
+    """
+    sizes: dict[str, tuple[int, int]] = {}  # by the processors that share the cache: its level and its bytes
+    for cpu in sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ():
+        found = []
+        for index in (cpus / f"cpu{cpu}" / "cache").glob("index*"):
+            with contextlib.suppress(OSError, ValueError):  # some kernels leave files out
+                level, size, shared = (
+                    (index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list")
+                )
+                unit = {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
+                found.append((int(level), int(size.rstrip("KMG")) << unit, shared))
+        if found:
+            level_, bytes_, shared = max(found)
+            sizes[shared] = level_, bytes_
+    last = max((level for level, _ in sizes.values()), default=0)
+    return sum(bytes_ for level, bytes_ in sizes.values() if level == last)
 
 
 def machine_for(device: torch.device) -> Machine:

@@ -156,8 +156,11 @@ class Rival:
             pass
         if self._process.wait():
             raise self._ended()
-        seconds = self.program.seconds(self._lines)
-        return [seconds[i] / self.program.tokens for i in self._counted]
+        try:
+            seconds = self.program.seconds(self._lines)
+            return [seconds[i] / self.program.tokens for i in self._counted]
+        except (ValueError, KeyError, IndexError, TypeError):  # a result that is cut off, or none
+            raise self._ended() from None
 
     def _next_repetition(self) -> None:
         number = self._between
@@ -183,7 +186,10 @@ class Rival:
     def _stop(self) -> None:
         """Stop the program, and read what it printed until then: it may have begun another repetition."""
         os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
+        _, status = os.waitpid(self._process.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):  # it ended before it could be stopped
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            raise self._ended()
         while b"\n" in self._rest or select.select([self._output], [], [], 0)[0]:
             if self._next_line() is None:
                 raise self._ended()
@@ -191,4 +197,5 @@ class Rival:
     def _ended(self) -> ValueError:
         status = self._process.wait()
         last = next((line for line in reversed(self._lines) if line.strip()), "it printed nothing")
-        return ValueError(f"{self.path}: {self.name} ended too early, with status {status}: {last}")
+        how = f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"status {status}"
+        return ValueError(f"{self.path}: {self.name} ended without a result, {how}: {last}")

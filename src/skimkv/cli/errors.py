@@ -52,7 +52,7 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
         if not hasattr(error, "format_message"):
             raise
         if kind == "NoArgsIsHelpError":
-            print(error.format_message(), file=sys.stderr)
+            print(error.format_message(), end="")  # typer prints the help itself
             return MISTAKE
         return fail(_wrong_value(error) or error.format_message())
     return status if isinstance(status, int) else 0

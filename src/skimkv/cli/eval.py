@@ -94,6 +94,9 @@ def evaluate(
             "the Hugging Face hub",
         ),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put context and question into the model's chat template, for a chat model.")
+    ] = False,
     seed: Seed = 0,
     model: Model = "builtin",
     dtype: Dtype = None,
@@ -146,7 +149,7 @@ def evaluate(
     place = resolve_device(device)
     backend = "ref" if count else ops.select_backend(place.type)[0]
     with Results(out, backend, resume_anyway) as results:
-        setup = _load(model, dtype, place, seed, batch, count)
+        setup = _load(model, dtype, place, seed, batch, count)._replace(chat=chat)
         from ..eval.plan import plan_evaluation
         from ..eval.run import run_evaluation
 
@@ -237,10 +240,21 @@ def _machine_name(place: torch.device) -> str:
 
 
 def _notes(rows: Sequence[Row], count: bool) -> list[str]:
-    """Why cells of the table are empty."""
+    """What a reader must know of the numbers, and why cells of the table are empty."""
     from ..eval.statistics import LEAST
 
     notes = []
+    if floors := [row.mean for row in rows if row.tail is not None and row.method == "Dense()"]:
+        notes.append(
+            f"Rounding alone moves dense attention by {max(floors):.2g} nats a token in this number format: smaller "
+            "divergences say nothing."
+        )
+    elif any(row.tail is not None for row in rows):
+        notes.append("Give --method 'Dense()' too: its divergence is what rounding alone does in this number format.")
+    if any(row.method.startswith("TopK(") and "oracle=True" not in row.method for row in rows):
+        notes.append(
+            "TopK(k) adds the k largest weights as they are, and does not renormalise them; with oracle=True it does."
+        )
     if any(row.n < LEAST for row in rows):
         notes.append(f"Fewer than {LEAST} examples give no interval: raise --limit.")
     if count:

@@ -145,6 +145,9 @@ def generate(
         answer["compare"] = {"dense": dense.json(), "differs_at": differs_at}
         if not as_json:
             print(_difference(result.text, dense.text, differs_at))
+            if differs_at is not None and network.dtype.itemsize < 4:
+                name = str(network.dtype).removeprefix("torch.")
+                print(f"    In {name} rounding alone can part two texts: --dtype float32 tells it from the method.")
     if as_json:
         output.print_json(answer)
     return fail("interrupted", INTERRUPTED) if interrupted else 0

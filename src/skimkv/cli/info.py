@@ -120,7 +120,7 @@ def _describe_model(model: str, as_json: bool) -> None:
     layers = model_layers(network)
     decoded, sentence = sum(layer.supported for layer in layers), describe_layers(layers)
     windows = [layer.window for layer in layers if layer.window is not None and not layer.supported]
-    if windows:
+    if windows and not decoded:  # where layers of both kinds are mixed, the same ones are decoded at any length
         sentence += f"; up to {min(windows)} tokens it decodes those that slide as well"
     if as_json:
         output.print_json({

@@ -1,4 +1,4 @@
-"""`skimkv tune`: find the cheapest r, k and channels of SparQ that keep a model near dense attention on a text."""
+"""`skimkv tune`: find the method with the fewest bytes that keeps a model near dense attention on a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -31,10 +30,12 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..eval.tune import DivergenceTrial, Loss, Scorer, Trial
+    from ..eval.tune import Pieces, Trial
+    from ..methods.base import Method
 
 TEXT_OPTIONS = "Text options"
-LEAST_SIZES = {"prompt": 32, "scored": 1, "pieces": 2}
+LEAST_SIZES = {"prompt": 32, "scored": 2, "pieces": 2}
+KNOWN = ("Skim", "SparQ", "Quest", "TopK", "LowRank", "H2O", "SnapKV", "TOVA", "StreamingLLM", "LMInfinite", "SubGen")
 
 
 class Channels(str, Enum):
@@ -46,21 +47,12 @@ class Channels(str, Enum):
     int4 = "int4"
 
 
-class Pieces(NamedTuple):
-    """Two sets of pieces of a text, in tokens: one to choose the method on, one to check it."""
-
-    tuned: list[list[int]]
-    checked: list[list[int]]
-    digest: str
-
-
 class Outcome(NamedTuple):
     """What was found: the chosen method, and the same on the pieces on which nothing was chosen."""
 
-    chosen: Trial | DivergenceTrial | None
-    checked: Trial | DivergenceTrial | None
-    trials: list[Trial | DivergenceTrial]
-    dense: Loss
+    chosen: Trial | None
+    checked: Trial | None
+    trials: list[Trial]
 
 
 class Target(NamedTuple):
@@ -93,6 +85,13 @@ def tune(
             help="The greatest mean of KL(dense ‖ method) in nats a token, such as 0.01, instead of --target-loss.",
         ),
     ] = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", callback=_names, show_default="Skim and SparQ",
+            help="A method whose settings are searched, such as SnapKV. May be given several times.",
+        ),
+    ] = None,
     channels: Annotated[
         list[Channels] | None,
         typer.Option(
@@ -102,7 +101,12 @@ def tune(
         ),
     ] = None,
     prompt: Annotated[
-        int, typer.Option(rich_help_panel=TEXT_OPTIONS, help="Number of tokens of each piece that are read at once.")
+        int,
+        typer.Option(
+            rich_help_panel=TEXT_OPTIONS,
+            help="Number of tokens of each piece that are read at once. Give the length that you will use: longer "
+            "texts need a larger k.",
+        ),
     ] = 1024,
     scored: Annotated[
         int, typer.Option(rich_help_panel=TEXT_OPTIONS, help="Number of tokens after them that the method decodes.")
@@ -123,7 +127,7 @@ def tune(
     plot: Plot = None,
     as_json: Json = False,
 ) -> int:  # fmt: skip
-    """Find the SparQ that moves the fewest bytes while the model stays within a target on a text.
+    """Find the method that moves the fewest bytes while the model stays within a target on a text.
 
     The target bounds the increase of the loss or, with --target-kl, how far the distributions of the next token move.
 
@@ -146,43 +150,48 @@ def tune(
     from .. import ops
     from ..eval.results import Results
     from ..hf.load import load
+    from ..methods import Dense
 
     with Results(out, ops.select_backend(place.type)[0], resume_anyway) as results:
         network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
-        from ..eval.tune import DivergenceScorer, Scorer
+        from ..eval.plan import Setup
+        from ..eval.tune import SEARCHED, Pieces
         from ..hf import fingerprint
         from ..hf.positions import check_length
 
-        check_length(network, prompt + scored + 1)
-        cut = _cut(text, tokenizer, prompt + scored + 1, pieces)
-        scorer, spec = Scorer, f"tune(prompt={prompt}, scored={scored})"
-        if target.is_kl:
-            scorer, spec = DivergenceScorer, f"kl(context={prompt}, reference={scored})"
-        source = fingerprint.of_model(network, tokenizer, model)
-        key = {"model": model, "dtype": str(network.dtype).removeprefix("torch."), "task": spec, "source": source}
+        size = prompt + scored
+        check_length(network, size + 1)
+        cut = _cut(text, tokenizer, size, pieces)
+        digest = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
+        setup = Setup(network, tokenizer, model, 0, batch, weights=fingerprint.of_model(network, tokenizer, model))
         tuned, checked = (
-            scorer(network, tokenizer, part, prompt, results, {**key, "mode": f"{name} {cut.digest}"}, batch)
-            for name, part in (("tuned", cut.tuned), ("checked", cut.checked))
+            Pieces(setup, results, part, prompt, f"{name} {digest}", target.is_kl)
+            for name, part in (("tuned", cut[:pieces]), ("checked", cut[pieces:]))
         )
         try:
-            outcome = _run(tuned, checked, ways, target)
+            outcome = _run(tuned, checked, search or SEARCHED, ways, target)
         except KeyboardInterrupt:
             return fail_interrupted(len(results.records), out)
-    if plot is not None and outcome.trials:
-        _draw(outcome, target, f"{model}, {text.name}, {prompt} tokens and {scored} after them", plot)
-    if outcome.chosen is None:
-        raise ValueError(_nearest(outcome.trials, target))
+        dense = tuned.trial(Dense())
+        if outcome.chosen is None:
+            raise ValueError(_nearest(outcome.trials, target))
+        dense_value = dense.value if target.is_kl else tuned.loss()
+    setting = f"{model}, {text.name}, {prompt} tokens and {scored} after them"
+    if plot is not None:
+        _draw(outcome, target, setting, plot)
     if as_json:
-        dense = fmean(outcome.dense.nats)
         output.print_json({
-            "model": model, "target": target.bound, "dense_kl" if target.is_kl else "dense_nats": dense,
-            "dense_bytes": outcome.dense.bytes, "chosen": outcome.chosen.json(),
-            "checked": outcome.checked and outcome.checked.json(), "searched": [t.json() for t in outcome.trials],
+            "model": model, "target": target.bound, "dense_kl" if target.is_kl else "dense_nats": dense_value,
+            "dense_bytes": dense.bytes, "chosen": outcome.chosen.json(target.is_kl),
+            "checked": outcome.checked and outcome.checked.json(target.is_kl),
+            "searched": [t.json(target.is_kl) for t in outcome.trials],
             "out": str(out), "figure": None if plot is None else str(plot),
         })  # fmt: skip
         return 0
-    _print_table(outcome.chosen, outcome.trials, outcome.dense, target)
-    _print_check(outcome.checked, len(cut.checked), target)
+    title = f"{setting}; {pieces} pieces, dense: {dense.bytes:,} bytes a step"
+    _print_table(outcome, title if target.is_kl else f"{title}, {dense_value:.4f} nats a token", target)
+    _print_check(outcome.checked, len(checked.pieces), target)
+    print(f"Prompts had {prompt} tokens: where yours are longer, give --prompt, since k grows with the length.")
     if plot is not None:
         print(f"Figure: {plot}")
     return 0
@@ -210,7 +219,14 @@ def _parse_target(loss: str | None, kl: float | None) -> Target:
     return Target(kl, is_kl=True)
 
 
-def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> Pieces:
+def _names(values: list[str] | None) -> list[str] | None:
+    for name in values or ():
+        if name not in KNOWN:
+            raise ValueError(f"--search {name!r} must be one of {', '.join(KNOWN)}")
+    return values
+
+
+def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> list[list[int]]:
     """Cut a text into pieces of `size` tokens: `pieces` to choose on, and up to as many to check."""
     from ..eval.generate import encode_pieces
     from ..eval.tasks import source
@@ -218,61 +234,68 @@ def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> Pieces:
     cut = encode_pieces(tokenizer, source.read_text(path), size, 2 * pieces)
     if len(cut) < pieces:
         raise ValueError(f"{path}: the text has {len(cut)} pieces of {size} tokens, too few for --pieces {pieces}")
-    return Pieces(cut[:pieces], cut[pieces:], hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16])
+    return cut
 
 
-def _run(tuned: Scorer, checked: Scorer, channels: Sequence[str], target: Target) -> Outcome:
-    """Choose a method on the one scorer's pieces, and check it on the other's."""
+def _run(tuned: Pieces, checked: Pieces, names: Sequence[str], channels: Sequence[str], target: Target) -> Outcome:
+    """Choose a method on the one set of pieces, and check it on the other; every trial is a line on stderr."""
     from ..eval.tune import tune as search
 
     with output.progress_bar() as bar:
-        task = bar.add_task("", total=None)
-        chosen, trials, dense = search(
-            tuned, channels, target.bound, lambda spec: bar.update(task, advance=1, description=spec)
-        )  # fmt: skip
+        task = bar.add_task(f"reads {len(tuned.pieces)} prompts", total=None)
+
+        def show(method: Method, trial: Trial | None) -> None:
+            """Show what is tried, and what came of it."""
+            if trial is None:
+                bar.update(task, description=repr(method))
+            else:
+                line = f"{method}: {trial.share:.1%} of dense's bytes, {_value(trial, target)}"
+                bar.console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+                bar.advance(task)
+
+        chosen, trials = search(tuned, names, channels, target.bound, show)
         check = None
         if chosen is not None and checked.pieces:
             bar.update(task, description="on other pieces")
             check = checked.trial(chosen.method)
-    return Outcome(chosen, check, trials, dense)
+    return Outcome(chosen, check, trials)
 
 
 def _draw(outcome: Outcome, target: Target, setting: str, path: Path) -> None:
     from ..eval import figures
+    from ..eval.panels import label
 
-    points = [(getattr(t.method, "channels", ""), t.share, t.value, t.low, t.high) for t in outcome.trials]
+    points = [(label(repr(t.method)), t.share, t.value, t.low, t.high) for t in outcome.trials]
     chosen = outcome.chosen and (repr(outcome.chosen.method), outcome.chosen.share, outcome.chosen.value)
     figures.tuning(points, target.bound, chosen, setting, path, from_dense=target.is_kl)
 
 
-def _nearest(trials: Sequence[Trial | DivergenceTrial], target: Target) -> str:
+def _nearest(trials: Sequence[Trial], target: Target) -> str:
     """What to say where nothing stays within the target."""
     if not trials:
-        return "no SparQ moves fewer bytes than dense at this length: give a longer --prompt"
+        return "no method moves fewer bytes than dense at this length: give a longer --prompt"
     best = min(trials, key=lambda t: t.value)
-    bound, nearest = f"{target.bound:.3%} of dense's loss", f"{best.value:+.3%}"
-    if target.is_kl:
-        bound, nearest = f"{target} of mean KL from dense", target.write(best.value)
+    bound = f"{target} of mean KL from dense" if target.is_kl else f"{target} of dense's loss"
     return (
-        f"none of {len(trials)} SparQ stays within {bound}; the nearest is {best.method}, {nearest} with "
-        f"{best.share:.1%} of its bytes"
+        f"none of {len(trials)} settings stays within {bound}; the nearest is {best.method}, "
+        f"{target.write(best.value)} with {best.share:.1%} of its bytes"
     )
 
 
-def _print_table(
-    chosen: Trial | DivergenceTrial, trials: Sequence[Trial | DivergenceTrial], dense: Loss, target: Target
-) -> None:
+def _print_table(outcome: Outcome, title: str, target: Target) -> None:
     """Print what was tried, cheapest first, and the chosen method."""
-    first = f"{len(dense.nats)} pieces; dense: "
-    title = f"{first}{dense.bytes:,} bytes a step"
     columns = ["mean KL, nats", "99th percentile", "maximum", "same top token"]
     if not target.is_kl:
-        title = f"{first}{fmean(dense.nats):.4f} nats a token, {dense.bytes:,} bytes a step"
         columns = ["loss", "95% interval"]
     table = output.table(title, "method", "of dense's bytes", *columns, f"within {target}")
-    for t in sorted(trials, key=lambda t: t.bytes):
+    chosen = outcome.chosen
+    assert chosen is not None
+    for t in sorted(outcome.trials, key=lambda t: t.bytes):
         mark = "chosen" if t.method == chosen.method else "yes" if t.value <= target.bound else ""
-        table.add_row(repr(t.method), f"{t.share:.1%}", *_cells(t), mark)
+        cells = [f"{t.value:+.2%}", "" if t.low is None else f"{t.low:+.2%} … {t.high:+.2%}"]
+        if target.is_kl:
+            cells = [f"{t.value:.3g}", f"{t.tail.kl_p99:.3g}", f"{t.tail.kl_max:.3g}", f"{t.tail.agreement:.1%}"]
+        table.add_row(repr(t.method), f"{t.share:.1%}", *cells, mark)
     console = output.console(130 if target.is_kl else 110)
     console.print(table)
     what = "mean KL" if target.is_kl else "loss"
@@ -280,7 +303,7 @@ def _print_table(
     console.print(sentence, soft_wrap=True, markup=False)
 
 
-def _value(trial: Trial | DivergenceTrial, target: Target) -> str:
+def _value(trial: Trial, target: Target) -> str:
     """What the target bounds, with its interval if there is one."""
     ends = ""
     if trial.low is not None and trial.high is not None:
@@ -288,17 +311,7 @@ def _value(trial: Trial | DivergenceTrial, target: Target) -> str:
     return f"{target.write(trial.value)}{ends}"
 
 
-def _cells(trial: Trial | DivergenceTrial) -> list[str]:
-    """What a trial measured, for the table."""
-    from ..eval.tune import Trial
-
-    if isinstance(trial, Trial):
-        has_interval = trial.low is not None and trial.high is not None
-        return [f"{trial.increase:+.2%}", f"{trial.low:+.2%} … {trial.high:+.2%}" if has_interval else ""]
-    return [f"{trial.kl_mean:.3g}", f"{trial.kl_p99:.3g}", f"{trial.kl_max:.3g}", f"{trial.agreement:.1%}"]
-
-
-def _print_check(checked: Trial | DivergenceTrial | None, pieces: int, target: Target) -> None:
+def _print_check(checked: Trial | None, pieces: int, target: Target) -> None:
     """Print how the chosen method does on the pieces on which nothing was chosen."""
     console = output.console(110)
     if checked is None:

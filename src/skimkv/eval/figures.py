@@ -27,16 +27,14 @@ from ..plotting import (
     score_axis,
     side_by_side,
 )
-from ..stores.full import CHANNELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CHANNEL_COLOURS = (*CHANNELS[1:], CHANNELS[0])  # kinds of channels in the order of their colours in `tuning`
 SHARE_LABEL = "bytes read per step, as a share of dense attention's (log scale)"
 
 LengthPoint = tuple[float, float, float | None, float | None]  # (tokens, mean, low, high)
-TrialPoint = tuple[str, float, float, float | None, float | None]  # (channels, share of bytes, increase, low, high)
+TrialPoint = tuple[str, float, float, float | None, float | None]  # (line, share of bytes, increase, low, high)
 Cells = dict[tuple[float, float], float]  # (tokens of the prompt, depth) -> share of needles found
 
 
@@ -256,21 +254,20 @@ def tuning(
 ) -> None:
     """Draw what `skimkv tune` tried: the increase of the loss over dense against bytes, the bound, the chosen method.
 
-    points: (channels, share of dense's bytes, increase of the loss, the ends of its interval). chosen: (method, share,
+    points: (line, share of dense's bytes, increase of the loss, the ends of its interval). chosen: (method, share,
     increase). setting: the first line of the title. from_dense: instead of increases, these are divergences from dense
     attention in nats.
     """
     scale, what = (1, "mean KL from dense, in nats a token") if from_dense else (100, "increase of the loss over dense")
     fig = new_figure((8.6, 5.2), dpi=140)
     ax = fig.subplots()
-    for channels, (colour, marker) in zip(CHANNEL_COLOURS, STYLES, strict=False):
-        own = sorted(point[1:] for point in points if point[0] == channels)
-        if own:
-            x, y = [p[0] for p in own], [scale * p[1] for p in own]
-            ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=f"channels={channels!r}")
-            for share, _, low_end, high_end in own:
-                if low_end is not None and high_end is not None:
-                    ax.vlines(share, scale * low_end, scale * high_end, color=colour, alpha=0.85, linewidth=1)
+    for name, (colour, marker) in line_styles(list(dict.fromkeys(point[0] for point in points))).items():
+        own = sorted(point[1:] for point in points if point[0] == name)
+        x, y = [p[0] for p in own], [scale * p[1] for p in own]
+        ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=name)
+        for share, _, low_end, high_end in own:
+            if low_end is not None and high_end is not None:
+                ax.vlines(share, scale * low_end, scale * high_end, color=colour, alpha=0.85, linewidth=1)
     lowest: list[tuple[float, float]] = []
     for _, share, value, *_ in sorted(points, key=lambda p: p[1]):
         if not lowest or scale * value < lowest[-1][1]:

@@ -85,15 +85,21 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("--chat: this model's tokenizer has no chat template")
-        turn = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        prompt = chat_text(tokenizer, prompt)
     ids: list[int] = tokenizer(prompt, add_special_tokens=not chat, verbose=False).input_ids
     bos = tokenizer.bos_token_id
     if not chat and bos is not None and ids[:1] != [bos] and getattr(tokenizer, "add_bos_token", None) is not False:
         ids = [bos, *ids]
     return ids
+
+
+def chat_text(tokenizer: Any, prompt: str) -> str:
+    """A user's turn of a chat as text, up to where the answer begins. Raises ValueError without a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("--chat: this model's tokenizer has no chat template")
+    turn = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return text
 
 
 def encode_pieces(tokenizer: Any, text: str, size: int, count: int) -> list[list[int]]:

@@ -120,7 +120,7 @@ def needle_panels(records: Records) -> dict[str, list[tuple[str, Cells]]]:
     needles = [record for record in records if record["task"].startswith("needle")]
     for mode in dict.fromkeys(record["mode"] for record in needles):
         own = [record for record in needles if record["mode"] == mode]
-        sizes = {record["at"][0] for record in own}  # in characters
+        sizes = {record["at"][0] for record in own}
         tokens = {size: fmean(r["prompt_tokens"] for r in own if r["at"][0] == size) for size in sizes}
         scores: dict[str, dict[tuple[float, float], list[float]]] = {}
         for record in own:

@@ -14,12 +14,12 @@ import torch
 
 from ..hf.positions import counts_in_cache
 from ..hf.rotary import key_rotations
-from ..methods import Dense, SparQ, parse
+from ..methods import Dense, SnapKV, SparQ, parse
 from ..methods.base import Method
 from . import budgets
 from .answer import Question
-from .divergence import take_documents
-from .generate import encode
+from .forced import take_documents
+from .generate import chat_text, encode
 from .results import RecordKey
 from .shared_prompt import layer_shapes, record_prompt
 from .sweeps import MODES, SWEEPS
@@ -32,7 +32,7 @@ class Setup(NamedTuple):
     """What all records of an evaluation share.
 
     counted: measure the traffic, on the reference backend and row by row, instead of predicting it. weights: the
-    fingerprint of the model (hf/fingerprint.py).
+    fingerprint of the model (hf/fingerprint.py). chat: context and question are a user's turn of a chat.
     """
 
     model: Any
@@ -42,6 +42,7 @@ class Setup(NamedTuple):
     batch: int = 1
     counted: bool = False
     weights: str = ""
+    chat: bool = False
 
     @property
     def positions(self) -> int | None:
@@ -49,8 +50,23 @@ class Setup(NamedTuple):
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a text has as a prompt, with what the tokenizer puts before it."""
-        return len(encode(self.tokenizer, text, chat=False))
+        """How many tokens a text has as a prompt, with what the tokenizer or a chat puts around it."""
+        return len(encode(self.tokenizer, text, self.chat))
+
+    def encode_beginning(self, text: str, beginning: str) -> list[int]:
+        """Token ids of the beginning of a prompt: of a chat, those before the rest of the turn.
+
+        Raises ValueError if the chat template changes what it is given.
+        """
+        if not self.chat or beginning == text:
+            return encode(self.tokenizer, beginning, self.chat)
+        whole, part = chat_text(self.tokenizer, text), beginning.strip()
+        if part not in whole:
+            raise ValueError("--chat: the model's chat template changes the text that it is given")
+        ids: list[int] = self.tokenizer(
+            whole[: whole.index(part) + len(part)], add_special_tokens=False, verbose=False
+        ).input_ids
+        return ids
 
 
 class PlannedExample(NamedTuple):
@@ -159,7 +175,7 @@ def plan_job(
     if task.is_of_documents:
         return _plan_documents(setup, task, methods, data, limit)
     examples = list(islice(task.examples(data, setup.seed, setup.count_tokens), limit))
-    texts = [task.module.prompt(example) for example in examples]
+    texts = [task.prompt(example) for example in examples]
     if not any(question for _, question in texts) and all(example.given for example in examples):
         mode = "forced"
     prompts = [context + question if mode == "aware" else context for context, question in texts]
@@ -194,11 +210,19 @@ def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: P
             f"{task.spec}: no document of {data or 'the Hub'} has context + reference = {size} tokens, the longest has "
             f"{taken.longest}; its arguments are {task.sizes}"
         )
-    groups = []
-    for example, ids in taken.documents:
-        source = hashlib.sha256(json.dumps((setup.weights, ids[:context], ids[context:])).encode()).hexdigest()[:16]
-        groups.append([PlannedExample(example, ids[:context], Question(ids[context:]), source)])
+    groups = document_groups(taken.documents, context, setup.weights)
     return Job(task, "forced", groups, list(methods), taken.too_short)
+
+
+def document_groups(
+    documents: Sequence[tuple[Example, list[int]]], context: int, weights: str = ""
+) -> list[list[PlannedExample]]:
+    """Plan documents, given with their tokens, of which the first `context` are the prompt; a group is one document."""
+    groups = []
+    for example, ids in documents:
+        source = hashlib.sha256(json.dumps((weights, ids[:context], ids[context:])).encode()).hexdigest()[:16]
+        groups.append([PlannedExample(example, ids[:context], Question(ids[context:]), source)])
+    return groups
 
 
 def _fits(planned: PlannedExample, positions: int | None) -> bool:
@@ -216,22 +240,24 @@ def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]
     """Tokenize examples that share a prompt; members: (example, context, question).
 
     Context, question and a given answer are tokenized as one text, and split where it parts from the prompt's own
-    tokens: both modes then feed the same tokens to the model.
+    tokens: both modes then feed the same tokens to the model. A text that is only scored is no turn of a chat.
     """
+    example, context, question = members[0]
+    setup = setup._replace(chat=setup.chat and not example.given)
 
     def tokens(text: str) -> list[int]:
         """Return the tokens of a text."""
-        return encode(setup.tokenizer, text, chat=False)
+        return encode(setup.tokenizer, text, setup.chat)
 
     whole = [tokens(context + question + (e.answers[0] if e.given else "")) for e, context, question in members]
-    prompt_tokens = tokens(prompt)
+    prompt_tokens = setup.encode_beginning(context + question, prompt)
     shared = min(_common_start(prompt_tokens, ids) for ids in whole)
     group = []
     for (example, context, question), ids in zip(members, whole, strict=True):
         if example.given:
             unscored, new_tokens = max(_common_start(tokens(context + question), ids), shared), 0
         else:
-            unscored, new_tokens = len(ids), example.new or len(tokens(example.answers[0]))
+            unscored, new_tokens = len(ids), example.new or len(encode(setup.tokenizer, example.answers[0], chat=False))
         end = example.stop, example.chars, example.enough, example.answers if example.enough else ()
         asked = Question(ids[shared:], len(ids) - unscored, new_tokens, *end)
         source = hashlib.sha256(json.dumps((setup.weights, ids[:shared], asked.feed, example.answers)).encode())
@@ -250,6 +276,7 @@ def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
 
     Methods whose bytes depend on the data are solved on the first questions about that prompt. Where queries share KV
     heads, SparQ does not use the mean value by default; there its form that does stands beside it, at the same r and k.
+    Beside SnapKV stands its form with a wider pool: numbers that are tokenized digit by digit lose their ends with 5.
     Returns the methods, Dense first, and notes on those that cannot read so little.
     """
     group = sorted(job.groups, key=lambda group: len(group[0].prompt))[len(job.groups) // 2]
@@ -263,6 +290,8 @@ def matched_to(setup: Setup, job: Job) -> tuple[list[Method], list[str]]:
         methods.append(method)
         if grouped and isinstance(method, SparQ):
             methods.append(dataclasses.replace(method, mean_value=True))
+        if isinstance(method, SnapKV):
+            methods.append(dataclasses.replace(method, pool=13))
     supported, misfits = supported_methods(setup, methods)
     return supported, [*(f"{note} on {job.task.spec}" for note in left_out), *misfits]
 

@@ -47,7 +47,7 @@ class Record(NamedTuple):
     share. at: where the example stands in a figure. elements to dense_bytes:
     sums over the decoded steps (traffic.Cost). kl and agrees are there where distributions were compared: the KL
     divergence from dense attention after each forced token, to 5 significant digits, and a 1 for each after which the
-    most likely token is the same, else a 0.
+    most likely token is the same, else a 0. loss: the mean of -log p of the forced tokens but the first, in nats.
     """
 
     key: RecordKey
@@ -70,6 +70,7 @@ class Record(NamedTuple):
     versions: dict[str, str]
     kl: list[float] | None = None
     agrees: str | None = None
+    loss: float | None = None
 
     def json(self) -> dict[str, Any]:
         """The record as one flat object, the key's fields first, without the fields that are None."""
@@ -96,7 +97,7 @@ def _has_type(name: str, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
     if name == "counted":
         return isinstance(value, bool)
-    if name == "score":
+    if name in ("score", "loss"):
         return _is_number(value)
     if name == "kl":
         return isinstance(value, list) and bool(value) and all(map(_is_number, value))

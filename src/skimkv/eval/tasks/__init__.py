@@ -1,12 +1,12 @@
 """Tasks, one file each: what the model reads, what it is asked, and which answers are right.
 
-A task is a module of three functions:
+A task is a module of two functions:
     examples(*, data, seed, ...) -> iterator of Example; how many are taken from it changes none of them. Where sizes
         are in tokens it has an argument `count_tokens`, a function that tells how many tokens a text has.
-    prompt(example) -> (context, question); their concatenation is the prompt
     score(output, example) -> float; larger is better, or smaller where the module says LOWER; UNIT says of what
-and, where scores go beyond 1, of a fourth:
-    greatest_score(...) -> the greatest score that is possible, with the arguments of `examples`
+and, where they are needed, of two more:
+    prompt(example) -> (context, question), of which the prompt is made; else it is the example's own
+    greatest_score(...) -> the greatest score that is possible, with the arguments of `examples`; else it is 1
 A module whose examples are documents (Example.tokens) says DOCUMENTS; then `output` are the divergences from dense
 attention.
 The spec of a task is its name with the arguments of `examples`: `lines`, `lines(lines=200)`. A suite is several tasks
@@ -61,6 +61,11 @@ class Task(NamedTuple):
             options["count_tokens"] = count_tokens or (lambda text: len(text) // 4)
         examples: Iterator[Example] = self.module.examples(data=data, seed=seed, **options)
         return examples
+
+    def prompt(self, example: Example) -> tuple[str, str]:
+        """The context and the question of an example; their concatenation is the prompt."""
+        made: tuple[str, str] = getattr(self.module, "prompt", lambda own: (own.context, own.question))(example)
+        return made
 
     @property
     def is_made_up(self) -> bool:

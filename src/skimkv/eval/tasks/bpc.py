@@ -51,11 +51,6 @@ def split_articles(text: str) -> list[tuple[int, str]]:
     return [(a, text[a:b]) for a, b in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The article's beginning; there is no question."""
-    return example.context, ""
-
-
 def greatest_score(**arguments: object) -> float:
     """There is none: a character can take any number of bits."""
     return math.inf

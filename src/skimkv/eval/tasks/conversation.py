@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from . import answers
 from .base import Example, check_whole
-from .record import MOST_LINES, WORDS
+from .record import MOST_LINES
+from .words import NOUNS
 
 HEAD = "Every line says where a road leads.\n\n"
 LINE = "The road of {} leads to {}.\n"
@@ -51,7 +52,7 @@ def make(rng: random.Random, lines: int, turns: int) -> Conversation:
     """
     names: dict[str, None] = {}
     while len(names) < lines:
-        names["-".join(rng.sample(WORDS, 2))] = None
+        names["-".join(rng.sample(NOUNS, 2))] = None
     circle = list(names)
     leads = dict(zip(circle, circle[1:] + circle[:1], strict=True))
     shown = rng.sample(circle, lines)
@@ -87,11 +88,6 @@ def examples(*, data: Path | None = None, seed: int = 0, lines: int = 100, turns
                 f"{i}-{number}", conversation.context, question, (turn.answer,), NEW_TOKENS, "\n", at=at
             )  # fmt: skip
             so_far = f"{question} {turn.answer}"
-
-
-def prompt(example: Example) -> tuple[str, str]:
-    """The lines, and the conversation up to the answer that is wanted."""
-    return example.context, example.question
 
 
 def score(output: str, example: Example) -> float:

@@ -57,11 +57,6 @@ def _split(text: str, size: int) -> list[tuple[int, str]]:
     return [(piece.start(), piece[0]) for piece in re.finditer(rf".{{1,{size}}}\S*", text, flags=re.DOTALL)]
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The document; there is no question."""
-    return example.context, ""
-
-
 def greatest_score(**arguments: object) -> float:
     """There is none: a method can exclude any token."""
     return math.inf

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from . import source
 from .base import Example, check_whole
-from .record import MOST_LINES, WORDS
+from .record import MOST_LINES
+from .words import NOUNS
 
 HEAD = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
@@ -45,7 +46,7 @@ def _make(seed: int, lines: int) -> Iterator[tuple[str, str, list[tuple[str, str
         rng = random.Random(f"{seed} {i}")
         keys: dict[str, str] = {}
         while len(keys) < lines:
-            a, b = rng.sample(WORDS, 2)
+            a, b = rng.sample(NOUNS, 2)
             keys[f"{a}-{b}"] = str(rng.randint(1000, 49999))
         record = list(keys.items())
         yield f"{i}", HEAD, record, record[int((i % 10 + rng.random()) / 10 * lines)]
@@ -76,11 +77,6 @@ def _read(data: Path, lines: int) -> Iterator[tuple[str, str, list[tuple[str, st
             raise ValueError(f"{path}, line {i + 1}: {len(record)} lines, lines = {lines} asked for")
         start = place * (len(record) - lines) // max(len(record) - 1, 1)
         yield f"{path.stem}-{i}", head, record[start : start + lines], (index, number)
-
-
-def prompt(example: Example) -> tuple[str, str]:
-    """The record, and the question about one of its lines."""
-    return example.context, example.question
 
 
 def score(output: str, example: Example) -> float:

@@ -5,6 +5,7 @@ The figure shows which needles a method finds, by the length of the text and the
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from itertools import count
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from . import source
 from .base import Example, check_whole
+from .ruler.sample import CountTokens, Sample, fit
 
 HEAD = "The best thing to do in San Francisco is"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
@@ -19,18 +21,19 @@ QUESTION = "What is the best thing to do in San Francisco?"
 
 
 def examples(
-    *, data: Path | None = None, seed: int = 0, lengths: tuple[int, ...] | int = (3000, 6000, 9000), depths: int = 5
-) -> Iterator[Example]:
+    *, data: Path | None = None, seed: int = 0, count_tokens: CountTokens,
+    lengths: tuple[int, ...] | int = (1024, 2048, 4096), depths: int = 5,
+) -> Iterator[Example]:  # fmt: skip
     """Give every length with every depth, then again with other hay, without end.
 
-    A length is in characters, about 4 a token of a large model; depths are spread evenly from 0, the beginning, to
-    1, the end.
+    A length is in tokens, those of the question and its answer among them; depths are spread evenly from 0, the
+    beginning, to 1, the end.
     """
     lengths = tuple(lengths) if isinstance(lengths, (tuple, list)) else (lengths,)
     if not lengths:
         raise ValueError("needle: lengths is empty; write for example lengths=(3000, 6000)")
     for length in lengths:
-        check_whole("lengths", length, 200)
+        check_whole("lengths", length, 128)
     check_whole("depths", depths, 2)
     path = source.find_file(data, "essays")
     if path is None:
@@ -38,19 +41,24 @@ def examples(
         texts = [row["content"] for row in source.load_from_hub("needle", "a folder essays", name, split="train")]
     else:
         texts = [source.read_text(p) for p in ([path] if path.is_file() else sorted(path.glob("*.txt")))]
-    if sum(map(len, texts)) < max(lengths):
-        raise ValueError(f"needle: {path or 'the hay'} has {sum(map(len, texts))} characters, not {max(lengths)}")
+    question = f"\n\n{QUESTION} {HEAD}"
+    room = count_tokens(question + f" {ANSWER}")
     for repetition in count():
         random.Random(f"{seed} {repetition}").shuffle(texts)
         hay = "\n\n".join(texts)
-        for length in lengths:
-            for i in range(depths):
-                depth = i / (depths - 1)
-                at = _sentence_start(hay, int(depth * length)) if i < depths - 1 else length
-                context = f"{hay[:at]}{' ' if at == length else ''}{HEAD} {ANSWER}. {hay[at:length]}"
-                yield Example(
-                    f"{repetition}-{length}-{depth:.3g}", context, QUESTION, (ANSWER,), 0, "\n", at=(length, depth)
-                )
+        for length, i in itertools.product(lengths, range(depths)):
+            depth = i / (depths - 1)
+
+            def hide(size: int, depth: float = depth, hay: str = hay) -> Sample:
+                """Hide the needle in so many characters of hay."""
+                at = _sentence_start(hay, int(depth * size)) if depth < 1 else size
+                return Sample(f"{hay[:at]}{' ' if at == size else ''}{HEAD} {ANSWER}. {hay[at:size]}", "", ())
+
+            found, size = fit(hide, length, room, count_tokens, 0, 4 * length, len(hay))
+            if size == len(hay):
+                raise ValueError(f"needle: {path or 'the hay'} has {size} characters, too few for {length} tokens")
+            name = f"{repetition}-{length}-{depth:.3g}"
+            yield Example(name, found.context, QUESTION, (ANSWER,), 0, "\n", at=(length, depth))
 
 
 def _sentence_start(text: str, near: int) -> int:

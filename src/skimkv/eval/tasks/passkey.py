@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from .base import Example, check_whole
+from .ruler.sample import CountTokens, Sample, fit
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -18,22 +19,31 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 QUESTION = "What is the pass key? The pass key is"
 
 
-def examples(*, data: Path | None = None, seed: int = 0, length: int = 8000) -> Iterator[Example]:
-    """Make texts of `length` characters without end; the number is in the i-th tenth of the i-th of every ten."""
-    check_whole("length", length, 500)
+NEW_TOKENS = 12
+
+
+def examples(
+    *, data: Path | None = None, seed: int = 0, count_tokens: CountTokens, length: int = 2048
+) -> Iterator[Example]:
+    """Make texts without end, each as long as `length` tokens allow, those of the answer among them.
+
+    The number is in the i-th tenth of the i-th of every ten.
+    """
+    check_whole("length", length, 128)
     for i in count():
         rng = random.Random(f"{seed} {i}")
-        key = str(rng.randint(10000, 99999))
-        before = int((i % 10 + rng.random()) / 10 * (length - len(HEAD)) / len(FILLER))
-        after = round((length - len(HEAD)) / len(FILLER)) - before - 1
+        key, share = str(rng.randint(10000, 99999)), (i % 10 + rng.random()) / 10
         hidden = f"The pass key is {key}. Remember it. {key} is the pass key.\n"
-        context = HEAD + before * FILLER + hidden + max(after, 0) * FILLER
-        yield Example(str(i), context, QUESTION, (key,), 12, "\n", at=(length, before / (before + after or 1)))
 
+        def sample(size: int, hidden: str = hidden, share: float = share, key: str = key) -> Sample:
+            """Hide the number among so many lines of filler."""
+            before = int(share * (size + 1))
+            context = HEAD + before * FILLER + hidden + (size - before) * FILLER
+            return Sample(context, QUESTION, (key,), before / max(1, size))
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The text with the number, and the question for it."""
-    return example.context, example.question
+        found, _ = fit(sample, length, NEW_TOKENS, count_tokens, 0, length // 24)
+        at = (length, found.depth)
+        yield Example(str(i), found.context, QUESTION, (key,), NEW_TOKENS, "\n", at=at)
 
 
 def score(output: str, example: Example) -> float:

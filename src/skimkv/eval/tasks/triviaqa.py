@@ -45,11 +45,6 @@ def _convert(row: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
         yield {"id": key, "question": row["question"], "answers": row["answer"]["aliases"], "context": context}
 
 
-def prompt(example: Example) -> tuple[str, str]:
-    """The document, and the question."""
-    return example.context, example.question
-
-
 def score(output: str, example: Example) -> float:
     """Return 1 if the output begins with one of the answers, else 0."""
     return answers.score_start(output, example.answers)

@@ -6,10 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .. import source
+from .. import source, words
 from ..base import Example, check_whole
-from . import words
-from .sample import CountTokens, Make, Sample, fit_each, prompt_of, share_of_answers
+from .sample import CountTokens, Make, Sample, fit_each, share_of_answers
 
 HEAD = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -90,4 +89,4 @@ def _vocabulary(data: Path | None) -> list[str]:
     return different
 
 
-prompt, score = prompt_of, share_of_answers
+score = share_of_answers

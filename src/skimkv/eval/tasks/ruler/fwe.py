@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..base import Example, check_whole
-from .sample import CountTokens, Sample, fit_each, prompt_of, share_of_answers
+from .sample import CountTokens, Sample, fit_each, share_of_answers
 
 HEAD = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
@@ -59,4 +59,4 @@ def examples(
         yield example
 
 
-prompt, score = prompt_of, share_of_answers
+score = share_of_answers

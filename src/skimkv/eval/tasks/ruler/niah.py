@@ -10,9 +10,8 @@ from pathlib import Path
 
 from .. import source
 from ..base import Example, check_whole
-from ..record import WORDS as NOUNS
-from .sample import CountTokens, Sample, fit_each, prompt_of, share_of_answers
-from .words import ADJECTIVES
+from ..words import ADJECTIVES, NOUNS
+from .sample import CountTokens, Sample, fit_each, share_of_answers
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -137,4 +136,4 @@ def read_essays(data: Path | None) -> list[str]:
     return found
 
 
-prompt, score = prompt_of, share_of_answers
+score = share_of_answers

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import source
 from ..base import Example, check_whole
-from .sample import CountTokens, Sample, TooShort, fit, match_part, prompt_of
+from .sample import CountTokens, Sample, TooShort, fit, match_part
 
 TASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 HEAD = f"{TASK}\n\nThe following are given documents.\n\n"
@@ -163,9 +163,6 @@ def _hub(corpus: str) -> Corpus:
     return _hotpotqa(
         {**row, "context": list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))} for row in rows
     )
-
-
-prompt = prompt_of
 
 
 def score(output: str, example: Example) -> float:

@@ -1,4 +1,4 @@
-"""What RULER's tasks share: a sample, the hay that fits into a length, the prompt, and the two scores."""
+"""What RULER's tasks share: a sample, the hay that fits into a length, and the two scores."""
 
 from __future__ import annotations
 
@@ -115,19 +115,9 @@ def fit_each(
         yield sample.example(str(i), length, new), size
 
 
-def prompt_of(example: Example) -> tuple[str, str]:
-    """Return the context with the hay, and the question with the beginning of its answer."""
-    return example.context, example.question
-
-
 def share_of_answers(output: str, example: Example) -> float:
-    """Return the share of the right answers that the output holds."""
-    return match_all(output, example.answers)
-
-
-def match_all(output: str, answers: tuple[str, ...]) -> float:
-    """The share of the answers that the output holds, in any case of letters (RULER's string_match_all)."""
-    return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
+    """Return the share of the answers that the output holds, in any case of letters (RULER's string_match_all)."""
+    return sum(answer.lower() in output.lower() for answer in example.answers) / len(example.answers)
 
 
 def match_part(output: str, answers: tuple[str, ...]) -> float:

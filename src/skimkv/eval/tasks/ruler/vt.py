@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..base import Example, check_whole
 from .niah import NOISE
-from .sample import CountTokens, Make, Sample, TooShort, fit, fit_each, prompt_of, share_of_answers
+from .sample import CountTokens, Make, Sample, TooShort, fit, fit_each, share_of_answers
 
 HEAD = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 QUESTION = (
@@ -75,4 +75,4 @@ def examples(
         yield example
 
 
-prompt, score = prompt_of, share_of_answers
+score = share_of_answers
