@@ -58,6 +58,20 @@ def test_help_has_a_sentence_an_example_and_whole_phrases(capsys: pytest.Capture
         assert parameter.help.rstrip().endswith((".", ")")), (parameter.name, parameter.help)
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    widths = {}
+    for name in ("", "bench", *COMMANDS):
+        _, out, _ = run(capsys, *name.split(), "--help")
+        widths[name] = max(map(len, out.splitlines()))
+        assert "…" not in out
+    assert {name: width for name, width in widths.items() if width > columns} == {}
+    assert max(widths.values()) > columns - 20
+
+
 @pytest.mark.parametrize("argv", [["nonsense"], ["generate", "--metod", "Dense()"], ["bench", "nonsense"]])
 def test_a_word_that_no_command_knows(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     assert_mistake(run(capsys, *argv), argv[-2] if "--metod" in argv else "nonsense")
