@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..methods.base import Method
 from ..ops import KernelStep, SoftmaxOptions
 from ..ops.cpu.run import CpuBackend
+from ..stores.base import Store
 from .attention_interface import padding_counts
 from .layer import Layer
 
@@ -33,7 +34,7 @@ class CacheStep:
         self.cache, self.softmax, self.padding = cache, softmax, padding
         self.seen: int = cache.get_seq_length()
         self.addresses: list[int | None] = []
-        self._locked: list[Layer] = []
+        self._locked: list[tuple[Layer, Store]] = []
         lengths = [self.seen - pad for pad in padding]
         try:
             for layer, options in zip(cache.layers, softmax, strict=True):
@@ -44,14 +45,18 @@ class CacheStep:
 
     def _operation(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype, softmax: SoftmaxOptions) -> int | None:
         """The address of a layer's operation, and its store locked; None if the layer attends by itself."""
-        if not _takes_a_token(layer, self.seen, lengths, dtype) or not layer.store.exclusive().begin_if_free():
+        store = layer.store if type(layer) is Layer else None
+        if store is None or store.lengths != lengths or store.dtype != dtype or not _takes_a_token(layer, self.seen):
             return None
-        self._locked.append(layer)
-        backend, kernel = layer.method.kernel_of(layer.store)
+        if not store.exclusive().begin_if_free():
+            return None
+        self._locked.append((layer, store))
+        backend, kernel = layer.method.kernel_of(store)
         if isinstance(backend, CpuBackend) and isinstance(kernel, KernelStep) and backend.runs_in_library(kernel):
-            layer.method.prepare(layer.store)
-            return backend.prepare(kernel, layer.store, dtype, softmax["scale"], softmax.get("softcap"))
-        self._locked.pop().store.exclusive().end()  # type: ignore[union-attr]
+            layer.method.prepare(store)
+            return backend.prepare(kernel, store, dtype, softmax["scale"], softmax.get("softcap"))
+        self._locked.pop()
+        store.exclusive().end()
         return None
 
     def attend_by(self, name: str, modules: Sequence[nn.Module]) -> Attend | None:
@@ -82,20 +87,20 @@ class CacheStep:
 
         If it raises an exception, the cache is half updated, and the next step is refused.
         """
-        for layer in self._locked[:1]:
+        for layer, _ in self._locked[:1]:
             layer.seen += 1  # beyond the others until the step is complete
         y = run(self.addresses)
-        for layer in self._locked[:1]:
+        for layer, _ in self._locked[:1]:
             layer.seen -= 1
-        for layer in self._locked:
-            layer.store.advance()  # type: ignore[union-attr]
+        for layer, store in self._locked:
+            store.advance()
             layer.seen += 1
         return y
 
     def release(self) -> None:
         """Let go of the stores."""
-        for layer in self._locked:
-            layer.store.exclusive().end()  # type: ignore[union-attr]
+        for _, store in self._locked:
+            store.exclusive().end()
         self._locked = []
 
 
@@ -104,19 +109,15 @@ def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:
     return all(isinstance(layer, Layer) or (type(layer) in LIBRARY_LAYERS and not is_padded) for layer in layers)
 
 
-def _takes_a_token(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a layer only decodes the next token, which is of this type."""
+def _takes_a_token(layer: Layer, seen: int) -> bool:
+    """Whether a layer, which has seen so many tokens, only decodes the next one."""
     return (
-        type(layer) is Layer
-        and layer.store is not None
-        and layer.store.dtype == dtype
-        and layer.seen == seen
+        layer.seen == seen
         and layer.pending is None
         and not layer.record_past
         and layer.prompt is None
         and (layer.prompt_end is None or layer.prompt_end <= seen)
         and (layer.window is None or layer.window > seen)
-        and layer.store.lengths == lengths
         and type(layer.method).decode is Method.decode
         and type(layer.method).attend is Method.attend
     )
