@@ -17,26 +17,25 @@ SMALL_SETTINGS = {"Dense()": 1.0, "SparQ(r=8, k=40)": 1 / 16, "LMInfinite(k=40)"
 
 @pytest.mark.slow
 def test_a_small_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
-    """Two methods and the two cheapest tasks of RULER; a second run makes no record and keeps the times."""
+    """Two methods, two tasks and two contexts; a second run makes no record and keeps the times."""
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT * 300)
     solved = []
     monkeypatch.setattr(script, "solve_settings", lambda setup, document: solved.append(1) or SMALL_SETTINGS)
     monkeypatch.setattr(script, "ROUNDS", 2)
-    left_out = [task.spec.split("(")[0] for task in script.parse_suite("ruler(length=600)").tasks]
-    left_out = [name for name in left_out if name not in ("niah_single_1", "fwe")]
-    command = [str(tmp_path), "--text", str(text), "--out", str(out), "--length", "600", "--limit", "1", "--without"]
+    command = [str(tmp_path), "--text", str(text), "--out", str(out), "--length", "600", "--limit", "1"]
+    command += ["--contexts", "700", "300", "--documents", "1", "--tasks", "niah_single_1(length={0})", "record"]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="constrained_layout")  # a figure in which something lies far outside
-        script.main([*command, *left_out])
+        script.main(command)
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     assert set(files) == set("results.jsonl settings.json times.json tables.md readme.md figure.png".split())
     assert files["figure.png"].startswith(b"\x89PNG")
     rows = files["readme.md"].decode().splitlines()
-    assert rows[0].startswith("| method | bytes | RULER, blind") and "`Dense()` | 100.0%" in rows[2] and len(rows) == 5
+    assert rows[0].startswith("| method | bytes | right, blind | right, aware | KL at 300, ") and "`Dense()` | 100.0%" in rows[2] and len(rows) == 5
     assert all("—" not in row for row in rows), "every cell is measured"
-    assert files["tables.md"].decode().count("## At ") == 4
-    script.main([*command, *left_out])
+    assert files["tables.md"].decode().count("## At ") == 3
+    script.main(command)
     assert len(solved) == 1
     for name in ("results.jsonl", "times.json", "tables.md"):
         assert (out / name).read_bytes() == files[name], name
@@ -53,6 +52,7 @@ def test_settings_are_solved_at_every_share(monkeypatch):
     assert settings.pop("Dense()") == 1
     for share in script.SHARES:
         own = [spec for spec, solved in settings.items() if solved == share]
-        assert [spec.split("(")[0] for spec in own] in (["SparQ", "SparQ", "SnapKV", "SnapKV"], ["SparQ"] * 2, [])
-        assert len(set(own)) == len(own) and ("pool=13" in own[-1] or "mean_value=True" in own[-1] if own else True)
+        names = [spec.split("(")[0] for spec in own]
+        assert names in ([*["SparQ"] * 3, "SnapKV", "SnapKV"], ["SparQ"] * 3, ["SparQ"], []), own
+        assert len(set(own)) == len(own) and ("pool=13" in own[-1] or "int4" in own[-1] if own else True)
     assert len(settings) > 6

@@ -10,6 +10,7 @@ import torch
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from skimkv.hf.matrix_modules import MatrixLinear, of_linear
 from skimkv.hf.norms import NormForward, replace_norms, restore_norms
 from skimkv.hf.watch import Watch
 
@@ -137,3 +138,30 @@ def test_what_a_watch_sees():
     watch = Watch([attention.q_proj])
     attention.q_proj.weight.data = torch.zeros(64, 64)
     assert not watch.is_unchanged() and watch.computes_as(Watch([attention.q_proj]))
+
+
+def test_a_module_of_ours_notes_what_is_set_in_it():
+    """By any way that leads to its dictionaries; what puts a tensor elsewhere is found by its address."""
+    layer = of_linear(torch.nn.Linear(32, 8))
+    other = of_linear(torch.nn.Linear(32, 8))
+    changes = {
+        "an attribute": lambda: setattr(layer, "forward", print),
+        "an attribute that is deleted": lambda: delattr(layer, "forward"),
+        "a parameter": lambda: setattr(layer, "weight", other.weight),
+        "a parameter in its dictionary": lambda: layer._parameters.__setitem__("bias", None),
+        "a parameter that is registered": lambda: layer.register_parameter("bias", other.bias),
+        "a buffer": lambda: setattr(layer, "order", torch.arange(8)),
+        "another type": lambda: layer.double(),
+        "the class": lambda: setattr(layer, "__class__", type("Other", (MatrixLinear,), {})),
+        "memory": lambda: setattr(layer.weight, "data", torch.zeros(8, 32)),
+    }
+    for what, change in changes.items():
+        watch, of_linear_of_pytorch = Watch([layer]), Watch([torch.nn.Linear(2, 2)])
+        assert watch.is_unchanged()
+        change()
+        assert not watch.is_unchanged(), what
+        assert of_linear_of_pytorch.is_unchanged()
+    twin = copy.deepcopy(layer)
+    watch = Watch([twin])
+    twin._parameters["bias"] = None
+    assert not watch.is_unchanged()

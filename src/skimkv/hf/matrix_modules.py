@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import matrices
 from .autocast import is_autocast, with_autocast
+from .watch import NotesChanges
 
 
-class MatrixModule(nn.Module):
+class MatrixModule(NotesChanges):
     """A matrix (rows,columns) as it is stored. `weight` is the stored tensor, so that tied modules can share it.
 
     kind: one of ops/matrices.py. dtype: of what an embedding returns, and of the bias; None: PyTorch's default.

@@ -18,6 +18,43 @@ Read = tuple[Mapping[str, Any], str, Any]  # that this mapping holds this value 
 CALLED = "forward", "__call__"  # what a call of a module enters
 
 
+class Changes:
+    """How often something was set in the modules of ours: `count` is another one after each time."""
+
+    count = 0
+
+
+class NotingDict(dict[str, Any]):
+    """A dictionary of a module of ours, which counts what is set in it."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        Changes.count += 1
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        Changes.count += 1
+        super().__delitem__(name)
+
+
+class NotesChanges(nn.Module):
+    """A module of ours that counts what is set in it, so that nobody has to look at it in every step.
+
+    Its tensors may be put elsewhere without its knowing: these are looked at.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(_parameters=NotingDict(), _buffers=NotingDict())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        Changes.count += 1
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        Changes.count += 1
+        super().__delattr__(name)
+
+
 class Watch:
     """All that some modules read: their tensors, parts, attributes and configuration, and the code of their classes.
 
@@ -29,19 +66,19 @@ class Watch:
     def __init__(self, modules: Sequence[nn.Module], caller: nn.Module | None = None) -> None:
         self.modules = modules
         modules = [*modules, *([] if caller is None else [caller])]
-        self._modules, self._kinds = modules, [type(module) for module in modules]
-        names = {kind: _names_and_functions(kind) for kind in self._kinds}
-        self._read = [
-            *(read for kind, (named, functions) in names.items() for read in _read_by_class(kind, named, functions)),
-            *(read for module in modules for read in _read_by_module(module, names[type(module)][0])),
-        ]
+        names = {kind: _names_and_functions(kind) for kind in map(type, modules)}
+        by_class = [read for kind, of_kind in names.items() for read in _read_by_class(kind, *of_kind)]
+        others = [module for module in modules if not isinstance(module, NotesChanges)]
+        self._all, self._count = modules, Changes.count if len(others) < len(modules) else None
+        self._modules, self._kinds = others, [type(module) for module in others]
+        self._read = [*by_class, *(read for one in others for read in _read_by_module(one, names[type(one)][0]))]
         tensors = [
             (named, name, tensor)
             for module in modules
             for named in (module._parameters, module._buffers)
             for name, tensor in named.items()
         ]
-        reads = [*self._read, *tensors]
+        reads = [*self._read, *(read for read in tensors if type(read[0]) is not NotingDict)]
         self._in_classes = [read for read in reads if not isinstance(read[0], dict)]
         in_dicts = [read for read in reads if isinstance(read[0], dict)]
         self._dicts, self._names, self._values = zip(*in_dicts, strict=True)
@@ -52,6 +89,8 @@ class Watch:
 
     def is_unchanged(self) -> bool:
         """Whether the modules read what they read before, and have their tensors where they were."""
+        if self._count is not None and self._count != Changes.count:
+            return False
         if not all(map(is_, map(dict.get, self._dicts, self._names), self._values)):
             return False
         for mapping, name, value in self._in_classes:
@@ -66,7 +105,7 @@ class Watch:
     def computes_as(self, other: Watch) -> bool:
         """Whether it is of the same modules as another one, and these read the same but for their tensors."""
         mine, theirs = self._read, other._read
-        if self._modules != other._modules or self._kinds != other._kinds or len(mine) != len(theirs):
+        if self._all != other._all or self._kinds != other._kinds or len(mine) != len(theirs):
             return False
         return all(a[1] == b[1] and a[2] is b[2] for a, b in zip(mine, theirs, strict=True))
 
