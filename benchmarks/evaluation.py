@@ -2,8 +2,8 @@
 
 python benchmarks/evaluation.py DATA --model MODEL [--out FOLDER] [--length N] [--contexts N ...] [--limit N]
 
-DATA is a folder with essays/*.txt, squad.json, tinyshakespeare.txt and the text of the divergence, wikitext-test.txt: see
-docs/tasks.md. Settings are solved once for every share, on the first document of the text, and are the same on every
+DATA is a folder with essays/*.txt, squad.json, tinyshakespeare.txt and a text for the divergence, wikitext-test.txt (see
+docs/tasks.md). Settings are solved once for every share, on the first document of the text, and are the same on every
 task. Then the divergence of all methods from dense attention is measured over the text at every context, all methods
 answer the tasks blind and aware, and their steps are timed in turns. When it was interrupted, the same command goes on.
 FOLDER then holds results.jsonl, settings.json, times.json, tables.md, readme.md (one table of at most ten rows) and
