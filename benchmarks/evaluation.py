@@ -2,7 +2,7 @@
 
 python benchmarks/evaluation.py DATA --model MODEL [--out FOLDER] [--length N] [--contexts N ...] [--limit N]
 
-DATA is a folder with essays/*.txt, squad.json, tinyshakespeare.txt and a text for the divergence, wikitext-test.txt (see
+DATA is a folder with essays/*.txt, squad.json, tinyshakespeare.txt and wikitext-test.txt for the divergence (see
 docs/tasks.md). Settings are solved once for every share, on the first document of the text, and are the same on every
 task. Then the divergence of all methods from dense attention is measured over the text at every context, all methods
 answer the tasks blind and aware, and their steps are timed in turns. When it was interrupted, the same command goes on.
