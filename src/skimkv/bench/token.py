@@ -25,7 +25,7 @@ from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing, peak_bandwidth
 from .models import Decoder, Subject, cache_shape, next_token, random_cache, random_llama, weight_bytes
-from .own_layers import OURS, PLAIN, OwnLayers
+from .own_layers import OURS, PLAIN, linear_calls, with_our_layers
 from .rivals import Program, Rival, programs
 from .rounds import Timings, take_turns
 
@@ -51,23 +51,21 @@ def time_together(
     named = {decoder.label: decoder for decoder in decoders}
     others = {rival.name: rival for rival in rivals}
     calls: dict[str, Call] = {}
+    has_own = machine.device.type == "cpu" and not compile
+    ours = with_our_layers(model) if has_own else model
     for name, decoder in named.items():
-        cache = random_cache(model, decoder.method, decoder.tokens, WARM_UP + rounds)
-        calls[name] = partial(next_token, model, cache)
+        of_decoder = model if decoder.method is None else ours
+        cache = random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
+        calls[name] = partial(next_token, of_decoder, cache)
     moves = machine.bandwidth_calls()
-    layers, has_own = OwnLayers(model), machine.device.type == "cpu" and not compile
 
     def before(name: str) -> None:
         """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
-        if name in named:
-            method = named[name].method
-            layers.use(layers.ours if has_own and method is not None else layers.plain)
-            if method is None:
-                detach(model)
-            else:
-                attach(model, method, compile=compile and COMPILE)
-        elif name in (PLAIN, OURS):
-            layers.use(layers.plain if name == PLAIN else layers.ours)
+        method = named[name].method if name in named else None
+        if method is not None:
+            attach(ours, method, compile=compile and COMPILE)
+        elif name in named:
+            detach(model)
         machine.between_calls()
 
     def clock(name: str, call: Call) -> float:
@@ -90,12 +88,11 @@ def time_together(
         return [name for name in named if named[name].method is None and seconds[name] > SLOW * fastest]
 
     if has_own:
-        calls |= layers.calls()
+        calls |= linear_calls(model, ours)
     calls |= {name: partial(take_turn, name) for name in others}
     calls |= {name: move for name, (move, _) in moves.items()}
     timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None, slow_steps)
-    layers.use(layers.plain)
-    detach(model)
+    detach(ours)
     timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
     return timings, peak_bandwidth(moves, timings.seconds)
 

@@ -24,7 +24,7 @@ from ..ops import SoftmaxOptions
 from .attention_interface import attention
 from .layer import AttentionLayer
 from .norms import NormForward, eps_of, is_close, replace_norms, restore_norms
-from .watch import Watch
+from .watch import NotesChanges, Watch
 
 MOST_TOKENS = 15  # more rows are so many that products are worth a call each
 MODEL_PARTS = "embed_tokens", "layers", "norm", "rotary_emb"
@@ -155,9 +155,10 @@ def _window(layer: Any) -> int | None:
 
 
 def _is_changed(modules: Sequence[nn.Module]) -> bool:
-    """Whether a module is in training, or has a forward of its own that is not ours."""
+    """Whether a module of others is in training, or one has a forward of its own that is not ours."""
     return any(
-        (one.training and not isinstance(one, nn.ModuleList)) or not isinstance(forward, NormForward | None)
+        (one.training and not isinstance(one, nn.ModuleList | NotesChanges))
+        or not isinstance(forward, NormForward | None)
         for one in modules
         for forward in [vars(one).get("forward")]
     )
