@@ -11,7 +11,7 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from skimkv.bench.shapes import MODELS
-from skimkv.hf.gguf_llama import load_gguf_model, read_contents
+from skimkv.hf.gguf_model import load_gguf_model, read_contents
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "write_gguf.py"
 

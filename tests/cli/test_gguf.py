@@ -10,7 +10,7 @@ import torch
 
 from skimkv.eval.generate import encode
 from skimkv.hf import fingerprint
-from skimkv.hf.gguf_llama import load_gguf
+from skimkv.hf.gguf_model import load_gguf
 from support.command_line import answer, assert_mistake, run
 from support.gguf_files import tiny, write
 

@@ -173,7 +173,7 @@ import sys
 from pathlib import Path
 import torch
 from skimkv.hf.weights import quantise_while_loading
-from skimkv.hf.gguf_llama import load_gguf
+from skimkv.hf.gguf_model import load_gguf
 import skimkv
 from support import gguf_files
 from transformers import AutoModelForCausalLM

@@ -66,7 +66,7 @@ def gguf_subject(path: Path) -> Subject:
 
     Raises ValueError, in one line with the path, if it cannot be read.
     """
-    from ..hf.gguf_llama import load_gguf_model, read_contents
+    from ..hf.gguf_model import load_gguf_model, read_contents
 
     model: Any = load_gguf_model(path)
     return Subject(model, str(path), read_contents(path).weights, path)

@@ -86,7 +86,7 @@ def reads_of_sizes(name: str, sizes: Sequence[int]) -> ModelReads:
 def reads_of_gguf(path: Path) -> tuple[ModelReads, str]:
     """What the model of a GGUF file reads, and the types of its weights. Raises ValueError if it cannot be read."""
     from ..hf.errors import as_value_error
-    from ..hf.gguf_llama import read_contents
+    from ..hf.gguf_model import read_contents
 
     with as_value_error(str(path)):
         contents = read_contents(path)

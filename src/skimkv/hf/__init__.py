@@ -10,7 +10,10 @@
     load.py                 load a model: builtin, a folder, a GGUF file, or an id of the Hugging Face hub
     weights.py              8-bit weights, quantised while a checkpoint is read
     gguf.py                 the GGUF file format
-    gguf_llama.py           a Llama from a GGUF file
+    gguf_config.py          the configuration that its metadata describe
+    gguf_names.py           which parameter each of its tensors is
+    gguf_tokenizer.py       its tokenizer
+    gguf_model.py           its model, with the tensors as the file holds them
     norms.py                the normalisations of a model as one operation of ours
     compile.py              decoding as one compiled graph
     cuda_graph.py           that graph as a CUDA graph, which a GPU replays

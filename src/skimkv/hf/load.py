@@ -95,7 +95,7 @@ def load(
         resolve_device(name)
     number_format: torch.dtype | None = None if dtype is None else getattr(torch, str(dtype))
     if source.kind == "gguf":
-        from .gguf_llama import load_gguf
+        from .gguf_model import load_gguf
 
         return load_gguf(source.location, number_format)
     if source.kind == "folder":

@@ -22,7 +22,7 @@ def empty_model(model: str) -> PreTrainedModel:
     auto_model: Any = AutoModelForCausalLM
     with as_value_error(f"{model}: its configuration describes no causal model"), torch.device("meta"):
         if source.kind == "gguf":
-            from .gguf_llama import read_config
+            from .gguf_model import read_config
 
             config = read_config(source.location)
         else:
