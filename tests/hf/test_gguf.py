@@ -8,14 +8,9 @@ import pytest
 import torch
 
 import skimkv
-<<<<<<< HEAD
-from skimkv.hf.gguf_model import load_gguf
+from skimkv.hf.gguf_model import load_gguf, load_gguf_model
 from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear
-=======
-from skimkv.hf.block_modules import BlockEmbedding, BlockLinear
-from skimkv.hf.gguf_model import load_gguf
-from skimkv.hf.weights import Embedding8, Linear8
->>>>>>> 7b04776 (GGUF files: the configuration by transformers' tables and llama.cpp's meaning, every other key refused by name; the tokenizer of the file's own metadata)
+from skimkv.ops import block_weights
 from support import gguf_files
 from support.gguf_files import Kind, close, logits, near, tiny, write
 

@@ -211,7 +211,7 @@ def _held(file: GGUFFile, entry: TensorEntry, order: Tensor | None = None) -> tu
     if entry.quantisation in FLOATS:
         weight = file.mapped_floats(entry)
         return weight if order is None else weight[order], matrices.FLOATS
-    if entry.quantisation in block_weights.TYPES:
+    if entry.quantisation in block_weights.TYPES and entry.quantisation != packed_weights.TYPE:
         return file.rows(entry), entry.quantisation
     return _packed(file, entry, order), matrices.PACKED
 
