@@ -1,0 +1,65 @@
+"""Every architecture of GGUF files that is loaded: the same logits and tokens as transformers' own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import skimkv
+from skimkv.hf.expert_modules import Experts
+from skimkv.hf.gguf_config import ARCHITECTURES, REFUSED
+from skimkv.hf.gguf_model import load_gguf, read_contents
+from support import gguf_architectures, gguf_files
+from support.gguf_files import close, logits
+
+IDS = torch.arange(2, 42)[None] * 7 % 257
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_a_file_is_the_model_that_it_was_written_from(tmp_path, architecture):
+    reference = gguf_architectures.write(tmp_path / "m.gguf", architecture)
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    assert type(loaded) is type(reference)
+    assert close(logits(loaded, IDS), logits(reference, IDS), 5e-3)
+    assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+    experts = [part for part in loaded.modules() if isinstance(part, Experts)]
+    assert bool(experts) == ("expert_count" in gguf_architectures.CASES[architecture].metadata)
+    assert all(layer.kind == "Q4_0" for part in experts for layer in (*part.gate, *part.up, *part.down))
+    assert read_contents(tmp_path / "m.gguf").config.to_dict() | {"dtype": 0} == loaded.config.to_dict() | {"dtype": 0}
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_a_method_decodes_it(tmp_path, architecture):
+    gguf_architectures.write(tmp_path / "m.gguf", architecture)
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    expected = loaded.generate(IDS, **GREEDY)
+    with skimkv.attach(loaded, "SparQ(r=16, k=128)"):
+        assert torch.equal(loaded.generate(IDS, **GREEDY), expected)
+
+
+# What transformers' own loader reads as llama.cpp does; of the others it leaves out metadata or tensors.
+AS_TRANSFORMERS = ["llama", "qwen2", "gemma2", "phi3", "starcoder2", "lfm2", "qwen35", "qwen35moe"]
+
+
+@pytest.mark.parametrize("architecture", AS_TRANSFORMERS)
+def test_transformers_own_load_of_the_file_is_the_same(tmp_path, architecture):
+    gguf_architectures.write(tmp_path / "m.gguf", architecture)
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+    assert close(logits(loaded, IDS), logits(own, IDS), 5e-3)
+
+
+@pytest.mark.parametrize("architecture", list(REFUSED))
+def test_others_are_refused_with_the_reason(tmp_path, architecture):
+    gguf_files.finish(gguf_files.header(tmp_path / "m.gguf", gguf_files.tiny().config, architecture))
+    with pytest.raises(ValueError, match=f"architecture '{architecture}' is not supported: {REFUSED[architecture]}"):
+        load_gguf(tmp_path / "m.gguf")
+
+
+def test_the_table_of_the_docs():
+    assert gguf_architectures.table() in DOCS.read_text(), "python -m support.gguf_architectures prints it (in tests/)"
