@@ -135,9 +135,9 @@ OFFSET = ("gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")  # whose normal
 def tiny_model(architecture: str) -> PreTrainedModel:
     """A tiny model with random weights; normalisations and biases too are random."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(ARCHITECTURES[architecture].model, **SIZES | CASES[architecture].settings)
-    if hasattr(config, "full_attention_interval"):  # which transformers' own function gives too
-        config.model_type = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}[architecture]
+    known = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
+    name = known.get(architecture, ARCHITECTURES[architecture].model)
+    config = AutoConfig.for_model(name, **SIZES | CASES[architecture].settings)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("bias", "sinks")):
@@ -170,7 +170,9 @@ def _write_metadata(w: gguf.GGUFWriter, architecture: str, config: Any) -> None:
         "context_length": 256, "embedding_length": 64, "block_count": config.num_hidden_layers,
         "feed_forward_length": 96, "attention.head_count": 4, "attention.head_count_kv": 2,
     }  # fmt: skip
-    if architecture != "gpt2":
+    if architecture == "gpt2":
+        del values["attention.head_count_kv"]
+    else:
         values["rope.freq_base"] = 5e4
     epsilon = {"stablelm": "layer_norm_eps", "starcoder2": "norm_epsilon", "nemotron": "norm_eps",
                "gpt2": "layer_norm_epsilon", "lfm2": "norm_eps"}.get(architecture, "rms_norm_eps")  # fmt: skip
@@ -215,6 +217,8 @@ def _write_tensor(
         short = f"blk.{layer}.ssm_a"
     assert short is not None, full
     to_file, back = _conversion(architecture, model, short, value)
+    if suffix == "bias" and architecture == "nemotron":
+        to_file = back = lambda x: x
     stored = to_file(value.clone())
     title = short if short.endswith("ssm_a") else f"{short}.{suffix}"
     return back(_add(w, title, stored, Kind.Q8_0))

@@ -163,7 +163,7 @@ def _read_tensor(
     name, _, parameter = place.rpartition(".")
     module: Any = model.get_submodule(name)
     is_table = isinstance(module, nn.Embedding)
-    is_matrix = parameter == "weight" and (is_table or type(module) in (nn.Linear, Conv1D))
+    is_matrix = parameter == "weight" and len(entry.shape) == 2 and (is_table or type(module) in (nn.Linear, Conv1D))
     if not is_matrix or (is_table and entry.quantisation in FLOATS):
         value = conversions.values(entry.name, file.floats(entry))
         _check_shape(entry, value.shape, expected.shape)
@@ -203,7 +203,8 @@ def _linear(
     if order is not None and kind in block_weights.TYPES:  # which stay in the file's order
         outputs = torch.empty(len(order), dtype=torch.int32)
         outputs[order] = torch.arange(len(order), dtype=torch.int32)
-    return MatrixLinear(weight, kind, *entry.shape, dtype, bias, outputs)
+    rows, columns = entry.shape
+    return MatrixLinear(weight, kind, rows, columns, dtype, bias, outputs)
 
 
 def _held(file: GGUFFile, entry: TensorEntry, order: Tensor | None = None) -> tuple[Tensor, str]:
@@ -272,7 +273,7 @@ def _read_experts(
         """The layers of all experts with this matrix, or with such rows of a matrix that is larger."""
         entry = tensors[f"{whole or matrix}.weight"]
         _check_shape(entry, entry.shape, (n, 2 * rows if whole else rows, columns))
-        result = []
+        result: list[nn.Module] = []
         for i in range(n):
             bias = biases[f"{matrix}.bias"][i] if biases else None
             bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -280,12 +281,12 @@ def _read_experts(
         return result
 
     whole = "gate_up" if "gate_up.weight" in tensors else ""
-    matrices = {
+    products = {
         "gate": layers("gate", inner, hidden, whole),
         "up": layers("up", inner, hidden, whole, inner if whole else 0),
         "down": layers("down", hidden, inner),
     }
-    model.set_submodule(place, Experts(**matrices, combine=combine_of(module)))
+    model.set_submodule(place, Experts(**products, combine=combine_of(module)))
     for name in [name for name in missing if name.startswith(f"{place}.")]:
         del missing[name]
 

@@ -27,17 +27,17 @@ class NormForward:
         self._watch: Watch | None = None
         self._product: ops.Product | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *more: Any) -> Tensor:
         """Normalise x (...,size) -> (...,size). Raises ValueError if a gradient is wanted on a CPU.
 
         Under autocast, and where x is of another type than the weights, the module itself says of which type the result
-        is.
+        is. more: of modules that compute something else, such as a gate.
         """
         weight = self.norm._parameters["weight"]
-        is_plain = x.is_cpu and x.dtype == weight.dtype and not is_autocast(x)
+        is_plain = x.is_cpu and not more and x.dtype == weight.dtype and not is_autocast(x)
         product = self.product() if is_plain else None
         if product is None:
-            return type(self.norm).forward(self.norm, x)  # type: ignore[no-any-return]
+            return type(self.norm).forward(self.norm, x, *more)  # type: ignore[no-any-return]
         return product(x, weight)
 
     def product(self) -> ops.Product | None:
