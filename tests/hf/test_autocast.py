@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import skimkv
 from skimkv import ops
-from skimkv.hf.gguf_llama import load_gguf
+from skimkv.hf.gguf_model import load_gguf
 from skimkv.hf.layer import Layer
 from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
 from skimkv.hf.norms import replace_norms
