@@ -90,3 +90,19 @@ def test_wrong_blocks_are_refused():
     with pytest.raises(ValueError, match=r"pad \[0, 4\] must be 2 numbers from 0 to 3"):
         ops.append_block(store, k, v, [0, 4])
     assert store.lengths == [0, 0] and not store.chunks
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("pad", [None, [0, 2]], ids=str)
+def test_a_scale_below_zero(pad):
+    """It is that of queries with the other sign; PyTorch's attention may take its root."""
+    k, v = tokens(5)
+    q = torch.randn(2, 2, 2, 5, 64)
+    store = Full(SHAPE, torch.float32)
+    store.append(k, v)
+    for softmax in ({}, {"softcap": 3.0}):
+        y = ops.causal_attention(store, q, k, v, scale=-0.2, pad=pad, **softmax)
+        torch.testing.assert_close(y, ops.causal_attention(store, -q, k, v, scale=0.2, pad=pad, **softmax))
+        empty = Full(SHAPE, torch.float32)
+        y = ops.causal_attention(empty, q, k, v, scale=-0.2, pad=pad, **softmax)
+        torch.testing.assert_close(y, ops.causal_attention(empty, -q, k, v, scale=0.2, pad=pad, **softmax))

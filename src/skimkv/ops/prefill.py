@@ -46,6 +46,8 @@ def _attend_even_rows(
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
     if _attends_in_library(q, k, v, sinks):
         return prompt_attention.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+    if scale < 0:  # PyTorch's attention may take the root of a scale
+        q, scale = -q, -scale
     if not m and q.device.type == "cpu":
         k, v = k.contiguous(), v.contiguous()  # a model's rows of one head lie apart, and each is read many times
     # one KV head a batch entry, its G query heads beside each other: K and V are expanded, never copied

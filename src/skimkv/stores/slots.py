@@ -76,19 +76,19 @@ class Slots(Store):
         old, capacity = self.k.shape[2], self.capacity
         if capacity <= old:
             return
-        before = (self.k, self.v, self.score, self.pos)
+        before = (self.k, self.v, self.score, self.pos, self.fixed_k)
         try:
             self.k, self.v = (empty((B, H, capacity, self.row_format.width), self.k.dtype, self.device) for _ in "kv")
         except RuntimeError as error:
             raise ValueError(f"a budget of {capacity} tokens does not fit in memory") from error
         if self.fixed_k is not None:
-            self.fixed_k = torch.empty(B, H, self.fixed, self.row_format.width, dtype=self.k.dtype, device=self.device)
+            self.fixed_k = self.k.new_empty(B, H, self.fixed, self.row_format.width)
         if self.score is not None:
             self.score = torch.zeros(B, H, capacity, device=self.device)
             self.pos = torch.full((B, H, capacity), -1, dtype=torch.int32, device=self.device)
-        for new, was in zip((self.k, self.v, self.score, self.pos), before, strict=True):
+        for new, was in zip((self.k, self.v, self.score, self.pos, self.fixed_k), before, strict=True):
             if new is not None and was is not None:
-                new[:, :, :old] = was
+                new[:, :, : was.shape[2]] = was
 
     def next_slots(self) -> list[int]:
         """The slot that the next token of every row takes in a store without scores."""
