@@ -153,6 +153,16 @@ def test_other_types(weights, dtype, steps_at_once):
     check_own_forward(model, ours)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rounded_inputs_of_many_layers_are_no_other_arithmetic(weights, steps_at_once):
+    """Where products round their inputs, two ways to compute the same differ by more the deeper a model is."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "head_dim": 64}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval().requires_grad_(False)
+    logits(quantise(model.bfloat16(), weights))
+    assert len(steps_at_once) == 6
+
+
 @pytest.mark.parametrize("spec", ["Dense", "SparQ(r=4, k=8, channels='int8')", "H2O(k=12)", "TOVA(k=12)"])
 def test_generate_with_padding(spec, steps_at_once):
     """Rows of several lengths, with the masks and positions that generate() makes, in memory that has to grow."""
@@ -429,10 +439,11 @@ ARITHMETIC = {
 }
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("change", ARITHMETIC)
-def test_changed_arithmetic_is_the_models_own(change, steps_at_once, monkeypatch):
+def test_changed_arithmetic_is_the_models_own(change, weights, steps_at_once, monkeypatch):
     """Under the same names: before the first step, and between two."""
-    early, late = random_model(), random_model()
+    early, late = random_model(weights=weights), random_model(weights=weights)
     before = logits(late)
     assert len(steps_at_once) == 6
     with monkeypatch.context() as context:
