@@ -228,6 +228,44 @@ def test_divergences(tmp_path, capsys):
     assert "exceed the model's 8192 positions" in capsys.readouterr().err
 
 
+def note_of(shown: str, start: str) -> str:
+    """The sentence of the notes under a table that begins like this, on one line; "" if there is none."""
+    line = " ".join(shown.split())
+    at = line.find(start)
+    return "" if at < 0 else line[at : line.index(". ", at) + 1] if ". " in line[at:] else line[at:]
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [
+    ("float32", 0, 1e-9), ("float16", 1e-9, 1e-3), ("bfloat16", 1e-7, 1e-1),
+])  # fmt: skip
+def test_the_floor_of_the_number_format_stands_below_divergences(tmp_path, capsys, dtype, low, high):
+    """It is the divergence of Dense() itself; without Dense() the note asks for it."""
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"the {i % 7} mill of the {i % 11} king" for i in range(400)))
+    argv = ["eval", "--task", "kl(context=64, reference=6)", "--limit", "3", "--data", str(text), "--dtype", dtype,
+            "--method", "SparQ(r=4, k=8)", "--out", str(tmp_path / "r.jsonl")]  # fmt: skip
+    assert main([*argv, "--method", "Dense()", "--json"]) == 0
+    floor = next(r["mean"] for r in json.loads(capsys.readouterr().out)["rows"] if r["method"] == "Dense()")
+    assert low <= floor < high
+    assert main([*argv, "--method", "Dense()"]) == 0
+    assert note_of(capsys.readouterr().out, "Rounding alone") == (
+        f"Rounding alone moves dense attention by {floor:.2g} nats a token in this number format: smaller divergences "
+        "say nothing."
+    )
+    assert main(argv) == 0
+    assert "Give --method 'Dense()' too: its divergence is what rounding alone does" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_topk_that_is_not_renormalised_says_so(tmp_path, capsys):
+    note = "TopK(k) adds the k largest weights as they are, and does not renormalise them; with oracle=True it does."
+    for method, said in (("TopK(k=8)", True), ("TopK(k=8, oracle=True)", False), ("SparQ(r=4, k=8)", False)):
+        argv = ["eval", "--task", "record(lines=8, asked=1)", "--limit", "2", "--method", method]
+        assert main([*argv, "--out", str(tmp_path / f"{method}.jsonl")]) == 0
+        assert (note in " ".join(capsys.readouterr().out.split())) == said, method
+
+
 def test_what_stands_where_no_time_is_given(tmp_path, capsys):
     """A run that counts has no times because it counts, and a run that adds nothing because it adds nothing."""
     argv = eval_argv(tmp_path / "counted.jsonl", "--count", limit=1)

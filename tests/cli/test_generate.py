@@ -64,6 +64,19 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"part at character {at}," in out
 
 
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float16", True), ("float32", False)])
+def test_compare_says_that_16_bits_part_texts_by_rounding(
+    capsys: pytest.CaptureFixture[str], dtype: str, said: bool
+) -> None:
+    argv = "generate", "--prompt", "The king and the queen", "--compare", "--max-new-tokens", "20", "--dtype", dtype
+    _, out, _ = run(capsys, *argv, "--method", "LMInfinite(k=1, initial=0)")
+    assert "--- the texts part at character" in out
+    note = f"    In {dtype} rounding alone can part two texts: --dtype float32 tells it from the method."
+    assert (note in out) == said
+    _, same, _ = run(capsys, *argv, "--method", "Dense()")
+    assert "--- the texts are equal" in same and "rounding" not in same
+
+
 def test_the_seed_decides_what_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "generate", "--prompt", "The king", "--max-new-tokens", "20", "--temperature", "1"
     texts = [answer(capsys, *argv, "--seed", seed)["text"] for seed in ("1", "1", "2")]

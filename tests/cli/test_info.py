@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from skimkv import METHODS, Dense, Method, spec
+from skimkv import METHODS, Dense, Method, attach, spec
 from skimkv.cli.options import check_method
 from skimkv.hf.tiny_models import random_model, tiny_configuration
 from support.command_line import answer, run
@@ -99,6 +99,22 @@ def test_families_are_run_when_asked(capsys: pytest.CaptureFixture[str], monkeyp
     listed = answer(capsys, "info", "--models", "--run")
     found = [(family["name"], family["status"], family["why"]) for family in listed["families"]]
     assert found == [("llama", "equal", ""), ("mamba", "refused", "it has no layer of full attention")]
+
+
+def test_generate_decodes_the_layers_that_info_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a model like Gemma 3 the same layers at any length, also where the window covers all tokens."""
+    model = random_model(tiny_configuration("gemma3_text"))
+    model.save_pretrained(tmp_path)
+    told = answer(capsys, "info", "--model", str(tmp_path))
+    assert told["summary"] == (
+        "the method decodes 1 of 6 layers; the others see only the last 8 tokens and keep the library's cache"
+    )
+    for tokens in (3, 30):  # the window is 8
+        with attach(model, "Dense()"):
+            out = model.generate(
+                torch.arange(tokens)[None], max_new_tokens=4, do_sample=False, return_dict_in_generate=True
+            )
+        assert len(out.past_key_values.stores) == told["decoded"]
 
 
 def test_the_layers_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import skimkv
+from skimkv.eval import tasks
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import record_prompt
 from skimkv.hf.tiny_models import random_model, tiny_configuration
@@ -49,3 +50,39 @@ def test_where_an_answer_ends():
     assert Question([], stop="\n").cut(" \n") == (" \n", False)
     assert Question([], chars=3).cut("abcd") == ("abc", True)
     assert Question([]).cut("abcd") == ("abcd", False)
+
+
+class Scripted:
+    """Stands in for a tokenizer: whatever the tokens are, the text is as many words of a script."""
+
+    eos_token_id = None
+
+    def __init__(self, words: str) -> None:
+        self.words = words.split(" ")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(f" {word}" for word in self.words[: len(ids)])
+
+
+def test_common_words_end_with_the_last_right_one(monkeypatch):
+    """The score is that of all 120 tokens; an answer that lacks a word goes on, because a later word still counts."""
+    task = tasks.parse("cwe(length=1500)")
+    example = next(task.examples(None, 0, lambda text: len(text.split())))
+    right = " ".join(f"{i}. {word}" for i, word in enumerate(example.answers, 1))  # 20 words
+    lacking, rest = right.replace(example.answers[3], "wrong"), " wrong" * 120
+    late = f"{lacking} wrong {example.answers[3]}"
+    model, words = builtin()
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    for script, tokens, score in (
+        (right, 20, 1.0), (right.upper(), 20, 1.0), (lacking, 120, 0.9), (late, 22, 1.0), ("none", 120, 0.0),
+    ):  # fmt: skip
+        script += rest
+        with torch.inference_mode():
+            recorded = record_prompt(model, words("a list of words", return_tensors="pt").input_ids)
+            question = Question([5], 0, example.new, example.stop, example.chars, example.enough, example.answers)
+            cache = recorded.cache(skimkv.Dense())
+            ((answer,),) = answer_questions(model, Scripted(script), [cache], recorded.logits, [question])
+        assert (answer.tokens, task.module.score(answer.text, example)) == (tokens, score)
+        whole = " ".join(script.split(" ")[: example.new])
+        assert task.module.score(whole, example) == score, "of what RULER would have generated"

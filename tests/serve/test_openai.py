@@ -411,6 +411,15 @@ def test_the_official_client_says_why(server: Running) -> None:
     assert caught.value.type == "invalid_request_error"
 
 
+def test_audio_is_refused_as_every_unknown_path_is(server: Running) -> None:
+    """The client sends a form with a file, no JSON; nothing reads it."""
+    for create in (server.client.audio.transcriptions.create, server.client.audio.translations.create):
+        with pytest.raises(openai.NotFoundError) as caught:
+            create(model=NAME, file=("speech.wav", b"RIFF", "audio/wav"))
+        assert set(caught.value.response.json()["error"]) == {"message", "type", "param", "code"}
+        assert caught.value.type == "invalid_request_error" and "/v1/audio/" in str(caught.value)
+
+
 # ---- what a server must survive
 
 

@@ -28,11 +28,12 @@ class SparQ(Method[Full]):
     """Reads Nr + 2kD + 4D elements (eq. 11).
 
     r: channels read in step 1. k: positions read in step 2, of which `local` are the most recent (None: k//4).
-    mean_value: step 3 (None: on for G = 1, off for grouped queries, as the paper found best). temperature: "coverage"
-    is eq. 9; "sqrt_d" and "sqrt_r" are the ablations of fig. 7b. channels: where step 1 reads K: "copy" (K again,
-    channel-major, +50% memory), "none" (the one K), "int8" and "int4" (a quantised channel-major copy, +25% and
-    +12.5%). For grouped queries the scores are summed after the softmax, as in the paper; the authors' code sums
-    logits.
+    mean_value: step 3 (None: on for G = 1, off for grouped queries, as the paper found best). Warning: True with
+    grouped queries can make the error several times as large; measure it on your model before you use it.
+    temperature: "coverage" is eq. 9; "sqrt_d" and "sqrt_r" are the ablations of fig. 7b. channels: where step 1 reads
+    K: "copy" (K again, channel-major, +50% memory), "none" (the one K), "int8" and "int4" (a quantised channel-major
+    copy, +25% and +12.5%). For grouped queries the scores are summed after the softmax, as in the paper; the authors'
+    code sums logits.
     """
 
     r: int
