@@ -230,7 +230,7 @@ ARCHITECTURES = {
     **{name: Architecture(name, None) for name in GGUF_CONFIG_ARCHS},
 }
 
-# Architectures that transformers reads from GGUF files and that are not loaded, and why.
+# Architectures whose files are not loaded, and why: those that transformers reads, and GLM's, which it does not.
 REFUSED = {
     "falcon": "its attention does not take another function",
     "bloom": "its attention does not take another function",
@@ -239,6 +239,7 @@ REFUSED = {
     "t5encoder": "it has no decoder",
     "deci": "its layers differ in their numbers of heads",
     "gemma4": "transformers' table reads neither the widths of its sliding layers nor its shared keys and values",
+    **dict.fromkeys(("chatglm", "glm4", "glm4moe"), "transformers has no table of its metadata"),
 }
 
 
