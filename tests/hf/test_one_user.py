@@ -16,8 +16,10 @@ ADVICE = "give each request its own skimkv.Cache"
 
 @pytest.fixture
 def model():
-    """A model of the test's own: nobody else has attached anything."""
-    return copy.deepcopy(family("llama"))
+    """A model of the test's own: nobody else has attached anything, and no cache was made."""
+    model = copy.deepcopy(family("llama"))
+    skimkv.detach(model)
+    return model
 
 
 def tokens(model, **options):

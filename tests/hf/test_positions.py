@@ -195,6 +195,9 @@ def test_past_the_positions_warns_once_for_each_model():
             model(prompt(1, 1), past_key_values=cache)
             model(prompt(1, 200), past_key_values=skimkv.Cache(model, method))
     model = build("llama", **GROUPED)
+    with skimkv.attach(model, "Dense()", compile="eager"), pytest.warns(UserWarning, match="161 tokens go past"):
+        model.generate(prompt(1, 159), max_new_tokens=3, do_sample=False)
+    model = build("llama", **GROUPED)
     with skimkv.attach(model, "TopK(k=4)"), pytest.warns(UserWarning, match="170 tokens go past"):
         model.generate(prompt(1, 170), **GREEDY)
 
@@ -233,6 +236,26 @@ def test_learned_positions_end_in_one_line(kind):
     assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
     with pytest.raises(IndexError):
         model(prompt(1, 161))
+
+
+@pytest.mark.parametrize("compiled", [False, "eager"])
+@torch.no_grad()
+def test_a_text_whose_positions_begin_anew_stays_within_a_table(compiled):
+    """200 tokens at positions 0 to 99, twice."""
+    model, ids = build("gpt2"), prompt(1, 200)
+    positions = torch.arange(100).repeat(2)[None]
+    expected = model(ids, position_ids=positions).logits[:, 150:]
+    with skimkv.attach(model, "Dense()", compile=compiled):
+        cache = skimkv.Cache(model, "Dense()")
+        model(ids[:, :150], position_ids=positions[:, :150], past_key_values=cache)
+        steps = [
+            model(ids[:, i : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache).logits
+            for i in range(150, 200)
+        ]
+        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-4)
+        refuses(lambda: model(ids[:, :1], past_key_values=cache), "201 tokens exceed the 160 positions")
+        far = torch.tensor([[160]])
+        refuses(lambda: model(ids[:, :1], position_ids=far, past_key_values=cache), "161 tokens exceed")
 
 
 def test_generated_text_ends_with_a_table_of_positions():

@@ -170,6 +170,18 @@ def test_drafts_and_chunks(llama):
     assert whole.tolist() == chunks.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@torch.no_grad()
+def test_a_user_s_own_compilation(llama):
+    """torch.compile(model) after attach: the positions are those that it is given."""
+    ids, places = prompt(1, N), torch.tensor(GAPS["before the recent tokens"])[None]
+    expected = right(llama, ids, places)
+    with skimkv.attach(llama, SPECS[0]):
+        compiled, cache = torch.compile(llama, backend="eager"), skimkv.Cache(llama, SPECS[0])
+        compiled(ids[:, :60], position_ids=places[:, :60], past_key_values=cache)
+        close(compiled(ids[:, 60:], position_ids=places[:, 60:], past_key_values=cache).logits[:, -1], expected)
+
+
 def test_runs_by_hand():
     assert runs([]) == []
     assert runs([0, 1, 2]) == [Run(0, 0, 1)]

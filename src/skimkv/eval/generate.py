@@ -123,7 +123,8 @@ def run(
     the text early. Raises ValueError if `ids` exceed a learned table of positions, or if the model cannot be compiled.
     """
     positions = positions_of(model)
-    positions.check(len(ids))
+    positions.check_table(len(ids), None)
+    positions.check(len(ids), len(ids))
     if positions.table is not None and limit > (room := positions.table - len(ids) + 1):  # the last token is not fed
         warnings.warn(f"{positions.name} has {positions.table} positions: at most {room} tokens follow", stacklevel=2)
         limit = room

@@ -90,9 +90,9 @@ class Cache(LibraryCache):
     ) -> tuple[Tensor, Tensor]:
         """Called by the model with the new keys and values (B,H,n,D) of a layer; its attention call reads the result.
 
-        Warns, once for a model, past its positions. Raises ValueError if the tokens do not fit the layer's window or a
-        learned table of positions, RuntimeError if the
-        attention function never received the block of the update before.
+        Warns, once for a model, past its positions. Raises ValueError if the tokens do not fit the layer's window, or
+        where positions cannot be told apart, RuntimeError if the attention function never received the block of the
+        update before.
         """
         if self._updated is not None and self._updated.pending is not None:
             raise RuntimeError(
@@ -109,10 +109,14 @@ class Cache(LibraryCache):
                     "decoded as a layer of full attention"
                 )
             in_chunks = getattr(layer, "prompt_end", None) is not None  # of a prompt that is kept whole
-            self._check_positions(layer.seen, key_states.shape[2], in_chunks)
+            self.check_positions(layer.seen, key_states.shape[2], in_chunks)
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _check_positions(self, seen: int, more: int, in_chunks: bool = False) -> None:
+    def check_positions(self, seen: int, more: int, in_chunks: bool = False) -> None:
+        """Check `more` tokens after `seen` others against the positions that the model was made for.
+
+        in_chunks: of a prompt that is kept whole until its end. Warns and raises ValueError as `update` does.
+        """
         if self.positions is not None and seen + more != self._checked:
             used = seen + more if in_chunks else self.method.positions_used(seen) + more - 1
             self.positions.check(seen + more, used)
@@ -135,7 +139,7 @@ class Cache(LibraryCache):
         pads, error = left_padding(attention_mask, seen + 1, rows)
         if error or max(pads) > seen or not takes_steps(self.layers, any(pads)):
             return None
-        self._check_positions(seen, 1)
+        self.check_positions(seen, 1)
         return CacheStep(self, dtype, softmax, pads)
 
     def begin_forward(self, position_ids: Tensor | None, n: int) -> None:

@@ -104,6 +104,11 @@ class _GraphLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
+def is_of_graph(cache: Any) -> bool:
+    """Whether this is the cache that stands in a CompiledForward's graph."""
+    return cache is not None and bool(cache.layers) and type(cache.layers[0]) is _GraphLayer
+
+
 class CompiledForward:
     """Takes the place of a model's forward and runs steps of one token through the compiled graph.
 
@@ -169,6 +174,9 @@ class CompiledForward:
         if ids.device != self.length.device:
             self._build(ids.device)
         seen = cache.layers[0].seen
+        cache.check_positions(seen, 1)
+        if cache.positions is not None:
+            cache.positions.check_table(seen + 1, positions)
         self.length.fill_(seen)
         if positions is None:
             positions = torch.full((1, 1), seen, device=ids.device)

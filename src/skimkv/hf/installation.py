@@ -18,6 +18,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -29,7 +30,7 @@ from transformers.cache_utils import Cache as LibraryCache
 from .. import ops
 from ..methods.base import Method
 from .attention_interface import LIBRARY_ATTENTION, attention, mask
-from .compile import CompiledForward, set_forward
+from .compile import CompiledForward, is_of_graph, set_forward
 from .positions import Positions, positions_of
 from .supported import decoder_of, model_layers
 
@@ -222,27 +223,30 @@ def _before_forward(
 ) -> None:
     """Before a forward of the decoder: tell a cache of ours the tokens' positions, or warn that none is used.
 
-    Raises ValueError, in one line, where the model's table of positions would raise IndexError, and a GPU would stop
-    for good.
+    Raises ValueError where the tokens' positions go past a table of the model.
     """
-    if torch.compiler.is_compiling():  # CompiledForward has done it
-        return
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     cache = next((value for value in arguments.values() if isinstance(value, LibraryCache)), None)
-    begin_forward = getattr(cache, "begin_forward", None)
     ids = arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if ids is None else ids
+    begun = installation, cache, arguments.get("inputs_embeds") if ids is None else ids, arguments.get("position_ids")
+    if not torch.compiler.is_compiling():
+        _begin_forward(*begun)
+    elif not is_of_graph(cache):  # for those CompiledForward has done it
+        _outside_of_graphs(*begun)
+
+
+def _begin_forward(installation: Installation, cache: Any, tokens: Tensor | None, positions: Tensor | None) -> None:
+    """The same for a forward with these tokens."""
+    begin_forward = getattr(cache, "begin_forward", None)
     if begin_forward is None:
         if installation.attached is not None:
             installation.attached.warn_of(cache)
     elif tokens is not None:
-        positions = arguments.get("position_ids")
         begin_forward(positions, tokens.shape[1])
-        table, n = installation.positions.table, cache.get_seq_length() + tokens.shape[1]  # type: ignore[union-attr]
-        if table is not None:
-            if n > table and positions is not None:
-                n = int(positions.max()) + 1  # without the padding
-            installation.positions.check(n)
+        installation.positions.check_table(cache.get_seq_length() + tokens.shape[1], positions)
+
+
+_outside_of_graphs = torch.compiler.disable(_begin_forward)
 
 
 class _Generate:

@@ -26,7 +26,7 @@ from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
 from ..stores.rotation import KeyRotation
 from ..stores.slots import Slots
-from .autocast import is_autocast, with_autocast
+from .autocast import with_autocast
 from .positions import GivenPositions
 
 MARK = "_skimkv_layer"  # the attribute of a key tensor that names its layer
@@ -119,7 +119,8 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.pending is not v:
             raise RuntimeError("the model changes its values between cache and attention, which is not supported")
         pad = self._padding(mask, k.shape[2])
-        if is_autocast(q):  # the library's attention, too, computes in this type
+        # is_autocast without a call, which takes a microsecond; the library's attention, too, computes in this type
+        if torch.is_autocast_enabled("cpu" if q.is_cpu else q.device.type):
             y = with_autocast(lambda q, k, v: self._attend(q, k, v, pad, softmax), q, k, v)
         else:
             y = self._attend(q, k, v, pad, softmax)

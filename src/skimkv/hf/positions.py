@@ -34,18 +34,12 @@ class Positions:
     def __deepcopy__(self, memo: object) -> Positions:
         return self
 
-    def check(self, n: int, used: int | None = None) -> None:
-        """Check a text of n tokens, of which attention uses `used` positions (None: all n).
+    def check(self, n: int, used: int) -> None:
+        """Check a text of n tokens, of which attention uses `used` positions.
 
-        Past the model's positions this warns, once for each model. Raises ValueError, in one line, past a learned table
-        and, where fewer positions are used than the text has tokens, past GREATEST_POSITION.
+        Past the model's positions this warns, once for each model. Raises ValueError, in one line, where fewer
+        positions are used than the text has tokens, past GREATEST_POSITION.
         """
-        used = n if used is None else used
-        if self.table is not None and n > self.table:
-            raise ValueError(
-                f"{n} tokens exceed the {self.table} positions of {self.name}: each has a learned embedding, so no "
-                "method can go past them; shorten the text or begin a new cache"
-            )
         if used < n and n > GREATEST_POSITION:
             raise ValueError(
                 f"{n} tokens: past {GREATEST_POSITION} the model's own arithmetic cannot tell positions apart; begin a "
@@ -57,6 +51,21 @@ class Positions:
                 f"{used} tokens go past the {self.limit} positions that {self.name} was made for: expect worse answers "
                 "from there on, with every method but StreamingLLM(k=...) with k below them",
                 stacklevel=2,
+            )
+
+    def check_table(self, n: int, ids: Tensor | None) -> None:
+        """Check that the positions of tokens up to the n-th are in a learned table of the model, if it has one.
+
+        ids: the positions that the newest tokens get; None: the model counts them. Raises ValueError, in one line, if
+        they go past it: the model would raise IndexError, and a GPU would stop for good.
+        """
+        if self.table is None or n <= self.table:
+            return
+        n = n if ids is None else int(ids.max()) + 1  # without padding, and by a text that begins anew
+        if n > self.table:
+            raise ValueError(
+                f"{n} tokens exceed the {self.table} positions of {self.name}: each has a learned embedding, so no "
+                "method can go past them; shorten the text or begin a new cache"
             )
 
 
