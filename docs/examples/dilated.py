@@ -21,7 +21,7 @@ from skimkv.stores.full import Full
 
 KERNEL = Path(__file__).with_name("libdilated.so")
 if KERNEL.exists():
-    OPERATIONS["dilated"] = Operation((Full,), step=step_function(KERNEL, "dilated_step"))
+    OPERATIONS["dilated"] = Operation((Full,), step=step_function(str(KERNEL), "dilated_step"))
 
 
 @skimkv.register

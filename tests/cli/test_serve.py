@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
 import signal
-import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,8 @@ import torch
 
 import skimkv
 from skimkv import serve
-from support.command_line import SKIMKV, answer, assert_mistake, run
+from support.command_line import answer, assert_mistake, run
+from support.command_server import Server
 from support.gguf_files import tiny, write
 
 
@@ -85,35 +82,6 @@ def test_the_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert_mistake(run(capsys, "bench", "serve", *setting, "--memory", "10"), "one sequence takes")
     for row in rows:
         assert f"{row['tokens_per_s']:,.0f}" in out  # read from the file: the same figures
-
-
-class Server:
-    """The command in a process of its own, until the `with` is left; then status and stderr are known."""
-
-    def __init__(self, *argv: str) -> None:
-        self.process = subprocess.Popen(
-            [*SKIMKV, "serve", *argv, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Server:
-        assert self.process.stdout is not None and self.process.stderr is not None
-        self.first_line = self.process.stdout.readline()
-        found = re.search(r"at (http://127\.0\.0\.1:\d+/v1)$", self.first_line.strip())
-        assert found, self.first_line + self.process.stderr.read()
-        self.url = found[1]
-        return self
-
-    def complete(self, **fields: Any) -> dict[str, Any]:
-        body = json.dumps(fields).encode()
-        request = urllib.request.Request(f"{self.url}/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            result: dict[str, Any] = json.loads(answer.read())
-        return result
-
-    def __exit__(self, *error: object) -> None:
-        self.process.terminate()
-        _, self.errors = self.process.communicate(timeout=120)
-        self.status = self.process.returncode
 
 
 def expected(model: str, prompt: str, new: int, **options: Any) -> str:

@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL:
     return lib
 
 
-def step_function(path: str | os.PathLike[str], name: str) -> Callable[..., bytes | None]:
+def step_function(path: str, name: str) -> Callable[..., bytes | None]:
     """A function of another library that is called as skimkv_step is: for a kernel of one's own (docs/kernels.md).
 
     Raises ValueError if there is no such library, or no such function in it.
