@@ -423,6 +423,18 @@ def test_audio_is_refused_as_every_unknown_path_is(server: Running) -> None:
 # ---- what a server must survive
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_tools_that_a_chat_template_does_not_name_are_refused(server: Running, path: str) -> None:
+    """The model would never know of them. With tool_choice "none" it need not."""
+    functions = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "name": "add"}]
+    body = {"model": NAME, **ROUTES[path]}
+    for tool in functions:
+        status, answer = server.request(path, {**body, "tools": [tool]})
+        assert status == 400 and answer["error"]["param"] == "tools"
+        assert answer["error"]["message"].startswith("tools are not supported by this model")
+        assert server.request(path, {**body, "tools": [tool], "tool_choice": "none"})[0] == 200
+
+
 @pytest.mark.parametrize("path", ROUTES)
 def test_half_of_a_surrogate_pair(server: Running, path: str) -> None:
     half, body = "\ud800 abc", ROUTES[path]

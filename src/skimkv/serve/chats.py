@@ -15,7 +15,8 @@ Message = dict[str, Any]
 def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any]) -> list[int]:
     """Return the tokens of a prompt for the next message, with the tools of a request.
 
-    Raises Refused if the model has no chat template, or if the template does not take these messages.
+    Raises Refused if the model has no chat template, if the template does not take these messages, or if it says
+    nothing of the tools.
     """
     if not tokenizer.chat_template:
         raise Refused("this model has no chat template: use /v1/completions")
@@ -23,13 +24,21 @@ def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any]
     own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
     if taken := sorted(own & options.keys()):
         raise Refused(f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs", "invalid_value")
+    said, tools = [_for_template(message) for message in messages], used_tools(body)
+
+    def render(tools: list[Any] | None) -> str:
+        text: str = tokenizer.apply_chat_template(
+            said, tools=tools, add_generation_prompt=True, tokenize=False, **options
+        )
+        return text
+
     try:
-        text = tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
-            tools=used_tools(body), add_generation_prompt=True, tokenize=False, **options,
-        )  # fmt: skip
+        text = render(tools)
+        is_told_of_tools = tools is None or text != render(None)
     except Exception as error:  # a template is a program that comes with the model
         raise Refused(f"the model's chat template does not take these messages: {error}", "messages") from None
+    if not is_told_of_tools:
+        raise Refused("tools are not supported by this model, whose chat template does not name them", "tools")
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
 
