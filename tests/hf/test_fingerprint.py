@@ -98,3 +98,11 @@ def test_a_model_that_is_of_no_file_is_hashed_whole() -> None:
         changed.lm_head.weight.view(-1)[12_345] += 1
     assert fingerprint.of_model(copy.deepcopy(model), tokenizer) == before
     assert fingerprint.of_model(changed, tokenizer) != before
+
+
+def test_a_model_of_another_class_is_another() -> None:
+    """With the same weights and the same configuration it may compute something else."""
+    model, tokenizer = skimkv.load("builtin")
+    before = fingerprint.of_model(model, tokenizer)
+    model.__class__ = type("Other", (type(model),), {})
+    assert fingerprint.of_model(model, tokenizer) != before

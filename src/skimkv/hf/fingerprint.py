@@ -99,7 +99,7 @@ def _arithmetic(model: Any) -> str:
     """What the model computes with its weights, and which tokens end its answers."""
     config = _without_harmless(model.config.to_dict())
     ends = getattr(model.generation_config, "eos_token_id", None)
-    return json.dumps([config, ends], sort_keys=True, default=str)
+    return json.dumps([type(model).__name__, config, ends], sort_keys=True, default=str)
 
 
 def _without_harmless(value: Any) -> Any:
