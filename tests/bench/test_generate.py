@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from skimkv.bench import generate as bench
 from skimkv.bench.machine import Cpu
-from skimkv.bench.models import random_llama
+from skimkv.bench.models import loaded_subject, random_llama
+from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import parse
+from support.gguf_files import tiny, write
 from support.stand_in_machine import StandInGpu
+from support.tiny_models import FAMILIES, build, prompt, tokenizer
 
 ROW = {
     "method", "kept", "allocated", "first_ms", "first_ms_min", "first_ms_max", "ms", "ms_min", "ms_max",
@@ -70,3 +75,41 @@ def test_one_new_token_is_too_few():
 def test_caches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"transformers with 43 tokens: 0.0 GB of caches, 0.0 GB free"):
         bench.generate(StandInGpu(free=1), "tiny", 1, "float32", [(40, 3)], ["Dense()"], 1)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "mixtral", "mistral-sliding"])
+def test_a_model_of_any_family_runs_with_its_own_weights(tmp_path: Path, kind: str):
+    model = build(FAMILIES[kind][0], **{**FAMILIES[kind][1], **({"sliding_window": 64} if "-" in kind else {})})
+    check_own(tmp_path, model, 2)
+
+
+def test_a_model_with_states_runs_too(tmp_path: Path):
+    check_own(tmp_path, random_model(tiny_configuration("jamba")), 5)
+
+
+def check_own(folder: Path, model: Any, layers: int) -> None:
+    """Save a model, measure it as a loaded one, and compare the answer's tokens with the model's own."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    subject = loaded_subject(str(folder))
+    out = bench.time_generations(Cpu(), subject, [(20, 4)], ["SparQ(r=8, k=16)"], 1)
+    assert [row["method"] for row in out["rows"]] == ["transformers", "Dense()", "SparQ(r=8, k=16)"]
+    for row in out["rows"]:
+        assert (row["shape"], row["weights"], row["layers"]) == (str(folder), "float32", layers)
+        assert row["allocated"] > 0 and row["new"] == 4
+    ids = prompt(1, 20)
+    run = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(subject.model.generate(ids, **run), model.generate(ids, **run))
+
+
+def test_a_table_of_positions_that_ends_is_refused_before_anything_runs(tmp_path: Path):
+    build("gpt2").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"\A204 tokens exceed the 160 positions of GPT2LMHeadModel[^\n]+\Z"):
+        bench.time_generations(Cpu(), loaded_subject(str(tmp_path)), [(20, 2), (200, 4)], ["Dense()"], 1)
+
+
+def test_a_gguf_file_runs_with_its_own_weights(tmp_path: Path):
+    write(tmp_path / "m.gguf", tiny())
+    out = bench.time_generations(Cpu(), loaded_subject(str(tmp_path / "m.gguf")), [(20, 3)], ["H2O(k=8)"], 1)
+    assert {(row["shape"], row["weights"]) for row in out["rows"]} == {(str(tmp_path / "m.gguf"), "Q8_0")}

@@ -15,11 +15,13 @@ from skimkv.bench.machine import Cpu
 from skimkv.bench.rivals import KINDS
 from skimkv.bench.rounds import SELDOM
 from skimkv.bench.shapes import MODELS, reads_of_sizes
+from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
 from support.gguf_files import tiny, write
 from support.rival_programs import write_program
 from support.stand_in_machine import StandInGpu
+from support.tiny_models import FAMILIES, VOCAB, build, tokenizer
 
 ROW = {
     "method", "shape", "layers", "weights", "length", "compiled", "interleaved", "ms", "ms_min", "ms_max",
@@ -115,6 +117,66 @@ def test_bytes_of_weights_are_those_of_the_roofline():
     assert models.weight_bytes(model) - rotary == 2 * reads.weights
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mixtral", "mistral-sliding"])
+def test_a_model_of_any_family_is_timed_with_its_own_weights(tmp_path: Path, kind: str):
+    """Grouped queries; layers that slide; a learned table; experts; and a window that covers all tokens or not."""
+    options = {"sliding_window": 256} if kind == "mistral-sliding" else {}
+    model = build(FAMILIES[kind][0], **{**FAMILIES[kind][1], **options})
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    subject = models.loaded_subject(str(tmp_path))
+    assert all(map(torch.equal, subject.model.state_dict().values(), model.state_dict().values()))
+    out = bench.time_tokens(Cpu(), subject, [40], ["SparQ(r=8, k=16)"], 1)
+    assert json.dumps(out)
+    n = 40 + bench.WARM_UP
+    for row, spec in zip(out["rows"], ("Dense()", "Dense()", "SparQ(r=8, k=16)"), strict=True):
+        assert (row["shape"], row["weights"], row["layers"]) == (str(tmp_path), "float32", 2) and set(row) == ROW
+        shape = models.cache_shape(model)
+        assert shape == (Shape(1, 4, 1, 16) if kind == "gpt2" else Shape(1, 2, 2, 16))
+        layer = parse(spec).traffic(n, shape, torch.float32).bytes
+        windowed = parse("Dense()").traffic(7, shape, torch.float32).bytes
+        assert row["bytes_read"] == (layer + windowed if kind == "gemma2" else 2 * layer)
+        assert row["weight_bytes"] == models.weight_bytes(subject.model)
+
+
+def test_weights_are_read_in_the_formats_of_load(tmp_path: Path):
+    """Then the layers of all candidates are ours, and are timed alone as well."""
+    build("llama", num_key_value_heads=2, head_dim=16).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    for weights, size in (("int8", 34 / 32), ("int4", 18 / 32), ("bfloat16", 2), ("float32", 4)):
+        subject = models.loaded_subject(str(tmp_path), weights)
+        rows = bench.time_tokens(Cpu(), subject, [40], ["Dense()"], 1)["rows"]
+        matrices = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96) + 64 * VOCAB
+        assert rows[0]["weight_bytes"] == pytest.approx(matrices * size, rel=0.08)
+        assert rows[0]["weights"] == weights and all(row["ms_linear"] > 0 for row in rows)
+
+
+def test_experts_and_tables_count_as_far_as_they_are_read():
+    """Two experts of four; of the table of embeddings nothing, unless it is the output layer too."""
+    mixtral = build("mixtral", **FAMILIES["mixtral"][1])
+    experts = sum(p.nbytes for name, p in mixtral.named_parameters() if ".experts." in name)
+    whole = sum(t.nbytes for t in [*mixtral.parameters(), *mixtral.buffers()]) - 4 * 64 * VOCAB
+    assert models.weight_bytes(mixtral) == whole - experts // 2
+    llama = {"num_key_value_heads": 2, "head_dim": 16}
+    assert models.weight_bytes(build("llama", **llama)) == models.weight_bytes(
+        build("llama", **llama, tie_word_embeddings=True)
+    )
+
+
+@pytest.mark.parametrize(("kind", "options", "why"), [
+    ("bloom", {"n_head": 4}, "BloomForCausalLM is not supported: it does not take another attention function"),
+    ("gpt2", {}, "the 160 positions of GPT2LMHeadModel"),
+    ("jamba", None, "it has layers that keep states, or that look at no other token; `skimkv bench generate` measures"),
+])  # fmt: skip
+def test_what_cannot_be_timed_is_one_line(tmp_path: Path, kind: str, options, why: str):
+    model = random_model(tiny_configuration(kind)) if options is None else build(kind, **options)
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=why) as caught:
+        bench.time_tokens(Cpu(), models.loaded_subject(str(tmp_path)), [200], ["Dense()"], 1)
+    assert "\n" not in str(caught.value)
+
+
 def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, monkeypatch):
     for clock in (rivals, machines):  # nobody waits for a processor, so that all turns count
         monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
@@ -133,7 +195,7 @@ def test_programs_take_turns_with_our_methods_on_a_gguf_file(tmp_path: Path, mon
     path = tmp_path / "tiny.gguf"
     write(path, tiny(num_key_value_heads=6))
     against = {kind: write_program(tmp_path / kind, path, kind) for kind in KINDS}
-    out = bench.time_tokens(Cpu(), models.gguf_subject(path), [300], ["SparQ(r=8, k=32)"], 3, against=against)
+    out = bench.time_tokens(Cpu(), models.loaded_subject(str(path)), [300], ["SparQ(r=8, k=32)"], 3, against=against)
     assert json.dumps(out)
     assert events == ["run", "stop"] * 4, "each is stopped before the next one runs"
     rows = {row["method"]: row for row in out["rows"]}
@@ -157,7 +219,7 @@ def test_programs_that_do_not_fit_together_take_turns_with_ours_one_by_one(tmp_p
         monkeypatch.setattr(clock, "RunQueueClock", lambda process="self": lambda: 5.0)
     path = tmp_path / "tiny.gguf"
     write(path, tiny(num_key_value_heads=6))
-    subject, against = models.gguf_subject(path), {"fork": write_program(tmp_path / "fork", path, "fork")}
+    subject, against = models.loaded_subject(str(path)), {"fork": write_program(tmp_path / "fork", path, "fork")}
     plan = [(path, program) for program in rivals.programs("fork", path, 300, 2, 1)]
     specs = [parse(spec) for spec in ("Dense()", "SparQ(r=8, k=32)")]
     decoders = [models.Decoder(spec, tokens) for tokens in (300, bench.FEW) for spec in specs]
@@ -193,7 +255,7 @@ def test_a_program_without_room_for_its_cache_is_refused(tmp_path: Path, monkeyp
     against = {"fork": write_program(tmp_path / "fork", path, "fork")}
     monkeypatch.setattr(Cpu, "free_bytes", lambda self: path.stat().st_size)
     with pytest.raises(ValueError, match=r"fork dense after 300 tokens: .* GB of caches, 0.0 GB free"):
-        bench.time_tokens(Cpu(), models.gguf_subject(path), [300], ["Dense()"], 1, against=against)
+        bench.time_tokens(Cpu(), models.loaded_subject(str(path)), [300], ["Dense()"], 1, against=against)
 
 
 def test_the_fork_supports_no_grouped_queries(tmp_path: Path):
@@ -201,4 +263,4 @@ def test_the_fork_supports_no_grouped_queries(tmp_path: Path):
     write(path, tiny())
     against = {"fork": tmp_path / "no program is started"}
     with pytest.raises(ValueError, match=r"--against fork: its SparQ .* grouped queries, and .*tiny.gguf has 3 in a"):
-        bench.time_tokens(Cpu(), models.gguf_subject(path), [300], ["Dense()"], 1, against=against)
+        bench.time_tokens(Cpu(), models.loaded_subject(str(path)), [300], ["Dense()"], 1, against=against)

@@ -81,6 +81,19 @@ def test_a_gguf_file_alone_has_the_table_of_every_model(tmp_path: Path, capsys):
     assert {(row["shape"], row["weights"]) for row in result["rows"]} == {(str(model), "Q8_0")}
 
 
+@pytest.mark.parametrize("command", [
+    ["token", "--length", "300"], ["generate", "--length", "30+3"],
+])  # fmt: skip
+def test_a_model_has_its_own_weights(command, capsys):
+    """Its name is in the title; --weights is that of load, and without it the numbers are the checkpoint's."""
+    args = ["bench", *command, "--model", "builtin", "--rounds", "1", *SPARQ]
+    status, out, _ = run(capsys, *args)
+    assert status == 0 and "builtin, 4 layers, float32 weights" in " ".join(out.split())
+    rows = answer(capsys, *args, "--weights", "int4")["rows"]
+    assert [row["method"] for row in rows] == ["transformers", "Dense()", SPARQ[1]]
+    assert {(row["shape"], row["weights"], row["layers"]) for row in rows} == {("builtin", "int4", 4)}
+
+
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 def test_a_profile_shows_every_stage_per_head(capsys):
     args = [*ATTENTION, "--length", "300", "--profile", *SPARQ, "--method", "SubGenStream(delta=4.0, t=2, s=16)"]
@@ -157,8 +170,13 @@ def test_threads_are_set(monkeypatch, capsys):
     (["memory", "--plot", "no/f.png"], "--plot no/f.png: there is no folder no"),
     (["token", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
     (["token", "--shape", "tiny", "--weights", "int2"], "unknown weights 'int2'"),
-    (["token", "--model", "no.gguf"], "--model no.gguf: there is no such file"),
-    (["token", "--model", "README.md"], "--model README.md: give a GGUF file"),
+    (["token", "--model", "no.gguf"], "--model no.gguf: no such file"),
+    (["token", "--model", "README.md"], "--model README.md: not a model folder; give the folder of a checkpoint, or a"),
+    (["generate", "--model", "docs"], "--model docs: no config.json; give the folder of a Hugging Face checkpoint"),
+    (["generate", "--model", "builtin", "--weights", "int3"], "--weights 'int3' is unknown; with --model known are"),
+    (["generate", "--model", "builtin", "--shape", "tiny"], "--shape: a model that is loaded has its own; give either"),
+    (["token", "--model", "builtin", "--layers", "2"], "--layers: a model that is loaded has its own; give either"),
+    (["token", "--model", "builtin", "--against", "fork=/bin/sh"], "--against: give --model FILE.gguf as well"),
     (["token", "--against", "ollama=x"], "--against 'ollama=x' must be llama.cpp=PATH or fork=PATH"),
     (["token", "--against", "fork=x"], "--against fork=x: x is no program that can be run"),
     (["token", "--against", "fork=/bin/sh"], "--against: give --model FILE.gguf as well"),
@@ -169,10 +187,11 @@ def test_mistakes_are_one_line(args, words, capsys, monkeypatch):
     assert_mistake(run(capsys, "bench", *args), words)
 
 
-def test_a_gguf_file_excludes_what_it_has_itself(tmp_path: Path, capsys):
+@pytest.mark.parametrize("command", ["token", "generate"])
+def test_a_gguf_file_excludes_what_it_has_itself(command, tmp_path: Path, capsys):
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"GGUF")
-    args = ["bench", "token", "--model", str(model)]
+    args = ["bench", command, "--model", str(model)]
     for option in ("--shape=tiny", "--layers=2", "--weights=int8"):
         name = option.partition("=")[0]
         assert_mistake(run(capsys, *args, option), f"{name}: a GGUF file has its own; give either --model or {name}")

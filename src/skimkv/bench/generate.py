@@ -1,8 +1,9 @@
 """`skimkv bench generate`: a prompt and an answer through generate(), ours beside transformers alone.
 
-The model has the shape of a real one and random weights, and the prompt is random. Every candidate runs what a user
-runs: `model.generate(...)`, for ours after `attach(model, method)`. A streamer notes when each token arrives. All
-candidates take turns, generation by generation, each round in another order; the first round does not count.
+The model has the shape of a real one and random weights, or is loaded with its own; the prompt is random. Every
+candidate runs what a user runs: `model.generate(...)`, for ours after `attach(model, method)`. A streamer notes when
+each token arrives. All candidates take turns, generation by generation, each round in another order; the first round
+does not count.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..hf.attach import attach
 from ..hf.cache import Cache
+from ..hf.states import state_tensors
 from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing
-from .models import Decoder, random_llama
+from .models import Decoder, Subject, check_tokens, layer_count, random_llama
 from .rounds import take_turns
 
 
@@ -68,7 +70,9 @@ def _allocated(cache: Any) -> int:
     """The bytes that a cache has allocated, ours or that of transformers."""
     if isinstance(cache, Cache):
         return cache.allocated
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    tensors += [state for layer in cache.layers for state in state_tensors(layer)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def generate(
@@ -81,23 +85,43 @@ def generate(
     rounds: int = 3,
     tick: Call = nothing,
 ) -> dict[str, Any]:
+    """Return what `time_generations` does, of a model of that shape with random weights.
+
+    Raises ValueError as it does, and if the shape or the weights are unknown.
+    """
+    model = random_llama(shape, layers, weights, max(map(sum, lengths)), machine.device)
+    return time_generations(machine, Subject(model, shape, weights), lengths, methods, rounds, tick)
+
+
+def time_generations(
+    machine: Machine,
+    subject: Subject,
+    lengths: Sequence[tuple[int, int]],
+    methods: Sequence[str],
+    rounds: int = 3,
+    tick: Call = nothing,
+) -> dict[str, Any]:
     """Return the rows of the JSON contract, for each (prompt, new) tokens: transformers, our Dense, and the methods.
 
     first_ms: from the call to the first token. ms: of a later token, in the mean of a run. Both are medians of the runs
     that count (kept, as in `attention`). tokens_per_s: new tokens over the time of prompt and answer. first_speedup and
     speedup_transformers: how many times as fast as transformers' the first token and a later one are.
-    Raises ValueError if the shape or the weights are unknown, if there are fewer than two new tokens, or if a cache
-    does not fit in memory.
+    Raises ValueError if there are fewer than two new tokens, if the model has not so many positions, or if a cache does
+    not fit in memory.
     """
     if min(new for _, new in lengths) < 2:
         raise ValueError("at least 2 new tokens are needed, because the first one is timed with the prompt")
-    model: Any = random_llama(shape, layers, weights, max(map(sum, lengths)), machine.device)
-    model.generation_config.eos_token_id = None  # random weights choose any token
+    model: Any = subject.model
+    model.generation_config.eos_token_id = None  # no token ends the text: all are timed
+    check_tokens(model, max(map(sum, lengths)))
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if subject.is_loaded:
+        vocabulary = max(1, vocabulary * 3 // 4)  # tokens that stand for images and the like are the last ones
     specs = [None, *dict.fromkeys([Dense(), *map(parse, methods)])]
     rows: list[dict[str, Any]] = []
     for prompt, new in lengths:
         draw = torch.Generator().manual_seed(0)
-        ids = torch.randint(model.config.vocab_size, (1, prompt), generator=draw).to(machine.device)
+        ids = torch.randint(vocabulary, (1, prompt), generator=draw).to(machine.device)
         for decoder in (Decoder(spec, prompt + new) for spec in specs):
             need, free = decoder.bound(model), machine.free_bytes()
             if need > free:
@@ -105,7 +129,8 @@ def generate(
                 raise ValueError(f"{of}: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
         runs = {Decoder(spec, prompt).name: Generation(model, spec, ids, new) for spec in specs}
         setting = {
-            "shape": shape, "layers": len(model.model.layers), "weights": weights, "prompt": prompt, "new": new,
+            "shape": subject.shape, "layers": layer_count(model), "weights": subject.weights, "prompt": prompt,
+            "new": new,
         }  # fmt: skip
         rows += [{**row, **setting} for row in _rows(machine, runs, new, rounds, tick)]
     waits_known = machine.waiting_clock() is not None

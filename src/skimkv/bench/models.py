@@ -1,4 +1,4 @@
-"""What the benches of whole models decode with: models of a real one's shape with random weights, and their caches."""
+"""What the benches of whole models decode with: models, random or loaded, and their caches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..hf.cache import Cache
 from ..hf.layer import Layer
+from ..hf.load import check_source, load
+from ..hf.matrix_modules import MatrixEmbedding
+from ..hf.positions import positions_of
+from ..hf.supported import decoder_of, model_layers, needed_max_tokens
 from ..hf.weights import random_linear
 from ..methods import Dense
 from ..methods.base import Method
@@ -53,49 +57,135 @@ def random_llama(
 
 
 class Subject(NamedTuple):
-    """The model whose tokens are timed. shape: its name, or the file. weights: their format. file: of GGUF, if any."""
+    """The model that is timed. shape: its name, or what it was loaded from. weights: their format.
 
-    model: LlamaForCausalLM
+    file: of GGUF, if it is one. is_loaded: its weights are its own, and its modules are what `skimkv.load` gives.
+    """
+
+    model: PreTrainedModel
     shape: str
     weights: str
     file: Path | None = None
+    is_loaded: bool = False
 
 
-def gguf_subject(path: Path) -> Subject:
-    """Load the model of a GGUF file, of any architecture that can be loaded; it needs no tokenizer.
+def loaded_subject(model: str, weights: str | None = None, device: torch.device | str = "cpu") -> Subject:
+    """Load a model with its own weights: "builtin", a folder, a GGUF file, or a hub id, as `skimkv.load` does.
 
-    Raises ValueError, in one line with the path, if it cannot be read.
+    weights: as of `load`. The tokenizer of a GGUF file is not read. It generates to the last token that is asked for.
+    Raises ValueError, in one line with the name, if it cannot be read, or if no method decodes it.
     """
-    from ..hf.gguf_model import load_gguf_model, read_contents
+    source = check_source(model)
+    if source.kind == "gguf":
+        from ..hf.gguf_model import load_gguf_model, read_contents
 
-    model: Any = load_gguf_model(path)
-    return Subject(model, str(path), read_contents(path).weights, path)
+        if weights is not None:
+            raise ValueError(f"weights={weights!r}: {model} has formats of its own")
+        path = Path(source.location)
+        subject = Subject(load_gguf_model(path), model, read_contents(path).weights, path, is_loaded=True)
+    else:
+        network, _ = load(model, weights=weights, device=device)
+        subject = Subject(network, model, weights or str(network.dtype).removeprefix("torch."), is_loaded=True)
+    model_layers(subject.model)
+    subject.model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    return subject
 
 
-def cache_shape(model: LlamaForCausalLM) -> Shape:
+def check_tokens(model: PreTrainedModel, n: int) -> None:
+    """Warn if n tokens go past the model's positions. Raises ValueError if they are looked up in a table that ends."""
+    positions_of(model).check(n, n)
+
+
+def check_fillable(subject: Subject) -> None:
+    """Raises ValueError, in one line, if a cache of random tokens cannot stand for one of this model's.
+
+    So it is for layers that keep states, or keys and values of different shapes, and for experts of an unknown number.
+    """
+    model = subject.model
+    why = None
+    try:
+        expected = cache_shape(model)
+        _share_of_experts(model)
+    except (AttributeError, RuntimeError):  # of settings that are missing, or differ between layers
+        why = "its layers differ in their heads, or its experts are not counted in its configuration"
+    else:
+        cache: Any = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[1, 2]], device=model.device), past_key_values=cache, use_cache=True)
+        shapes = {tuple(keys.shape) for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None}
+        if any(layer.has_states or not layer.attends for layer in model_layers(model)):
+            why = "it has layers that keep states, or that look at no other token"
+        elif shapes != {(1, expected.H, 2, expected.D)}:
+            why = "its layers differ in their heads"
+    if why is not None:
+        raise ValueError(f"{subject.shape}: {why}; `skimkv bench generate` measures it with a prompt")
+
+
+def layer_count(model: PreTrainedModel) -> int:
+    """Return the number of a model's layers."""
+    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def cache_shape(model: PreTrainedModel) -> Shape:
     """Return the shape of one layer's cache, for one sequence."""
-    config: Any = model.config
-    H = config.num_key_value_heads
-    return Shape(1, H, config.num_attention_heads // H, config.head_dim)
+    config: Any = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    H = getattr(config, "num_key_value_heads", None) or heads
+    return Shape(1, H, heads // H, getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of weights that one token reads: all but the embedding table, of which it reads a row."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return sum(t.nbytes for name, t in tensors if "embed_tokens" not in name)
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that one token reads: of a table of embeddings one row, of experts the chosen ones.
+
+    The row is not counted. A table that is the output layer too is read whole.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    parts = [decoder_of(model), head]
+    modules = [module for part in parts for module in part.modules()]
+    tables = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding | MatrixEmbedding)}
+    tables.discard(id(head.weight))
+    named = [(name, t) for part in parts for name, t in [*part.named_parameters(), *part.named_buffers()]]
+    tensors = {id(tensor): (name, tensor) for name, tensor in named if id(tensor) not in tables}
+    share = _share_of_experts(model)
+    return int(sum(t.nbytes * (share if ".experts." in name else 1) for name, t in tensors.values()))
 
 
-def random_cache(model: LlamaForCausalLM, method: Method | None, tokens: int, more: int) -> Any:
+def _share_of_experts(model: PreTrainedModel) -> float:
+    """The share of its experts that a model chooses for a token; 1 if it has none."""
+    if not any(".experts." in name for name, _ in model.named_parameters()):
+        return 1.0
+    config: Any = model.config.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    total = next(number for name in names if (number := getattr(config, name, None)))
+    return float(config.num_experts_per_tok / total)
+
+
+def step_bytes(model: PreTrainedModel, method: Method, n: int) -> int:
+    """Return the bytes of caches that one step after n tokens reads and writes, in all layers.
+
+    A sliding layer that the method does not decode is dense attention over its window.
+    """
+    shape, total = cache_shape(model), 0
+    for layer in model_layers(model, needed_max_tokens(model, n + 1)):
+        if layer.supported:
+            total += method.traffic(n, shape, model.dtype).bytes
+        elif layer.window is not None:
+            total += Dense().traffic(min(n, layer.window - 1), shape, model.dtype).bytes
+    return total
+
+
+def random_cache(model: PreTrainedModel, method: Method | None, tokens: int, more: int) -> Any:
     """Return a cache of random tokens with room for `more`: the method's, or for None that of transformers."""
     shape, dtype = cache_shape(model), model.dtype
-    cache: Any = DynamicCache(config=model.config) if method is None else Cache(model, method)
+    longest = needed_max_tokens(model, tokens + more)
+    cache: Any = DynamicCache(config=model.config) if method is None else Cache(model, method, longest)
     for i, layer in enumerate(cache.layers):
         base = random_store(shape, dtype, tokens, more, i, model.device)
-        if method is None:
-            cache.update(*keys_values(base), i)
-        else:
-            assert isinstance(layer, Layer)
+        if isinstance(layer, Layer):
+            assert method is not None
             layer.take_store(filled_store(method, base, more))
+        else:
+            layer.update(*keys_values(base))
     return cache
 
 
@@ -115,13 +205,18 @@ class Decoder(NamedTuple):
         """The name, and after how many tokens."""
         return f"{self.name} after {self.tokens}"
 
-    def bound(self, model: LlamaForCausalLM) -> int:
+    def bound(self, model: PreTrainedModel) -> int:
         """Return an upper bound of the bytes that its cache takes in all layers."""
-        size = (self.method or Dense()).bound(self.tokens, cache_shape(model), model.dtype)
-        return size * len(model.model.layers)
+        shape, n, size = cache_shape(model), self.tokens, 0
+        for layer in model_layers(model, needed_max_tokens(model, n)):
+            method = self.method if layer.supported and self.method is not None else Dense()
+            size += method.bound(
+                n if layer.supported or layer.window is None else min(n, layer.window), shape, model.dtype
+            )
+        return size
 
 
-def next_token(model: LlamaForCausalLM, cache: Any) -> None:
+def next_token(model: PreTrainedModel, cache: Any) -> None:
     """Take one decode step, as generate() does for each token."""
     ids, places = torch.tensor([[[5]], [[cache.get_seq_length()]]], device=model.device)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A model with our layers in the place of its own, and how long the linear layers of either take alone."""
+"""A model's twin for our methods, with our layers where it has others, and how long the linear layers take alone."""
 
 from __future__ import annotations
 
@@ -8,43 +8,51 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from ..hf.decode_step import layers_operation, replace_modules
+from ..hf.decode_step import MODEL_PARTS, layers_operation, replace_modules
 from ..hf.matrix_modules import of_linear
+from ..hf.supported import decoder_of
 from .machine import Call
 
 PLAIN, OURS = "linear layers of transformers", "linear layers of ours"  # what is timed beside tokens
 
 
-def with_our_layers(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A twin of a model that has our layers over the same tensors."""
+def twin_of(model: PreTrainedModel, has_our_layers: bool) -> PreTrainedModel:
+    """A twin of a model over the same tensors, with our layers where it has PyTorch's linear ones, if so wanted."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     twin = copy.deepcopy(model, shared)
-    for name, part in list(twin.named_modules()):
-        if type(part) is torch.nn.Linear:
-            twin.set_submodule(name, of_linear(part))
-    replace_modules(twin)
+    if has_our_layers:
+        for name, part in list(twin.named_modules()):
+            if type(part) is torch.nn.Linear:
+                twin.set_submodule(name, of_linear(part))
+        replace_modules(twin)
     return twin
 
 
-def linear_calls(model: LlamaForCausalLM, twin: LlamaForCausalLM) -> dict[str, Call]:
+def linear_calls(model: PreTrainedModel, twin: PreTrainedModel) -> dict[str, Call]:
     """Products of one token with all linear layers, by PLAIN and OURS.
 
     PLAIN: those of the model, one after the other. OURS: all layers of its twin but attention as one operation, and the
-    product after them.
+    product after them. Neither where the twin's layers are no such operation.
     """
-    linear: list[Any] = [part for part in model.modules() if hasattr(part, "in_features")]
+    decoder: Any = decoder_of(twin)
+    if not set(MODEL_PARTS) <= decoder._modules.keys():
+        return {}
+    head: Any = twin.get_output_embeddings()  # type: ignore[no-untyped-call]
+    x = _ones(twin, twin.config.get_text_config(decoder=True).hidden_size)
+    operation = layers_operation(decoder, x)
+    if operation is None:
+        return {}
+    parts = [*decoder_of(model).modules(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
+    linear: list[Any] = [part for part in parts if hasattr(part, "in_features")]
     plain = [partial(part, _ones(model, part.in_features)) for part in linear]
-    x = _ones(twin, twin.lm_head.in_features)
-    operation = layers_operation(twin.model, x)
-    assert operation is not None
     angles = _ones(twin, operation.D)
-    ours = [partial(operation, x, angles, angles, None), partial(twin.lm_head, x)]
+    ours = [partial(operation, x, angles, angles, None), partial(head, x)]
     return {PLAIN: partial(_call_all, plain), OURS: partial(_call_all, ours)}
 
 
-def _ones(model: LlamaForCausalLM, size: int) -> torch.Tensor:
+def _ones(model: PreTrainedModel, size: int) -> torch.Tensor:
     return torch.ones(1, 1, size, dtype=model.dtype)
 
 

@@ -1,6 +1,7 @@
 """`skimkv bench token`: a whole decoded token of a model, ours beside transformers' own cache and attention.
 
-The model has the shape of a real one and random weights; its caches hold random keys and values, and no prompt is run.
+The model has the shape of a real one and random weights, or is loaded with its own; its caches hold random keys and
+values, and no prompt is run.
 All ways to decode take turns, call by call, where their caches fit in memory together; other programs on the same GGUF
 file take turns with them (`rivals`). Where transformers' own step is many times as slow as ours, it takes its turn in
 some rounds only: it takes gigabytes from the system and gives them back, and the system is busy with them while the
@@ -18,14 +19,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from ..hf.attach import attach, detach
 from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing, peak_bandwidth
-from .models import Decoder, Subject, cache_shape, next_token, random_cache, random_llama, weight_bytes
-from .own_layers import OURS, PLAIN, linear_calls, with_our_layers
+from .models import (
+    Decoder,
+    Subject,
+    cache_shape,
+    check_fillable,
+    check_tokens,
+    layer_count,
+    next_token,
+    random_cache,
+    random_llama,
+    step_bytes,
+    weight_bytes,
+)
+from .own_layers import OURS, PLAIN, linear_calls, twin_of
 from .rivals import Program, Rival, programs
 from .rounds import Timings, take_turns
 
@@ -37,7 +50,7 @@ SLOW = 4.0  # times as long as our fastest step; a step of transformers' that ta
 
 def time_together(
     machine: Machine,
-    model: LlamaForCausalLM,
+    subject: Subject,
     decoders: Sequence[Decoder],
     rounds: int,
     tick: Call,
@@ -48,11 +61,11 @@ def time_together(
 
     The number is the bandwidth in bytes per second meanwhile.
     """
-    named = {decoder.label: decoder for decoder in decoders}
+    model, named = subject.model, {decoder.label: decoder for decoder in decoders}
     others = {rival.name: rival for rival in rivals}
     calls: dict[str, Call] = {}
     has_own = machine.device.type == "cpu" and not compile
-    ours = with_our_layers(model) if has_own else model
+    ours = twin_of(model, has_our_layers=not subject.is_loaded) if has_own else model
     for name, decoder in named.items():
         of_decoder = model if decoder.method is None else ours
         cache = random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
@@ -137,9 +150,13 @@ def time_tokens(
     against: the path of a program by its kind (rivals.KINDS). Then its rows follow ours, `transformers` is left out,
     and every row has `speedup_rivals`, how many times as fast it is as each of the rivals. Of llama.cpp's rows, that of
     the better setting has `better`.
-    Raises ValueError if caches do not fit in memory, or if a program cannot be run.
+    Raises ValueError if caches do not fit in memory, if random ones cannot stand for the model's (`check_fillable`), if
+    the model has not so many positions, or if a program cannot be run.
     """
     model, against = subject.model, against or {}
+    if subject.is_loaded:
+        check_fillable(subject)
+        check_tokens(model, max(lengths) + WARM_UP + rounds)
     specs: list[Method | None] = list(dict.fromkeys([Dense(), *map(parse, methods)]))
     specs = specs if against else [None, *specs]
     rows, peaks = [], []
@@ -251,11 +268,11 @@ def _time_group(
             if not isinstance(contender, Decoder):
                 rivals.append(running.enter_context(Rival(*contender)))
                 rivals[-1].start()  # before the next one is there, so that none runs while another one prepares itself
-        return time_together(machine, subject.model, decoders, rounds, tick, compile, rivals)
+        return time_together(machine, subject, decoders, rounds, tick, compile, rivals)
 
 
 def _rows(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     specs: Sequence[Method | None],
     programs: Sequence[tuple[Path, Program]],
     n: int,
@@ -264,7 +281,7 @@ def _rows(
     peak: float,
 ) -> list[dict[str, Any]]:
     """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
-    layers, weights, shape = len(model.model.layers), weight_bytes(model), cache_shape(model)
+    layers, weights = layer_count(model), weight_bytes(model)
     dense_label = Decoder(Dense(), n).label
     rivals = [program.name for _, program in programs if program.name in timings.seconds]
     rows, label_of = list[dict[str, Any]](), dict(zip(rivals, rivals, strict=True))
@@ -272,10 +289,7 @@ def _rows(
         decoder, few = Decoder(spec, n), Decoder(spec, FEW).label
         label_of[decoder.name] = label = decoder.label
         linear = PLAIN if spec is None else OURS
-        moved, dense = (
-            layers * (method or Dense()).traffic(n + WARM_UP + rounds // 2, shape, model.dtype).bytes
-            for method in (spec, None)
-        )
+        moved, dense = (step_bytes(model, method or Dense(), n + WARM_UP + rounds // 2) for method in (spec, None))
         ms_attention = timings.ms_longer(label, few)
         rows.append({
             "method": decoder.name, **_times(timings, label, dense_label), "layers": layers,

@@ -12,7 +12,7 @@ from .token import token
 app = App(
     help="""Measure speed and memory beside what the machine's memory allows.
 
-    Keys, values and weights are random: no model is needed.
+    Keys, values and weights are random where no model is given.
 
         skimkv bench attention --length 16384
     """,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...hf.load import DTYPES
-from ..options import MODEL_OPTIONS, check_dtype, methods_option, resolve_device
+from ...hf.load import DTYPES, WEIGHTS
+from ..options import MODEL_OPTIONS, check_dtype, check_model, methods_option, quiet, resolve_device
 
 if TYPE_CHECKING:
     from ...bench.machine import Machine
+    from ...bench.models import Subject
 
 SPARQ = "SparQ(r=32, k=128"
 METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')"]
@@ -78,6 +80,62 @@ RandomWeights = Annotated[
         help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
     ),
 ]
+
+
+LoadedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        callback=lambda value: value if value is None else _checked(value),
+        rich_help_panel=MODEL_OPTIONS,
+        show_default="random weights",
+        help="A model with its own weights, in the place of a random one: builtin, a folder, a GGUF file, or a Hugging "
+        "Face id. --weights is then that of `skimkv generate`.",
+    ),
+]
+
+
+def _checked(model: str) -> str:
+    check_model(model)
+    return model
+
+
+def check_loaded(context: typer.Context, model: str, weights: str, device: str) -> str | None:
+    """Return the format of weights that `load` is given; None: the model's own, where the option was not given.
+
+    Raises ValueError if an option was given that belongs to random weights, or if it does not go with this model.
+    """
+    given = {
+        option: getattr(context.get_parameter_source(option), "name", None) != "DEFAULT"
+        for option in ("shape", "layers", "weights")
+    }
+    if model.endswith(".gguf"):
+        if option := next((option for option in given if given[option]), None):
+            raise ValueError(f"--{option}: a GGUF file has its own; give either --model or --{option}")
+        if not device.startswith("cpu"):
+            raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
+    for option in ("shape", "layers"):
+        if given[option]:
+            raise ValueError(f"--{option}: a model that is loaded has its own; give either --model or --{option}")
+    formats = DTYPES.get(weights, weights) if given["weights"] else None
+    if formats not in (None, *WEIGHTS):
+        raise ValueError(f"--weights {weights!r} is unknown; with --model known are {', '.join(WEIGHTS)}")
+    return formats
+
+
+def load_subject(model: str, weights: str | None, device: str) -> Subject:
+    """Load the model of a benchmark with its own weights. Raises ValueError, in one line, if it cannot be loaded."""
+    quiet(model)
+    from ...bench.models import loaded_subject
+
+    return loaded_subject(model, weights, resolve_device(device))
+
+
+def name_for_people(model: str) -> str:
+    """The name of a model in a title: of a file or a folder the last part of its path."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
 
 
 def _check_lengths(values: list[str] | None) -> list[str] | None:

@@ -10,33 +10,29 @@ from typing import Annotated, Any
 import typer
 
 from .. import output
-from ..options import MODEL_OPTIONS, Device, Json, Plot, check_readable
+from ..options import Device, Json, Plot
 from .options import (
     LENGTHS,
     METHODS,
     SPARQ,
     Lengths,
+    LoadedModel,
     Methods,
     ModelLayers,
     ModelShape,
     RandomWeights,
     Threads,
     canonical_methods,
+    check_loaded,
     check_weights,
+    load_subject,
     machine_to_measure,
+    name_for_people,
 )
 from .table import milliseconds, print_interleaved, print_kept, print_table, progress
 
 RIVALS = ("llama.cpp", "fork")
 RIVAL_METHODS = ["Dense()", f"{SPARQ}, channels='int8')"]
-
-
-def _gguf_file(value: Path | None) -> Path | None:
-    if value is not None:
-        check_readable("--model", value)
-        if value.suffix != ".gguf":
-            raise ValueError(f"--model {value}: give a GGUF file; for random weights of a model's shape give --shape")
-    return value
 
 
 def _programs(values: list[str] | None) -> list[str] | None:
@@ -58,16 +54,7 @@ def token(
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the model around our attention; with --device cuda only.")
     ] = False,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=_gguf_file,
-            rich_help_panel=MODEL_OPTIONS,
-            show_default="random weights",
-            help="A GGUF file whose model is timed with its own weights, in the place of a random one; on a CPU only.",
-        ),
-    ] = None,
+    model: LoadedModel = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,7 +73,7 @@ def token(
 ) -> None:
     """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
 
-    The model has random weights, or those of a GGUF file, and a cache of random tokens. All candidates take turns,
+    The model has random weights, or with --model its own, and a cache of random tokens. All candidates take turns,
     token by token, each round in another order. A token during which threads waited 100 µs and 1% of its time for a
     processor does not count. Beside the times stand the bytes that a token reads, and the time that memory needs for
     them at least.
@@ -94,21 +81,18 @@ def token(
     Example:
 
         skimkv bench token --shape smollm-135m --layers 0 --weights bfloat16 --method 'SparQ(r=16, k=128)'
+        skimkv bench token --model Qwen/Qwen3-0.6B --weights int8
         skimkv bench token --model llama.gguf --length 16384 --against llama.cpp=bin/llama-bench
     """
-    weights = check_weights(shape, weights)
+    own_weights = None if model is None else check_loaded(context, model, weights, device)
+    weights = check_weights(shape, weights) if model is None else weights
     if compile and not device.startswith("cuda"):
         raise ValueError("--compile: it is measured with --device cuda only")
-    for option in ("shape", "layers", "weights"):
-        if model is not None and getattr(context.get_parameter_source(option), "name", None) != "DEFAULT":
-            raise ValueError(f"--{option}: a GGUF file has its own; give either --model or --{option}")
-    if model is not None and not device.startswith("cpu"):
-        raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
-    if against and model is None:
+    if against and (model is None or not model.endswith(".gguf")):
         raise ValueError("--against: give --model FILE.gguf as well, which both read")
     specs = canonical_methods(method or (RIVAL_METHODS if against else METHODS))
     machine = machine_to_measure(device, threads)
-    from ...bench import figures, models
+    from ...bench import figures
     from ...bench import token as bench
 
     lengths = length or LENGTHS
@@ -116,10 +100,10 @@ def token(
         if model is None:
             result = bench.token(machine, shape, layers or None, weights, lengths, specs, rounds, tick, compile)
         else:
-            subject = models.gguf_subject(model)
+            subject = load_subject(model, own_weights, device)
             paths = {kind: Path(path) for kind, _, path in (text.partition("=") for text in against or ())}
-            result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, against=paths)
-            shape, weights = model.name, subject.weights
+            result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, compile, paths)
+            shape, weights = name_for_people(model), subject.weights
     if plot is not None:
         (figures.rivals if against else figures.token)(result["rows"], plot)
     if as_json:
