@@ -93,6 +93,7 @@ def loaded_subject(model: str, weights: str | None = None, device: torch.device 
 
 def check_tokens(model: PreTrainedModel, n: int) -> None:
     """Warn if n tokens go past the model's positions. Raises ValueError if they are looked up in a table that ends."""
+    positions_of(model).check_table(n, None)
     positions_of(model).check(n, n)
 
 
