@@ -75,7 +75,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 6144], help="tokens before a divergence")
     parser.add_argument("--limit", type=int, default=24, help="examples of each task")
     parser.add_argument("--documents", type=int, default=8, help="documents of each divergence")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, help="the tasks, of which {0} becomes the length")
+    parser.add_argument(
+        "--tasks", nargs="*", default=TASKS, help="the tasks, of which {0} becomes the length; none: divergences only"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences that are decoded together")
     parser.add_argument("--model", default="builtin")
     return parser.parse_args(arguments)
@@ -165,7 +167,7 @@ def run(arguments: argparse.Namespace) -> Results:
     times = _kept(out / "times.json", lambda: measure_times(setup, document, settings))
     rows = summary(load(out / "results.jsonl"))
     averages: dict[str, dict[str, Row]] = {}
-    for row in suite_averages(rows, [suite]):
+    for row in suite_averages(rows, [suite] if suite.tasks else []):
         averages.setdefault(row.mode, {})[row.method] = row
 
     def of_task(spec: str, modes: Sequence[str]) -> dict[str, Row]:
@@ -199,7 +201,8 @@ def score(row: Row | None) -> str:
 
 def share_read(results: Results, spec: str) -> float:
     """The share of dense's bytes that the method read, on average over what it answered."""
-    shares = [rows[spec].share or 1.0 for rows in results.tasks.values() if spec in rows]
+    measured = results.tasks or results.divergence
+    shares = [rows[spec].share or 1.0 for rows in measured.values() if spec in rows]
     return sum(shares) / len(shares)
 
 
@@ -261,7 +264,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     results = run(arguments)
     sections = [
-        f"## At {name} of dense's bytes\n\n{table(results, specs)}\n\n{table_of_tasks(results, specs)}"
+        f"## At {name} of dense's bytes\n\n{table(results, specs)}"
+        + (f"\n\n{table_of_tasks(results, specs)}" if results.tasks else "")
         for share, name in SHARES.items()
         if (specs := at(results, share))
     ]

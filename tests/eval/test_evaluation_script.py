@@ -40,6 +40,11 @@ def test_a_small_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     assert len(solved) == 1
     for name in ("results.jsonl", "times.json", "tables.md"):
         assert (out / name).read_bytes() == files[name], name
+    script.main([*command[: command.index("--tasks")], "--tasks"])
+    rows = (out / "tables.md").read_text().splitlines()
+    assert len(solved) == 1 and sum(row.count("| — | — |") for row in rows) == 5, (
+        "no answers, and divergences as before"
+    )
     capsys.readouterr()
 
 
