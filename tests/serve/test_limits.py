@@ -62,6 +62,17 @@ def test_a_large_body_is_refused_before_it_is_tokenised(server: Running, shared:
         assert started.send("/v1/completions", {"prompt": "w3 " * 400_000}).status == 400  # too many tokens
 
 
+def test_a_body_without_end_is_refused_before_it_has_come(shared: Running) -> None:
+    """By the length that it says it has, and by what comes of one that does not say it."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    piece = b"10000\r\n" + b"a" * 65536 + b"\r\n"
+    for rest, pieces in ((b"Content-Length: 99999999999\r\n\r\n", 0), (b"Transfer-Encoding: chunked\r\n\r\n", 2)):
+        with socket.create_connection((shared.host, shared.port)) as connection:
+            connection.settimeout(30)
+            connection.sendall(head + rest + piece * pieces)
+            assert b"413" in connection.recv(4000).splitlines()[0]
+
+
 def _connect(server: Running) -> Any:
     import http.client
 

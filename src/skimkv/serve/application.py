@@ -26,6 +26,7 @@ from .pieces import response_parser
 from .requests import Refused, error_object
 from .worker import Task, Worker
 
+FORGOTTEN_BODIES = 32  # times --max-body: a body that is larger still is not even waited for
 BODY_SECONDS = 60.0  # within which the whole body of a request must have come
 LEAST_BODY = 2**20  # bytes that are always allowed
 BYTES_A_TOKEN = 32  # of a body for each token of the longest prompt: texts have fewer
@@ -131,20 +132,28 @@ class Server:
         return await self.aside.run(lambda: requests.read_object(body))
 
     async def _read_bytes(self, request: Request) -> bytes:
+        said, most = request.headers.get("content-length", ""), FORGOTTEN_BODIES * self.max_body
+        if said.isdecimal() and int(said) > most:
+            raise self._too_large(int(said))
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
+            if size > most:
+                break
             if size <= self.max_body:
                 parts.append(part)
             else:  # the rest is read and forgotten, so that the client comes to read the answer
                 parts.clear()
         if size > self.max_body:
-            raise Refused(
-                f"the body has {size} bytes, and at most {self.max_body} are read: send less, or start the server with "
-                "a larger --max-body",
-                code="request_too_large", status=413,
-            )  # fmt: skip
+            raise self._too_large(size)
         return b"".join(parts)
+
+    def _too_large(self, size: int) -> Refused:
+        return Refused(
+            f"the body has {size} bytes, and at most {self.max_body} are read: send less, or start the server with "
+            "a larger --max-body",
+            code="request_too_large", status=413,
+        )  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
