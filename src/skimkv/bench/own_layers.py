@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..hf.decode_step import MODEL_PARTS, layers_operation, replace_modules
+from ..hf.decode_step import layers_operation, replace_modules, step_forward
 from ..hf.matrix_modules import of_linear
 from ..hf.supported import decoder_of
 from .machine import Call
@@ -34,10 +34,10 @@ def linear_calls(model: PreTrainedModel, twin: PreTrainedModel) -> dict[str, Cal
     """Products of one token with all linear layers, by PLAIN and OURS.
 
     PLAIN: those of the model, one after the other. OURS: all layers of its twin but attention as one operation, and the
-    product after them. Neither where the twin's layers are no such operation.
+    product after them. Neither where no decode step of the twin takes its layers as one operation.
     """
     decoder: Any = decoder_of(twin)
-    if not set(MODEL_PARTS) <= decoder._modules.keys():
+    if step_forward(decoder) is None:
         return {}
     head: Any = twin.get_output_embeddings()  # type: ignore[no-untyped-call]
     x = _ones(twin, twin.config.get_text_config(decoder=True).hidden_size)
