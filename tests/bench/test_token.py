@@ -171,6 +171,7 @@ def test_experts_and_tables_count_as_far_as_they_are_read():
 @pytest.mark.parametrize(("kind", "options", "why"), [
     ("bloom", {"n_head": 4}, "BloomForCausalLM is not supported: it does not take another attention function"),
     ("gpt2", {}, "the 160 positions of GPT2LMHeadModel"),
+    ("mistral", FAMILIES["mistral-sliding"][1], "no layer of full attention that a method could decode: its 2 layers"),
     ("jamba", None, "it has layers that keep states, or that look at no other token; `skimkv bench generate` measures"),
 ])  # fmt: skip
 def test_what_cannot_be_timed_is_one_line(tmp_path: Path, kind: str, options, why: str):
