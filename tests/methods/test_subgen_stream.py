@@ -212,7 +212,7 @@ def test_an_estimate_without_bound_is_finite(dtype, limit):
         for store in (stored(k, v, 20.0, 1, 1, seed) for seed in range(100))
         if not store.blocks[0].samples[0, 0, 0].any() and torch.equal(store.k[0, 0], k[0, 0, 1:])
     )
-    y = steps.stream(store, torch.tensor([[[[100.0, 0]]]], dtype=dtype), 1.0)
+    y = SubGenStream(1.0, 1, 1).attend(store, torch.tensor([[[[100.0, 0]]]], dtype=dtype), None, scale=1.0)
     assert y.flatten().tolist() == [-limit, 0]
 
 
