@@ -154,7 +154,7 @@ DENSE = {
     ),
     "scoring": (lambda model, cache: model(prompt(1, N), labels=prompt(1, N)), lambda model: None, "no cache"),
     "a user's own compilation": (
-        lambda model, cache: torch.compile(model, backend="eager")(prompt(1, N)),
+        lambda model, cache: torch.no_grad()(torch.compile(model, backend="eager"))(prompt(1, N)),
         lambda model: None,
         "no cache",
     ),

@@ -46,9 +46,10 @@ def test_a_method_decodes_it(tmp_path, architecture):
 
 # What transformers' own loader reads as llama.cpp does; of the others it leaves out metadata or tensors.
 AS_TRANSFORMERS = ["llama", "qwen2", "lfm2", "qwen35", "qwen35moe"]
+READS_ALL = ARCHITECTURES.keys() >= {*AS_TRANSFORMERS}  # older versions of transformers read fewer architectures
 
 
-@pytest.mark.parametrize("architecture", AS_TRANSFORMERS)
+@pytest.mark.parametrize("architecture", [name for name in AS_TRANSFORMERS if READS_ALL or name in ARCHITECTURES])
 def test_transformers_own_load_of_the_file_is_the_same(tmp_path, architecture):
     gguf_architectures.write(tmp_path / "m.gguf", architecture)
     loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
@@ -70,5 +71,6 @@ def test_transformers_still_has_no_table_of_these():
     assert not {*without, "glm"} & {*GGUF_CONFIG_MAPPING, *GGUF_CONFIG_ARCHS}
 
 
+@pytest.mark.skipif(not READS_ALL, reason="this version of transformers reads fewer architectures")
 def test_the_table_of_the_docs():
     assert gguf_architectures.table() in DOCS.read_text(), "python -m support.gguf_architectures prints it (in tests/)"
