@@ -30,10 +30,10 @@ class Conversions(Protocol):
         """The numbers of a tensor as the model has them."""
 
     def row_order(self, tensor: str, rows: int) -> Tensor | None:
-        """For each row of the model's matrix, its row in the file (rows,) int64; None if it is the same row."""
+        """Return the file's row for each row of the model's matrix, (rows,) int64; None if it is the same row."""
 
     def input_order(self, tensor: str) -> Tensor | None:
-        """For each column of the file's matrix, the model's input that it multiplies (in,) int64; None: the same."""
+        """Return the model's input that each column of the file's matrix multiplies, (in,) int64; None: the same."""
 
 
 def conversions_of(architecture: str, config: PretrainedConfig, parameters: Mapping[str, Any]) -> Conversions:
@@ -65,17 +65,21 @@ class _Processor:
                 self._parameters[f"{short}.{suffix or 'weight'}"] = full
 
     def parameter(self, tensor: str) -> str | None:
+        """Return the parameter that a tensor is; None if there is none of that name."""
         return self._parameters.get(tensor)
 
     def values(self, tensor: str, values: Tensor) -> Tensor:
+        """Return a tensor's numbers as the model has them."""
         return torch.from_numpy(np.ascontiguousarray(self._process(tensor, values.numpy())))
 
     def row_order(self, tensor: str, rows: int) -> Tensor | None:
+        """Return where the model's rows lie in the file, as `Conversions.row_order` says."""
         order = self._process(tensor, np.arange(rows)[:, None])
         # a processor that transposes does so for modules that keep their matrices the other way round
         return _unless_same(torch.from_numpy(order.reshape(-1).copy()))
 
     def input_order(self, tensor: str) -> Tensor | None:
+        """Return which inputs the file's columns multiply, as `Conversions.input_order` says."""
         return None
 
     def _process(self, tensor: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -98,14 +102,17 @@ class _Mapping:
         self._operations = {pattern: step.operations for step in self._converters for pattern in step.source_patterns}
 
     def parameter(self, tensor: str) -> str | None:
+        """Return the parameter that a tensor is; None if there is none of that name."""
         return self._find(tensor)[0]
 
     def values(self, tensor: str, values: Tensor) -> Tensor:
+        """Return a tensor's numbers as the model has them."""
         for operation in self._find(tensor)[1]:
             (values,) = operation.convert({tensor: values}, [tensor], [tensor]).values()
         return values
 
     def row_order(self, tensor: str, rows: int) -> Tensor | None:
+        """Return where the model's rows lie in the file, as `Conversions.row_order` says."""
         order = torch.arange(rows)[:, None]
         for operation in self._find(tensor)[1]:
             if not hasattr(operation, "input_permutation"):
@@ -113,6 +120,7 @@ class _Mapping:
         return _unless_same(order.flatten())
 
     def input_order(self, tensor: str) -> Tensor | None:
+        """Return which inputs the file's columns multiply, as `Conversions.input_order` says."""
         for operation in self._find(tensor)[1]:
             if hasattr(operation, "input_permutation"):
                 return _unless_same(operation.input_permutation)
