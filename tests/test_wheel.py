@@ -1,4 +1,7 @@
-"""The packages that users get: a source distribution, the wheel built from it, and the wheel where nothing else is."""
+"""The packages that users get: a source distribution, the wheel built from it, and the wheel where nothing else is.
+
+With SKIMKV_DIST, a folder, the two packages that lie there are tested instead of new ones: `make wheel`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -18,12 +22,22 @@ import pytest
 from skimkv import __version__
 
 ROOT = Path(__file__).parents[1]
+DIST = os.environ.get("SKIMKV_DIST")
+# The newest symbol versions that every Linux of the tag manylinux_2_28 has.
+NEWEST_SYMBOLS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+LARGEST_WHEEL = 20e6  # bytes
+LONGEST_IMPORT, LONGEST_HELP = 0.3, 0.5  # seconds
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # the kernels are compiled, on one core if others are busy
 
 
-def run(*command: object, cwd: Path) -> str:
-    """Run a command that does not see this checkout, and return what it prints."""
+def run(*command: object, cwd: Path, programs: Path | None = None) -> str:
+    """Run a command that does not see this checkout, and return what it prints.
+
+    programs: the only folder in which it finds other programs; by default it finds all of this machine.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SKIMKV"))}
+    if programs is not None:
+        environment["PATH"] = str(programs)
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -53,6 +67,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def sdist(folder: Path) -> Path:
     """The source distribution of this checkout."""
+    if DIST:
+        (path,) = Path(DIST).absolute().glob("*.tar.gz")
+        return path
     pytest.importorskip("scikit_build_core", reason="the build backend is not installed")
     code = "import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))"
     return folder / run(sys.executable, "-c", code, folder, cwd=ROOT).splitlines()[-1]
@@ -61,6 +78,9 @@ def sdist(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(folder: Path, sdist: Path) -> Path:
     """The wheel, built from the unpacked source distribution in an environment of its own."""
+    if DIST:
+        (path,) = Path(DIST).absolute().glob("*.whl")
+        return path
     python = new_environment(folder / "building")
     add_dependencies(python)
     with tarfile.open(sdist) as archive:
@@ -104,12 +124,61 @@ def test_one_wheel_serves_every_interpreter(wheel):
     assert not [name for name in names if name.endswith((".cpp", ".o")) or "tests/" in name]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="symbol versions are those of Linux")
+def test_the_library_asks_for_no_newer_symbols_than_its_tag(wheel, tmp_path):
+    """The library loads wherever manylinux_2_28 is admitted: no versioned symbol is newer."""
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.read("skimkv/libskimkv.so")
+    asked = {name: versions(library, name) for name in NEWEST_SYMBOLS}
+    assert asked["GLIBC"], "the library names no version of glibc: is it one?"
+    newer = {name: found for name, found in asked.items() if max(found, default=(0,)) > NEWEST_SYMBOLS[name]}
+    assert newer == {}
+
+
+def versions(library: bytes, name: str) -> set[tuple[int, ...]]:
+    """The versions of symbols that a library asks for, such as (2, 17) for the name GLIBC."""
+    found = re.findall(rf"\0{name}_([\d.]+)\0".encode(), library)
+    return {tuple(map(int, version.split(b"."))) for version in found}
+
+
+def test_the_wheel_is_small(wheel):
+    assert wheel.stat().st_size <= LARGEST_WHEEL
+
+
+def shortest(*command: object, cwd: Path) -> float:
+    """Seconds of a command: the least of several, because other work on the machine only adds."""
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        run(*command, cwd=cwd)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def test_import_and_help_take_no_time(installed, tmp_path):
+    run(installed, "-m", "compileall", "-q", installed.parents[1] / "lib", cwd=tmp_path)  # as pip does by default
+    assert shortest(installed, "-c", "import skimkv", cwd=tmp_path) <= LONGEST_IMPORT
+    assert shortest(installed.parent / "skimkv", "--help", cwd=tmp_path) <= LONGEST_HELP
+
+
+def test_the_fast_tests_pass_on_the_installed_wheel(installed, tmp_path):
+    """The tests of stores and methods, in a folder that has nothing else of this checkout, without a compiler."""
+    for name in ("conftest.py", "test_package.py", "support", "stores", "methods"):
+        copy = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copy
+        copy(ROOT / "tests" / name, tmp_path / name)
+    settings = ("--import-mode=importlib", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path)
+    settings += ("-o", f"pythonpath={tmp_path}", "-o", "cache_dir=cache", "-p", "no:xdist", "-q", "-m", "not slow")
+    told = run(installed, "-m", "pytest", *settings, tmp_path, cwd=tmp_path, programs=installed.parent)
+    assert int(re.search(r"(\d+) passed", told)[1]) > 1000
+
+
 def test_the_installed_wheel_runs_the_demo(installed, tmp_path):
     code = "import skimkv; from skimkv.ops.cpu import library; print(skimkv.__file__, library.isa())"
     file, isa = run(installed, "-c", code, cwd=tmp_path).split()
     assert Path(file).is_relative_to(installed.parents[1])
     assert isa != "None"
-    demo = run(installed.parent / "skimkv", "demo", "--json", "--lines", 30, "--asked", 3, cwd=tmp_path)
+    demo = run(installed.parent / "skimkv", "demo", "--json", "--lines", 30, "--asked", 3, cwd=tmp_path,
+               programs=installed.parent)  # fmt: skip
     rows = json.loads(demo)["rows"]
     assert rows[0]["method"] == "Dense()"
     assert len(rows) > 1
