@@ -78,6 +78,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
 	$(BIN)/mypy --strict src training/*.py
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/hadolint Containerfile
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format $(PYTHON_FILES)
