@@ -10,6 +10,7 @@ import typer
 from .analyse import analyse
 from .bench.app import app as bench
 from .demo import demo
+from .doctor import doctor
 from .errors import carry_out
 from .eval import evaluate
 from .generate import generate
@@ -37,6 +38,7 @@ app = App(
 app.command("demo", rich_help_panel=START)(demo)
 app.command("generate", rich_help_panel=START)(generate)
 app.command("info", rich_help_panel=START)(info)
+app.command("doctor", rich_help_panel=START)(doctor)
 app.command("serve", rich_help_panel=START)(serve)
 app.command("eval", rich_help_panel=QUALITY)(evaluate)
 app.command("tune", rich_help_panel=QUALITY)(tune)

@@ -1,0 +1,283 @@
+"""Whether this processor, this PyTorch and a model will decode fast here, and what to change: `skimkv doctor`.
+
+Each check is a function that returns one Finding. Nothing is compiled, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .. import ops
+from ..hf.attach import attach
+from ..hf.decode_step import step_forward
+from ..hf.load import check_source
+from ..hf.structure import empty_model
+from ..hf.supported import decoder_of, describe_layers, model_layers
+from ..hf.tiny_models import SIZES
+from ..hf.weights import quantise
+from ..methods import Dense
+from ..methods.base import Method
+from ..ops.cpu import library
+from ..stores.base import Shape
+from .machine import Cpu
+from .shapes import WEIGHT_BYTES
+
+GOOD, SLOW, BAD = "good", "slow", "bad"
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+FLAGS = "avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "bf16"
+BYTES = {**WEIGHT_BYTES, "int4": 18 / 32}  # of a weight in each format; int4: blocks of 32 and a scale
+SLOW_MEMORY = 10e9  # bytes per second: less than one channel of DDR4
+
+
+class Finding(NamedTuple):
+    """One line of the report. status: GOOD, SLOW or BAD; advice: what to change, or empty."""
+
+    check: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+class Subject(NamedTuple):
+    """A model without its weights. weight_bytes: what a token reads of them; weights: their format.
+
+    is_ours: our library multiplies with them, as it does with GGUF files and with the formats of `skimkv.load`.
+    """
+
+    name: str
+    model: PreTrainedModel
+    weights: str
+    weight_bytes: int
+    is_ours: bool = True
+
+
+def machine_findings(bandwidth: float) -> Iterator[Finding]:
+    """What holds for every model. bandwidth: bytes per second that were measured."""
+    yield processor()
+    yield kernels()
+    yield threads()
+    yield other_work()
+    yield pytorch()
+    yield memory(bandwidth)
+
+
+def processor(path: Path = Path("/proc/cpuinfo")) -> Finding:
+    """The processor, and the instruction sets that matter here as Linux names them."""
+    words = path.read_text() if path.exists() else ""
+    named = set(words.split())
+    found = [flag for flag in FLAGS if flag in named]
+    name = Cpu().name.rpartition(",")[0]
+    if not words or "avx512f" in named or "asimd" in named:
+        return Finding("processor", GOOD, f"{name}: {', '.join(found) or 'instruction sets not told'}")
+    if "avx2" in named and "fma" in named:
+        return Finding("processor", GOOD, f"{name}: {', '.join(found)}, no AVX-512")
+    return Finding("processor", SLOW, f"{name} has no AVX2", "use a processor with AVX2 and FMA, of 2015 or later")
+
+
+def kernels() -> Finding:
+    """The backend of the CPU, and the instruction set that our library uses."""
+    try:
+        name, why = ops.select_backend("cpu")
+    except ValueError as error:
+        return Finding("kernels", BAD, str(error), "unset SKIMKV_ISA and SKIMKV_BACKEND")
+    if name != "cpu":
+        forced = "SKIMKV_BACKEND" in os.environ
+        advice = "unset SKIMKV_BACKEND" if forced else "install a wheel, or build with a C++ compiler at hand"
+        return Finding("kernels", BAD, f"backend {name}, the slow reference ({why})", advice)
+    used, best = library.isa(), library.isas()[0]
+    if used != best:
+        return Finding("kernels", SLOW, f"C++ library with {used}; {best} is there", "unset SKIMKV_ISA")
+    status, advice = (SLOW, "kernels without vectors are many times as slow") if used == "scalar" else (GOOD, "")
+    return Finding("kernels", status, f"C++ library with {used}", advice)
+
+
+def usable_processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads() -> Finding:
+    """PyTorch's threads, which ours are too, beside the processors that this process may use."""
+    count, room = torch.get_num_threads(), usable_processors()
+    found = f"{count} of {room} processors" if room > 1 else f"{count} on one processor"
+    if count > room:
+        return Finding("threads", SLOW, f"{found}: they wait for one another", f"set OMP_NUM_THREADS={room}")
+    if 2 * count < room:
+        return Finding("threads", SLOW, found, f"set OMP_NUM_THREADS to up to {room}")
+    if count > 1 and library.thread_pool() is None:
+        return Finding("threads", SLOW, f"{found}, but our kernels use one", "use PyTorch's own build for Linux")
+    return Finding("threads", GOOD, found)
+
+
+def other_work() -> Finding:
+    """What else works on this machine, by the system's load of the last minute."""
+    load, room = os.getloadavg()[0], usable_processors()
+    if load > 0.5 * room:
+        advice = "other programs take time from this one: end them, or use fewer threads"
+        return Finding("other work", SLOW, f"load {load:.1f} on {room} processors", advice)
+    return Finding("other work", GOOD, f"load {load:.1f} on {room} processors")
+
+
+def pytorch() -> Finding:
+    """PyTorch's version, and whether its library for prompts multiplies in bfloat16 and in AMX's tiles."""
+    has_library = torch.backends.mkldnn.is_available()
+    in_bfloat16 = has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    tiles = bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+    words = f"{torch.__version__}, transformers {importlib.metadata.version('transformers')}"
+    words += f"; oneDNN {'with' if in_bfloat16 else 'without'} bfloat16{', AMX' if tiles else ''}"
+    if torch.cuda.is_available():
+        words += f"; {torch.cuda.get_device_name(0)} is there: --device cuda"
+    if in_bfloat16 or not has_library:
+        return Finding("PyTorch", GOOD, words)
+    return Finding("PyTorch", SLOW, words, "prompts are faster in float32 here: --dtype float32")
+
+
+def memory(bandwidth: float, huge_pages: Path = HUGE_PAGES) -> Finding:
+    """Free memory, how fast it is read, and whether caches get huge pages, whose addresses are looked up faster."""
+    free = Cpu().free_bytes()
+    pages = huge_pages.read_text().partition("[")[2].partition("]")[0] if huge_pages.exists() else "not told"
+    found = f"{_gb(free)} free" if free < 1 << 62 else "free memory not told"
+    found += f", read at {bandwidth / 1e9:.0f} GB/s; huge pages: {pages}"
+    if bandwidth < SLOW_MEMORY:
+        return Finding("memory", SLOW, found, "use more threads, or end what else reads memory")
+    if pages == "never":
+        return Finding("memory", SLOW, found, f"as root: echo madvise > {huge_pages}")
+    return Finding("memory", GOOD, found)
+
+
+def measured_bandwidth(times: int = 5) -> float:
+    """Bytes per second that this processor reads, at best of several tries, in about half a second."""
+    machine = Cpu()
+    best = 0.0
+    for call, moved in machine.bandwidth_calls().values():
+        call()
+        best = max(best, *(moved / machine.seconds(partial(call)) for _ in range(times)))
+    return best
+
+
+def subject(name: str, weights: str | None) -> Subject:
+    """The model of that name, as `skimkv.load` names it. Raises ValueError, in one line, if it cannot be read."""
+    source, model = check_source(name), empty_model(name)
+    model_layers(model)
+    if source.kind == "gguf":
+        from ..hf.gguf_model import read_contents
+
+        if weights is not None:
+            raise ValueError(f"weights={weights!r}: {name} has formats of its own")
+        contents = read_contents(source.location)
+        return Subject(name, model, contents.weights, contents.nbytes)
+    format = weights or str(model.config.dtype or torch.float32).removeprefix("torch.")
+    tables: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    is_tied = bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
+    numbers = sum(tensor.numel() for tensor in model.parameters()) - (0 if is_tied else tables[0].weight.numel())
+    return Subject(name, model, format, int(numbers * BYTES[format]), weights is not None)
+
+
+def model_findings(model: Subject, method: Method, length: int, bandwidth: float) -> Iterator[Finding]:
+    """What holds for one model, decoded by a method after `length` tokens."""
+    yield layers(model)
+    yield whole_step(model)
+    yield fits(model, method, length)
+    yield speed(model, method, length, bandwidth)
+
+
+def layers(model: Subject) -> Finding:
+    """The format of the weights, and how many layers the method decodes."""
+    found = f"{type(model.model).__name__}, weights {model.weights}: {describe_layers(model_layers(model.model))}"
+    if model.weights == "float32":
+        return Finding("model", SLOW, found, "--weights bfloat16 reads half of the bytes, int8 a quarter")
+    return Finding("model", GOOD, found)
+
+
+def whole_step(model: Subject) -> Finding:
+    """Whether a decode step of all layers is one operation, found with random numbers in a small copy of the model."""
+    if not model.is_ours:
+        advice = "--weights bfloat16, float32, int8 or int4 multiplies with a kernel of ours"
+        return Finding("decode step", SLOW, "the library's own linear layers, one by one", advice)
+    copied = small_copy(model.model)
+    if copied is not None and takes_whole_steps(copied):
+        return Finding("decode step", GOOD, "one operation of the library for all layers")
+    return Finding("decode step", SLOW, "layer by layer in Python", "its layers differ from Llama's; nothing to change")
+
+
+def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The same model with two small layers and random weights; None where its sizes depend on one another."""
+    config: Any = copy.deepcopy(model.config.get_text_config(decoder=True))
+    auto_model: Any = AutoModelForCausalLM
+    try:
+        for name, size in SIZES.items():
+            if isinstance(getattr(config, name, None), int):
+                setattr(config, name, size)
+        for name in ("layer_types", "mlp_layer_types"):
+            if getattr(config, name, None):
+                setattr(config, name, getattr(config, name)[:2])
+        config.num_hidden_layers, config.pad_token_id, config.dtype = 2, None, torch.float32
+        return quantise(auto_model.from_config(config).eval().requires_grad_(False), "float32")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def takes_whole_steps(model: PreTrainedModel) -> bool:
+    """Whether a model's decode steps are one operation, which its own forward is compared with here."""
+    decoder: Any = decoder_of(model)
+    forward = step_forward(decoder)
+    if forward is None:
+        return False
+    windows = [layer.window for layer in model_layers(model)]
+    with torch.inference_mode(), attach(model, Dense()):
+        prepared = forward.prepared(decoder.embed_tokens(torch.tensor([[1]])), windows)
+    return prepared is not None and prepared.operation is not None
+
+
+def cache_bytes(model: PreTrainedModel, method: Method, length: int) -> tuple[int, int]:
+    """The bytes of a cache of one sequence of `length` tokens, and what a decode step reads of it.
+
+    Layers that the method does not decode count as dense attention over their window; states count as nothing.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    heads, dtype = config.num_attention_heads, torch.bfloat16
+    H = getattr(config, "num_key_value_heads", None) or heads
+    shape = Shape(1, H, heads // H, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    held = read = 0
+    for layer in model_layers(model):
+        if layer.attends:
+            one, n = (method, length) if layer.supported else (Dense(), min(length, layer.window or length))
+            held, read = held + one.bound(n, shape, dtype), read + one.traffic(n, shape, dtype).bytes
+    return held, read
+
+
+def fits(model: Subject, method: Method, length: int) -> Finding:
+    """Whether weights and cache fit into the free memory."""
+    held, _ = cache_bytes(model.model, method, length)
+    free = Cpu().free_bytes()
+    found = f"weights {_gb(model.weight_bytes)} and a cache of {length:,} tokens {_gb(held)}"
+    if model.weight_bytes + held > free:
+        return Finding("fits", BAD, f"{found}: more than {_gb(free)} free", "--weights int8 or int4, or a shorter text")
+    return Finding("fits", GOOD, found)
+
+
+def speed(model: Subject, method: Method, length: int, bandwidth: float) -> Finding:
+    """The most tokens per second that this memory allows, with the method and with dense attention."""
+    rates = []
+    for one in (method, Dense()):
+        read = model.weight_bytes + cache_bytes(model.model, one, length)[1]
+        rates.append(bandwidth / read)
+    found = (
+        f"at {length:,} tokens at most {rates[0]:,.3g} tokens per second with {method}, {rates[1]:,.3g} with Dense()"
+    )
+    if rates[0] < 1.1 * rates[1]:
+        return Finding("speed", SLOW, found, "weights are most of the bytes: longer texts or --weights int8 gain more")
+    return Finding("speed", GOOD, found)
+
+
+def _gb(number: int) -> str:
+    return f"{number / 1e9:.3g} GB"

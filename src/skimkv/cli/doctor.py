@@ -1,0 +1,87 @@
+"""`skimkv doctor`: whether this machine and a model will decode fast, and what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from ..hf.load import WEIGHTS
+from . import output
+from .options import MODEL_OPTIONS, Json, Method, check_model, quiet
+
+if TYPE_CHECKING:
+    from ..bench.doctor import Finding
+
+MARKS = {"good": ("ok", "green"), "slow": ("slow", "yellow"), "bad": ("bad", "red")}
+
+
+def _model(value: str | None) -> str | None:
+    if value is not None:
+        check_model(value)
+    return value
+
+
+def _weights(value: str | None) -> str | None:
+    if value is not None and value not in WEIGHTS:
+        raise ValueError(f"unknown weights {value!r}; known: {', '.join(WEIGHTS)}")
+    return value
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", callback=_model, rich_help_panel=MODEL_OPTIONS,
+            help="Look at this model too; its weights are not read. builtin, a folder, a GGUF file, or a Hugging Face "
+            "id.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT", callback=_weights, rich_help_panel=MODEL_OPTIONS, show_default="the checkpoint's own",
+            help=f"The format of the model's weights, as of `skimkv generate`: {', '.join(WEIGHTS)}.",
+        ),
+    ] = None,
+    method: Method = "Skim(k=128)",
+    length: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Number of tokens in the cache.")] = 8192,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say in ten lines whether this processor, PyTorch and a model will be fast, and what to change.
+
+    Nothing is compiled, and no weights are read. The speed of memory is measured in a second.
+
+    Example:
+
+        skimkv doctor --model llama.gguf --length 16384
+    """
+    if weights is not None and model is None:
+        raise ValueError(f"--weights {weights} belongs to --model")
+    if model is not None:
+        quiet(model)
+    from ..bench import doctor as checks
+    from ..methods import parse
+
+    spec = parse(method)
+    subject = None if model is None else checks.subject(model, weights)
+    bandwidth = checks.measured_bandwidth()
+    findings = list(checks.machine_findings(bandwidth))
+    if subject is not None:
+        findings += checks.model_findings(subject, spec, length, bandwidth)
+    if as_json:
+        output.print_json({"model": model, "bytes_per_s": bandwidth, "checks": [one._asdict() for one in findings]})
+    else:
+        _print(findings)
+
+
+def _print(findings: list[Finding]) -> None:
+    """Print a line for each finding, and below it what to change."""
+    console = output.console(min_width=120)
+    for one in findings:
+        mark, style = MARKS[one.status]
+        line = Text.assemble((f"{mark:5}", style), (f"{one.check}: ", "bold"), one.found)
+        if one.advice:
+            line.append(f" -> {one.advice}")
+        console.print(line)

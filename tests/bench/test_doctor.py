@@ -1,0 +1,145 @@
+"""skimkv doctor: what it finds on machines and models that are made up, and on this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from skimkv import Dense, SparQ
+from skimkv.bench import doctor
+from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
+from skimkv.hf.tiny_models import random_model, tiny_configuration
+from skimkv.ops.cpu import library
+from support.command_line import answer, assert_mistake, run
+from support.instruction_sets import NATIVE
+
+NAMES = ["processor", "kernels", "threads", "other work", "PyTorch", "memory"]
+OF_MODEL = ["model", "decode step", "fits", "speed"]
+
+
+def meta_model(family: str):
+    with torch.device("meta"):
+        return random_model(tiny_configuration(family))
+
+
+@pytest.mark.parametrize(("flags", "status", "words"), [
+    ("fma f16c avx2 avx512f avx512_vnni amx_tile", GOOD, "avx512f, avx512_vnni, amx_tile"),
+    ("fma f16c avx2", GOOD, "no AVX-512"),
+    ("sse4_2", SLOW, "no AVX2"),
+    ("asimd asimddp", GOOD, "asimd, asimddp"),
+])  # fmt: skip
+def test_processors(tmp_path: Path, flags: str, status: str, words: str) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(f"flags\t\t: fpu {flags}\n")
+    found = doctor.processor(facts)
+    assert found.status == status and words in found.found and bool(found.advice) == (status == SLOW)
+
+
+def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
+    assert "not told" in doctor.processor(tmp_path / "none").found
+    assert doctor.memory(50e9, tmp_path / "none").status == GOOD
+
+
+@pytest.mark.parametrize(("count", "room", "advice"), [
+    (4, 2, "OMP_NUM_THREADS=2"), (1, 4, "OMP_NUM_THREADS to up to 4"), (1, 1, ""), (1, 2, ""),
+])  # fmt: skip
+def test_threads(monkeypatch: pytest.MonkeyPatch, count: int, room: int, advice: str) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    monkeypatch.setattr(doctor, "usable_processors", lambda: room)
+    found = doctor.threads()
+    assert advice in found.advice and (found.status == GOOD) == (not advice)
+
+
+def test_threads_that_kernels_cannot_borrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(doctor, "usable_processors", lambda: 2)
+    monkeypatch.setattr(library, "thread_pool", lambda: None)
+    assert "our kernels use one" in doctor.threads().found
+
+
+def test_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "usable_processors", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (3.0, 0.0, 0.0))
+    assert doctor.other_work().status == SLOW
+    monkeypatch.setattr("os.getloadavg", lambda: (1.0, 9.0, 9.0))
+    assert doctor.other_work().status == GOOD
+
+
+def test_memory(tmp_path: Path) -> None:
+    pages = tmp_path / "enabled"
+    pages.write_text("always madvise [never]\n")
+    assert "madvise" in doctor.memory(50e9, pages).advice
+    pages.write_text("always [madvise] never\n")
+    assert doctor.memory(50e9, pages).status == GOOD
+    assert "50 GB/s; huge pages: madvise" in doctor.memory(50e9, pages).found
+    assert doctor.memory(2e9, pages).status == SLOW
+
+
+def test_kernels_that_are_missing_or_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skimkv.ops.select_backend", lambda device: ("ref", "no library"))
+    assert doctor.kernels().status == BAD and "C++ compiler" in doctor.kernels().advice
+    monkeypatch.setattr("skimkv.ops.select_backend", lambda device: ("cpu", "native"))
+    monkeypatch.setattr(doctor, "library", SimpleNamespace(isa=lambda: "avx2", isas=lambda: ["vnni", "avx2", "scalar"]))
+    assert doctor.kernels().advice == "unset SKIMKV_ISA"
+    monkeypatch.setattr(doctor, "library", SimpleNamespace(isa=lambda: "scalar", isas=lambda: ["scalar"]))
+    assert doctor.kernels().status == SLOW
+    monkeypatch.setattr(doctor, "library", SimpleNamespace(isa=lambda: "vnni", isas=lambda: ["vnni", "scalar"]))
+    assert doctor.kernels() == ("kernels", GOOD, "C++ library with vnni", "")
+
+
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+@pytest.mark.parametrize(("family", "whole"), [("llama", True), ("qwen3", True), ("gemma3_text", False)])
+def test_whole_steps(family: str, whole: bool) -> None:
+    """Llama's and Qwen3's layers are one operation of the library; Gemma 3's, with norms of its own, are not."""
+    found = doctor.whole_step(Subject(family, meta_model(family), "bfloat16", 1))
+    assert found.status == (GOOD if whole else SLOW)
+
+
+def test_a_model_without_our_weights_or_that_cannot_be_small() -> None:
+    found = doctor.whole_step(Subject("", meta_model("llama"), "bfloat16", 1, is_ours=False))
+    assert found.status == SLOW and "--weights bfloat16" in found.advice
+    assert doctor.small_copy(meta_model("jamba")) is None
+
+
+def test_bytes_of_a_cache() -> None:
+    """A Llama of 2 layers with 2 KV heads of 16 numbers: 2 x 2 x 2 x 16 numbers of 2 bytes a token."""
+    model = meta_model("llama")
+    held, read = doctor.cache_bytes(model, Dense(), 1024)
+    assert held == 1024 * 256 and 1024 * 256 <= read <= 1026 * 256
+    assert doctor.cache_bytes(model, SparQ(r=4, k=16), 1024)[1] < read / 3
+    windows = doctor.cache_bytes(meta_model("gemma3_text"), Dense(), 1024)[0]
+    assert windows == 2 * 2 * 16 * 2 * (1024 + 5 * 8)  # one full layer, and five that see 8 tokens
+
+
+def test_what_fits_and_how_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Subject("", meta_model("llama"), "bfloat16", 10**6)
+    monkeypatch.setattr("skimkv.bench.machine.Cpu.free_bytes", lambda self: 2 * 10**6)
+    assert doctor.fits(model, Dense(), 1024).status == GOOD
+    assert doctor.fits(model, Dense(), 4096).status == BAD
+    found = doctor.speed(model, Dense(), 8, 1e9)
+    assert found.status == SLOW and "weights are most of the bytes" in found.advice
+    assert doctor.speed(model, SparQ(r=4, k=16), 65536, 1e9).status == GOOD
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measured_bandwidth", lambda: 40e9)
+    told = answer(capsys, "doctor", "--model", "builtin", "--weights", "int8", "--length", "4096")
+    assert list(told) == ["model", "bytes_per_s", "checks"] and told["bytes_per_s"] == 40e9
+    assert [one["check"] for one in told["checks"]] == NAMES + OF_MODEL
+    assert list(told["checks"][0]) == ["check", "status", "found", "advice"]
+    assert {one["status"] for one in told["checks"]} <= {GOOD, SLOW, BAD}
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0 and len(out.splitlines()) == len(NAMES) and "memory: " in out and "40 GB/s" in out
+
+
+def test_bandwidth_is_measured() -> None:
+    assert doctor.measured_bandwidth(times=1) > 1e8
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_mistake(run(capsys, "doctor", "--weights", "int8"), "--weights int8 belongs to --model")
+    assert_mistake(run(capsys, "doctor", "--model", "builtin", "--weights", "int3"), "unknown weights 'int3'")
+    assert_mistake(run(capsys, "doctor", "--model", "none.gguf"), "none.gguf")
