@@ -31,7 +31,7 @@ def test_help_shows_every_command(capsys: pytest.CaptureFixture[str], flag: str)
     status, out, _ = run(capsys, flag)
     assert status == 0
     names = {name.split()[0] for name in COMMANDS}
-    assert names == set("demo generate info serve eval tune plot analyse bench roofline".split())
+    assert names == set("demo generate info doctor serve eval tune plot analyse bench roofline".split())
     assert all(re.search(rf"^\W*{name} ", out, re.MULTILINE) for name in names)
 
 
