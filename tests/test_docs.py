@@ -63,6 +63,13 @@ def test_paths_in_prose_exist():
     assert not missing
 
 
+def test_the_version_is_the_same_everywhere():
+    """The package, CITATION.cff and the newest heading of the changelog that is a version."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    released = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(r"^version: (.*)$", citation, re.MULTILINE)[1] == released[0] == skimkv.__version__
+
+
 def test_every_page_is_in_the_table_of_contents():
     listed = "\n".join(
         re.findall(r"```{toctree}\n(.*?)```", (DOCS / "index.md").read_text(encoding="utf-8"), re.DOTALL)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .ops import backend
     from .stores.base import Shape
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "METHODS", "Cache", "Method", "Shape", "Traffic", "attach", "backend", "detach", "include_dir", "load", "parse",
     "register",
