@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from types import MethodType
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from transformers.models.llama import modeling_llama
 import skimkv
 from skimkv import ops
 from skimkv.hf.cache_step import CacheStep
-from skimkv.hf.decode_step import StepForward, replace_modules, restore_forward, step_forward
+from skimkv.hf.decode_step import StepForward, replace_modules, restore_modules, step_forward
 from skimkv.hf.weights import quantise
 from support.instruction_sets import NATIVE
 
@@ -121,13 +122,24 @@ def steps_at_once(monkeypatch):
     return steps
 
 
+def use_own_forward(model):
+    """Let a model's decoder run as its class does: that forward is not replaced, as it is not the class's."""
+    model.model.forward = MethodType(type(model.model).forward, model.model)
+
+
+def use_our_forward(model):
+    """Undo `use_own_forward`."""
+    del model.model.forward
+    replace_modules(model)
+
+
 def check_own_forward(model, found, *args, **kwargs):
     """That the model's own forward says what was found, on the same arguments of `logits`."""
-    restore_forward(model)
+    use_own_forward(model)
     expected = logits(model, *args, **kwargs)
     most = 0 if found.dtype == torch.bfloat16 else 2.0**-12 * expected.abs().max()  # where roundings move codes
     assert (found - expected).abs().max() <= most
-    replace_modules(model)
+    use_our_forward(model)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -173,7 +185,7 @@ def test_generate_with_padding(spec, steps_at_once):
     with skimkv.attach(model, spec):
         ours = model.generate(ids, **settings)
         assert len(steps_at_once) == 299
-        restore_forward(model)
+        use_own_forward(model)
         assert torch.equal(ours, model.generate(ids, **settings))
         assert len(steps_at_once) == 299
 
@@ -205,9 +217,9 @@ def test_layers_that_the_library_caches(steps_at_once):
         steps_at_once.clear()
         ours = run(given, batch)
         assert len(steps_at_once) == at_once, "the library makes the mask where rows are padded"
-        restore_forward(model)
+        use_own_forward(model)
         assert torch.equal(ours, run(given, batch))
-        replace_modules(model)
+        use_our_forward(model)
 
 
 def test_arguments_of_a_step(steps_at_once):
@@ -230,7 +242,7 @@ def test_arguments_of_a_step(steps_at_once):
         shifted = inner(input_ids=one, past_key_values=after_prompt(model), position_ids=torch.tensor([[25]]))
         assert len(steps_at_once) == 1
         assert not torch.equal(shifted.last_hidden_state, expected.last_hidden_state)
-        restore_forward(model)
+        use_own_forward(model)
         again = inner(input_ids=one, past_key_values=after_prompt(model), position_ids=torch.tensor([[25]]))
         assert torch.equal(shifted.last_hidden_state, again.last_hidden_state)
 
@@ -251,7 +263,7 @@ def test_what_is_more_than_a_step_goes_layer_by_layer(reason, steps_at_once):
     with torch.no_grad():
         found = model.model(past_key_values=after_prompt(model), **kwargs)
         assert not steps_at_once
-        restore_forward(model)
+        use_own_forward(model)
         expected = model.model(past_key_values=after_prompt(model), **kwargs)
     assert torch.equal(found[0], expected[0]) and len(found) == len(expected)
 
@@ -500,6 +512,13 @@ def test_layers_are_compared_once(steps_at_once, monkeypatch):
     assert len(calls) == 2 * compared + 2 and len(steps_at_once) == 24
 
 
+class Doubled(torch.nn.Linear):
+    """A linear layer that computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def test_layers_that_are_taken_out_or_replaced(steps_at_once):
     model = random_model()
     whole = model.model.layers
@@ -516,7 +535,10 @@ def test_layers_that_are_taken_out_or_replaced(steps_at_once):
     assert len(steps_at_once) == 12
     model.model.layers[1] = modeling_llama.LlamaDecoderLayer(model.config, 1).eval().bfloat16()
     assert not torch.equal(ours, logits(model))
-    assert len(steps_at_once) == 12, "a layer of transformers' is called"
+    assert len(steps_at_once) == 18, "the products of transformers' layer became ours"
+    model.model.layers[1].mlp.up_proj = Doubled(64, 96, bias=False).eval().bfloat16()
+    logits(model)
+    assert len(steps_at_once) == 18, "a product that computes something else is called"
 
 
 def test_masks_are_refused_as_layer_by_layer(steps_at_once):
@@ -641,7 +663,7 @@ def test_other_models_keep_their_forward():
     replace_modules(model)
     assert isinstance(step_forward(model.model), StepForward)
     ours = logits(model)  # with layers of transformers, it finds nothing to do
-    restore_forward(model)
+    restore_modules([model.model])
     assert "forward" not in model.model.__dict__ and torch.equal(ours, logits(model))
     gemma = GemmaForCausalLM(GemmaConfig(**SIZES)).eval().bfloat16()
     quantise(gemma, "int8")

@@ -10,8 +10,9 @@ import torch
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from skimkv.hf.matrix_modules import MatrixLinear, of_linear
-from skimkv.hf.norms import NormForward, replace_norms, restore_norms
+from skimkv.hf.decode_step import restore_modules
+from skimkv.hf.matrix_modules import MatrixLinear
+from skimkv.hf.norms import NormForward, replace_norms
 from skimkv.hf.watch import Watch
 
 SIZES = {
@@ -57,7 +58,7 @@ def test_what_is_replaced_and_that_logits_stay(backend, family, dtype):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(ids).logits, after)
         assert all(forward_of(part) is None or forward_of(part).norm is part for part in twin.modules())
-    restore_norms(model)
+    restore_modules(model.modules())
     assert torch.equal(model(ids).logits, before) and not any(map(forward_of, model.modules()))
 
 
@@ -142,8 +143,8 @@ def test_what_a_watch_sees():
 
 def test_a_module_of_ours_notes_what_is_set_in_it():
     """By any way that leads to its dictionaries; what puts a tensor elsewhere is found by its address."""
-    layer = of_linear(torch.nn.Linear(32, 8))
-    other = of_linear(torch.nn.Linear(32, 8))
+    layer = MatrixLinear(torch.ones(8, 32), "floats", 8, 32)
+    other = MatrixLinear(torch.ones(8, 32), "floats", 8, 32)
     changes = {
         "an attribute": lambda: setattr(layer, "forward", print),
         "an attribute that is deleted": lambda: delattr(layer, "forward"),
@@ -156,11 +157,11 @@ def test_a_module_of_ours_notes_what_is_set_in_it():
         "memory": lambda: setattr(layer.weight, "data", torch.zeros(8, 32)),
     }
     for what, change in changes.items():
-        watch, of_linear_of_pytorch = Watch([layer]), Watch([torch.nn.Linear(2, 2)])
+        watch, of_pytorch = Watch([layer]), Watch([torch.nn.Linear(2, 2)])
         assert watch.is_unchanged()
         change()
         assert not watch.is_unchanged(), what
-        assert of_linear_of_pytorch.is_unchanged()
+        assert of_pytorch.is_unchanged()
     twin = copy.deepcopy(layer)
     watch = Watch([twin])
     twin._parameters["bias"] = None

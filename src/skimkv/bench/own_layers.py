@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..hf.decode_step import layers_operation, replace_modules, step_forward
-from ..hf.matrix_modules import of_linear
 from ..hf.supported import decoder_of
 from .machine import Call
 
@@ -23,9 +22,6 @@ def twin_of(model: PreTrainedModel, has_our_layers: bool) -> PreTrainedModel:
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     twin = copy.deepcopy(model, shared)
     if has_our_layers:
-        for name, part in list(twin.named_modules()):
-            if type(part) is torch.nn.Linear:
-                twin.set_submodule(name, of_linear(part))
         replace_modules(twin)
     return twin
 

@@ -15,9 +15,11 @@ from .options import (
     MODEL_OPTIONS,
     Device,
     Dtype,
+    Fast,
     Json,
     Method,
     Model,
+    Weights,
     check_environment,
     input_file,
     quiet,
@@ -60,15 +62,8 @@ def generate(
     seed: Annotated[int, seed_option("Random seed of the sampling; without a temperature it has no effect.")] = 0,
     model: Model = "builtin",
     dtype: Dtype = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            rich_help_panel=MODEL_OPTIONS,
-            help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: keep them so, and read "
-            "them at the memory's speed. A GGUF file has formats of its own.",
-        ),
-    ] = None,
+    weights: Weights = None,
+    fast: Fast = True,
     device: Device = "cpu",
     compile: Annotated[
         bool,
@@ -91,10 +86,8 @@ def generate(
     """
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
-    from ..hf.load import WEIGHTS, load
+    from ..hf.load import load
 
-    if weights not in (None, *WEIGHTS):
-        raise ValueError(f"--weights {weights!r} is unknown; known are {', '.join(WEIGHTS)}")
     if compile and (weights is not None or model.endswith(".gguf")):
         raise ValueError("--compile: a model with --weights or of a GGUF file cannot be compiled")
     text = _read_prompt(prompt, prompt_file)
@@ -103,7 +96,7 @@ def generate(
     from ..methods import parse
 
     parsed = parse(method)
-    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device))
+    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device), fast=fast)
     from ..eval import generate as generation  # after `load`, which finds mistakes before it imports transformers
 
     ids = generation.encode(tokenizer, text, chat)

@@ -173,6 +173,12 @@ def _dtype(value: str | None) -> str | None:
     return None if value is None else load.check_dtype(value)
 
 
+def _weights(value: str | None) -> str | None:
+    if value not in (None, *load.WEIGHTS):
+        raise ValueError(f"--weights {value!r} is unknown; known are {', '.join(load.WEIGHTS)}")
+    return value
+
+
 def _device(value: str) -> str:
     try:
         load.check_device(value)
@@ -289,6 +295,21 @@ Dtype = Annotated[
         "--dtype", metavar="DTYPE", callback=_dtype, rich_help_panel=MODEL_OPTIONS,
         show_default="the checkpoint's own",
         help="Number format of weights, activations and cache: float32, bfloat16 or float16.",
+    ),
+]  # fmt: skip
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", metavar="FORMAT", callback=_weights, rich_help_panel=MODEL_OPTIONS,
+        help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: turn them into such "
+        "numbers. A GGUF file has formats of its own.",
+    ),
+]  # fmt: skip
+Fast = Annotated[
+    bool,
+    typer.Option(
+        "--fast/--no-fast", rich_help_panel=MODEL_OPTIONS,
+        help="On a CPU, multiply the tokens of a decode step by our kernels, or with PyTorch's.",
     ),
 ]  # fmt: skip
 Device = Annotated[

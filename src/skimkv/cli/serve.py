@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from .options import (
-    MODEL_OPTIONS,
     Device,
     Dtype,
+    Fast,
     Method,
+    Weights,
     check_environment,
     check_model,
     number_of_bytes,
@@ -51,14 +52,8 @@ def serve(
     ],
     method: Method = "Dense()",
     dtype: Dtype = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT", rich_help_panel=MODEL_OPTIONS,
-            help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: keep them so, and read "
-            "them at the memory's speed. A GGUF file has formats of its own.",
-        ),
-    ] = None,
+    weights: Weights = None,
+    fast: Fast = True,
     device: Device = "cpu",
     host: Annotated[
         str,
@@ -114,10 +109,8 @@ def serve(
     A method's cache decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in
     vLLM.
     """
-    from ..hf.load import WEIGHTS, load
+    from ..hf.load import load
 
-    if weights not in (None, *WEIGHTS):
-        raise ValueError(f"--weights {weights!r} is unknown; known are {', '.join(WEIGHTS)}")
     largest = None if max_body is None else number_of_bytes("--max-body", max_body)
     if largest == 0:
         raise ValueError("--max-body 0 refuses every request; give a number of bytes such as 1M")
@@ -129,7 +122,7 @@ def serve(
     from ..methods import parse
 
     parsed = parse(method)
-    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device))
+    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device), fast=fast)
     from ..serve.conversations import Conversations
     from ..serve.generation import Generator
 

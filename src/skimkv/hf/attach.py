@@ -16,13 +16,15 @@ from ..methods.base import Method
 from .adapters import check_adapter, transformers_model
 from .cache import Cache, check_method
 from .compile import compiled_forward
-from .installation import Attached, install, lock, uninstall
+from .installation import Attached, install, lock, uninstall, wants_fast
 from .supported import needed_max_tokens
 
 __all__ = ["Attached", "attach", "detach"]
 
 
-def attach(model: torch.nn.Module, method: Method | str, compile: bool | str = False) -> Attached:
+def attach(
+    model: torch.nn.Module, method: Method | str, compile: bool | str = False, fast: bool | None = None
+) -> Attached:
     """Make `model.generate()` decode with `method` whenever it is called without a cache.
 
     model: of transformers, or of PEFT. A call of the model itself, without a skimkv.Cache, still computes dense
@@ -33,6 +35,9 @@ def attach(model: torch.nn.Module, method: Method | str, compile: bool | str = F
 
     compile: steps of one token run as one graph of torch.compile (a string: through that backend of it), which a GPU
     replays as a CUDA graph.
+    fast: on a CPU the model computes with our linear layers, normalisations and decode steps, on its own weights where
+    they lie, until `detach`: faster, with sums in another order. A compiled model keeps its own. None: yes, unless
+    the model comes from `load(..., fast=False)`.
 
     Raises ValueError if the model is not supported or cannot be compiled, or if the method can decode none of its
     layers. Where all of them slide, generate() raises it if the prompt and the new tokens exceed their window. Raises
@@ -47,7 +52,8 @@ def attach(model: torch.nn.Module, method: Method | str, compile: bool | str = F
         forward = compiled_forward(model, "inductor" if compile is True else compile) if compile else None
         installation = install(model)
         make_cache = partial(Cache.without_layers, method)
-        attached = Attached(model, method, forward, installation.attached, make_cache)
+        is_fast = wants_fast(model, fast) and not compile
+        attached = Attached(model, method, forward, installation.attached, make_cache, is_fast)
         installation.attached = attached
         installation.update(model)
     return attached

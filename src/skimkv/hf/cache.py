@@ -19,7 +19,7 @@ from ..stores.rotation import KeyRotation
 from .adapters import check_adapter, transformers_model
 from .attention_interface import left_padding
 from .cache_step import CacheStep, takes_steps
-from .installation import install, lock
+from .installation import install, lock, wants_fast
 from .layer import AttentionLayer, Layer
 from .positions import GivenPositions, Positions, counts_in_cache, positions_of
 from .rotary import key_rotations
@@ -41,10 +41,18 @@ class Cache(LibraryCache):
     last chunk. Where a prompt is fed by hand, in several calls of forward, each call counts as a prompt: the method
     drops tokens after every one.
 
+    fast: as of `attach`, unless a method is attached, whose choice holds.
+
     Raises ValueError if the model is not supported, or if the method can decode none of its layers.
     """
 
-    def __init__(self, model: torch.nn.Module, method: Method | str, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        method: Method | str,
+        max_tokens: int | None = None,
+        fast: bool | None = None,
+    ) -> None:
         check_adapter(model)
         method, model = parse(method), transformers_model(model)
         if max_tokens is not None:
@@ -52,7 +60,9 @@ class Cache(LibraryCache):
         check_method(model, method, max_tokens)  # raises before anything is changed
         with lock:
             installation = install(model)
-            installation.lasts |= installation.attached is None
+            if installation.attached is None:
+                installation.lasts, installation.fast = True, wants_fast(model, fast)
+                installation.use_layers(model, installation.fast)
         self._set_up(method)
         self._make_layers(model, max_tokens)
 
@@ -76,7 +86,7 @@ class Cache(LibraryCache):
         self.positions: Positions | None = None  # of the model; None: going past them is somebody else's care
         self._updated: AttentionLayer | None = None  # the layer of the last update
         self._checked = 0  # the number of tokens whose positions were checked last
-        self._given: GivenPositions | None = None  # the positions of the tokens of this forward
+        self.given: GivenPositions | None = None  # the positions of the tokens of this forward
 
     def _make_layers(self, model: PreTrainedModel, max_tokens: int | None) -> None:
         self.max_tokens, self.positions, workspace = max_tokens, positions_of(model), Workspace()
@@ -101,7 +111,7 @@ class Cache(LibraryCache):
             )
         layer: Any = self.layers[layer_idx]
         if getattr(layer, "attends", False):  # isinstance() of an abstract class takes several microseconds
-            self._updated, layer.given = layer, self._given
+            self._updated, layer.given = layer, self.given
             n = layer.seen + key_states.shape[2]
             if layer.window is not None and n > layer.window:
                 raise ValueError(
@@ -144,7 +154,7 @@ class Cache(LibraryCache):
 
     def begin_forward(self, position_ids: Tensor | None, n: int) -> None:
         """Note the positions (axes,B,n) or (B,n) that the model gives its next n tokens; None: it counts them."""
-        self._given = GivenPositions(position_ids, self.get_seq_length(), n)
+        self.given = GivenPositions(position_ids, self.get_seq_length(), n)
 
     def begin_generation(
         self, model: Any, config: Any, model_kwargs: dict[str, Any], mode: GenerationMode, longest: int

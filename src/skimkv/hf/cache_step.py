@@ -53,6 +53,8 @@ class CacheStep:
         self._locked.append((layer, store))
         backend, kernel = layer.method.kernel_of(store)
         if isinstance(backend, CpuBackend) and isinstance(kernel, KernelStep) and backend.runs_in_library(kernel):
+            layer.given = self.cache.given
+            layer.place(1, None)
             layer.method.prepare(store)
             return backend.prepare(kernel, store, dtype, softmax["scale"], softmax.get("softcap"))
         self._locked.pop()

@@ -9,7 +9,7 @@ model's own forward, as do layers with a hook, an adapter or a gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,8 +24,9 @@ from .. import ops
 from ..ops import SoftmaxOptions, matrices
 from .attention_interface import attention
 from .layer import AttentionLayer
+from .linear_forward import LinearForward, mixes_types, replace_linear
 from .matrix_modules import MatrixModule
-from .norms import NormForward, eps_of, is_close, replace_norms, restore_norms
+from .norms import NormForward, eps_of, is_close, replace_norms
 from .watch import NotesChanges, Watch
 
 MOST_TOKENS = 15  # more rows are so many that products are worth a call each
@@ -162,7 +163,7 @@ def _is_changed(modules: Sequence[nn.Module]) -> bool:
     """Whether a module of others is in training, or one has a forward of its own that is not ours."""
     return any(
         (one.training and not isinstance(one, nn.ModuleList | NotesChanges))
-        or not isinstance(forward, NormForward | None)
+        or not isinstance(forward, NormForward | LinearForward | None)
         for one in modules
         for forward in [vars(one).get("forward")]
     )
@@ -197,13 +198,17 @@ def _layer(layer: nn.Module, x: Tensor, converts: bool) -> ops.Layer | None:
 
 
 def _matrix(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
-    """The matrix of one of our linear layers for tokens of x's type; None for others, and where PyTorch computes."""
-    product = None if layer is None else vars(layer).get("_product")
-    if not isinstance(product, ops.Product):
+    """The matrix of a linear layer with a product of ours for tokens of x's type; None where PyTorch computes."""
+    attributes = {} if layer is None else vars(layer)
+    product, forward = attributes.get("_product"), attributes.get("forward")
+    if isinstance(forward, LinearForward):
+        matrix = forward.matrix(x)
+    elif isinstance(product, ops.Product):
+        size = x.new_empty(*x.shape[:-1], layer.in_features)
+        matrix = product.matrix(size, layer._parameters["weight"], layer._parameters["bias"])
+    else:
         return None
-    bias = layer._parameters["bias"]
-    matrix = product.matrix(x.new_empty(*x.shape[:-1], layer.in_features), layer._parameters["weight"], bias)
-    return matrix if converts or matrix is None or matrix.bias is bias else None
+    return matrix if converts or matrix is None or matrix.bias is layer._parameters["bias"] else None
 
 
 def _norm(norm: Any, x: Tensor, converts: bool) -> ops.Norm | None:
@@ -248,6 +253,14 @@ def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[Softm
 
     Both compute in float32, on random tokens and with random answers of attention.
     """
+    before = mixes_types.set(True)
+    try:
+        return _compare_in_float32(model, size, windows)
+    finally:
+        mixes_types.reset(before)
+
+
+def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) -> list[SoftmaxOptions] | None:
     draw = torch.Generator().manual_seed(0)
     x = 0.01 * torch.randn(2, 1, size, generator=draw)  # so small that eps counts
     operation = layers_operation(model, x, converts=True)
@@ -299,30 +312,30 @@ def step_forward(model: nn.Module) -> StepForward | None:
     return forward if isinstance(forward, StepForward) else None
 
 
-def replace_modules(model: nn.Module) -> None:
-    """Let a model's normalisations be one operation each, and decode steps of all of its layers one."""
-    replace_norms(model)
-    replace_forward(model)
+def replace_modules(model: nn.Module) -> list[nn.Module]:
+    """Give the parts of a model that have none of their own a forward of ours, and return these parts.
+
+    Linear layers multiply a token by our kernels, normalisations are one operation each, and decode steps of all layers
+    are one.
+    """
+    return [*replace_linear(model), *replace_norms(model), *_replace_decoders(model)]
 
 
-def replace_forward(model: nn.Module) -> None:
+def _replace_decoders(model: nn.Module) -> list[nn.Module]:
     """Let every model of decoder layers inside this one take decode steps as one operation where it can."""
+    found = []
     for part in model.modules():
         if not set(MODEL_PARTS) <= part._modules.keys() or "forward" in part.__dict__:
             continue
         layers: Any = part._modules["layers"]
         if isinstance(layers, nn.ModuleList) and all(set(PARTS) == layer._modules.keys() for layer in layers):
             part.forward = StepForward(part)
+            found.append(part)
+    return found
 
 
-def restore_modules(model: nn.Module) -> None:
-    """Undo `replace_modules`."""
-    restore_norms(model)
-    restore_forward(model)
-
-
-def restore_forward(model: nn.Module) -> None:
-    """Undo `replace_forward`."""
-    for part in model.modules():
-        if step_forward(part) is not None:
+def restore_modules(parts: Iterable[nn.Module]) -> None:
+    """Take our forward from those of these parts that still have it."""
+    for part in parts:
+        if isinstance(vars(part).get("forward"), StepForward | NormForward | LinearForward):
             del part.forward

@@ -18,7 +18,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -31,10 +31,12 @@ from .. import ops
 from ..methods.base import Method
 from .attention_interface import LIBRARY_ATTENTION, attention, mask
 from .compile import CompiledForward, is_of_graph, set_forward
+from .decode_step import replace_modules, restore_modules
 from .positions import Positions, positions_of
 from .supported import decoder_of, model_layers
 
 lock = threading.RLock()  # over what is attached to any model, and which generate() calls run
+FAST = "_skimkv_fast"  # the attribute of a model that was loaded to keep its own layers
 ADVICE = "attach is for one user of a model at a time: give each request its own skimkv.Cache(model, method)"
 
 
@@ -43,19 +45,22 @@ class Installation:
 
     library_attention: the names of the model's attention functions before, by part of the configuration. attached: what
     generate() decodes with when it gets no cache. lasts: a Cache was made while nothing was attached, so all this stays
-    until `detach`. running: of each call of generate(), its thread, and what was attached unless it got a cache.
+    until `detach`. running: of each call of generate(), its thread, and what was attached unless it got a cache. fast:
+    whether the model uses our layers while nothing is attached. replaced: the parts that have them now.
     """
 
     def __init__(self, library_attention: dict[str, str], positions: Positions) -> None:
         self.library_attention, self.positions = library_attention, positions
         self.attached: Attached | None = None
-        self.lasts = False
+        self.lasts = self.fast = False
+        self.replaced: list[nn.Module] = []
         self.running: list[tuple[int, Attached | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installation:
         """A copy of the model decodes with the same method, until `detach`."""
         twin = Installation(dict(self.library_attention), self.positions)
         twin.attached, twin.lasts = copy.deepcopy(self.attached, memo), True
+        twin.fast, twin.replaced = self.fast, copy.deepcopy(self.replaced, memo)
         return twin
 
     def all_attached(self) -> Iterator[Attached]:
@@ -79,16 +84,26 @@ class Installation:
             uninstall(model)
             return
         set_forward(model, self.attached.forward if self.attached else None)
+        self.use_layers(model, self.attached.fast if self.attached else self.fast)
         if hasattr(model, "_prepare_cache_for_generation"):
             before = model.__dict__.get("generate")
             replaced = before.replaced if isinstance(before, _Generate) else before
             model.__dict__["generate"] = _Generate(model, self.attached, replaced)
 
+    def use_layers(self, model: PreTrainedModel, fast: bool) -> None:
+        """Let the model compute with our layers on a CPU, or with its own but for those that `load` gave it."""
+        if not fast:
+            restore_modules(self.replaced)
+            self.replaced = []
+        elif not self.replaced and model.device.type == "cpu":
+            self.replaced = replace_modules(model)
+
 
 class Attached:
     """The result of `attach`. As a context manager it puts back what stood on the model before.
 
-    make_cache: makes the cache of a call of generate(), to which begin_generation gives its layers.
+    make_cache: makes the cache of a call of generate(), to which begin_generation gives its layers. fast: whether the
+    model computes with our layers.
     """
 
     def __init__(
@@ -98,15 +113,16 @@ class Attached:
         forward: CompiledForward | None,
         before: Attached | None,
         make_cache: Callable[[], Any],
+        fast: bool,
     ) -> None:
-        self.model, self.method, self.forward = model, method, forward
+        self.model, self.method, self.forward, self.fast = model, method, forward, fast
         self.before, self.make_cache = before, make_cache
         self.thread: int | None = None  # the thread that is inside `with`
         self.has_warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         model, forward = copy.deepcopy((self.model, self.forward), memo)
-        return Attached(model, self.method, forward, None, self.make_cache)
+        return Attached(model, self.method, forward, None, self.make_cache, self.fast)
 
     def __enter__(self) -> Attached:
         """Raises RuntimeError if this is not what is attached now, or if another thread uses the model."""
@@ -160,6 +176,11 @@ class Attached:
             )
 
 
+def wants_fast(model: PreTrainedModel, fast: bool | None) -> bool:
+    """Whether a model shall compute with our layers: as somebody says, else as `load` was told, else yes."""
+    return bool(model.__dict__.get(FAST, True)) if fast is None else fast
+
+
 def install(model: PreTrainedModel) -> Installation:
     """Make the changes to a model, unless they are made.
 
@@ -204,6 +225,7 @@ def uninstall(model: PreTrainedModel) -> None:
     """Undo all changes."""
     installation: Installation = model.__dict__.pop("_skimkv")
     installation.attached = None
+    installation.use_layers(model, fast=False)
     model.__dict__.pop("_prepare_cache_for_generation", None)
     model.__dict__.pop("_get_logits_processor", None)
     ours = model.__dict__.pop("generate", None)

@@ -60,6 +60,7 @@ def load(
     weights: str | None = None,
     device: str | torch.device | None = None,
     device_map: DeviceMap | None = None,
+    fast: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model in eval mode, and its tokenizer.
 
@@ -67,10 +68,11 @@ def load(
     dtype: of weights, activations and cache, as torch.dtype or as a name: "float32", "bfloat16", "float16", "fp32",
     "bf16", "fp16", "half". None: the checkpoint's own, for a GGUF file bfloat16.
     weights: "int8" quantises matrices to Q8_0 while they are read, "int4" to Q4_0; no full-precision copy of the model
-    exists. "bfloat16" and "float32" keep them as such numbers, whatever `dtype` is. In all four formats a decode step
-    multiplies with a kernel of ours, which reads the weights at the memory's speed.
+    exists. "bfloat16" and "float32" keep them as such numbers, whatever `dtype` is. None: the checkpoint's own.
     device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". With `weights` it runs on a CPU only.
     device_map: the transformers library's way to place a model, such as "auto" for all GPUs; it needs accelerate.
+    fast: on a CPU, decode steps multiply with kernels of ours, which read the weights at the memory's speed. False:
+    with PyTorch's, whose sums have another order; not together with `weights` or a GGUF file.
 
     Raises ValueError, one line with the name and the reason, if an argument is wrong, if this machine has no such
     device, or if the model cannot be read completely.
@@ -87,7 +89,12 @@ def load(
         _check_device_map(device_map)
     source = check_source(model)
     if weights or source.kind == "gguf":
-        _check_place(source.location if source.kind == "gguf" else f'weights="{weights}"', device, device_map)
+        what = source.location if source.kind == "gguf" else f'weights="{weights}"'
+        _check_place(what, device, device_map)
+        if not fast:
+            raise ValueError(
+                f"{what}: fast=False is not possible; only our layers multiply with weights of this format"
+            )
     import torch
 
     place = None if device is None else resolve_device(device)
@@ -104,6 +111,13 @@ def load(
     network, tokenizer = _from_pretrained(source, number_format, trust_remote_code, weights, device_map)
     if place is not None:
         torch.nn.Module.to(network, place)
+    from .decode_step import replace_modules
+    from .installation import FAST
+
+    if not fast:
+        network.__dict__[FAST] = False
+    elif network.device.type == "cpu":
+        replace_modules(network)
     return network, tokenizer
 
 

@@ -71,12 +71,6 @@ class MatrixLinear(MatrixModule):
         return self._product(x, self._parameters["weight"], self._parameters["bias"])
 
 
-def of_linear(layer: nn.Linear) -> MatrixLinear:
-    """Our layer with the weights of one of PyTorch's."""
-    bias: nn.Parameter | None = layer.bias
-    return MatrixLinear(layer.weight, matrices.FLOATS, layer.out_features, layer.in_features, layer.weight.dtype, bias)
-
-
 class MatrixEmbedding(MatrixModule):
     """An embedding (nn.Embedding) whose rows are dequantised when they are looked up."""
 

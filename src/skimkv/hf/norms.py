@@ -28,13 +28,20 @@ class NormForward:
         self._product: ops.Product | None = None
 
     def __call__(self, x: Tensor, *more: Any) -> Tensor:
-        """Normalise x (...,size) -> (...,size). Raises ValueError if a gradient is wanted on a CPU.
+        """Normalise x (...,size) -> (...,size). Where a gradient may be wanted, the module itself computes.
 
         Under autocast, and where x is of another type than the weights, the module itself says of which type the result
         is. more: of modules that compute something else, such as a gate.
         """
         weight = self.norm._parameters["weight"]
-        is_plain = x.is_cpu and not more and x.dtype == weight.dtype and not is_autocast(x)
+        is_plain = (
+            not torch.compiler.is_compiling()
+            and x.is_cpu
+            and not more
+            and x.dtype == weight.dtype
+            and not torch.is_grad_enabled()
+            and not is_autocast(x)
+        )
         product = self.product() if is_plain else None
         if product is None:
             return type(self.norm).forward(self.norm, x, *more)  # type: ignore[no-any-return]
@@ -87,16 +94,15 @@ def is_close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def replace_norms(model: nn.Module) -> None:
-    """Give every normalisation of a model that has no forward of its own, and no hook, ours."""
-    for part in model.modules():
-        has_hooks = part._forward_hooks or part._forward_pre_hooks
-        if eps_of(part) is not None and "forward" not in vars(part) and not has_hooks:
-            part.forward = NormForward(part)
-
-
-def restore_norms(model: nn.Module) -> None:
-    """Undo `replace_norms`."""
-    for part in model.modules():
-        if isinstance(vars(part).get("forward"), NormForward):
-            del part.forward
+def replace_norms(model: nn.Module) -> list[nn.Module]:
+    """Give every normalisation of a model that has no forward of its own, and no hook, ours, and return these."""
+    found = [
+        part
+        for part in model.modules()
+        if eps_of(part) is not None
+        and "forward" not in vars(part)
+        and not (part._forward_hooks or part._forward_pre_hooks)
+    ]
+    for part in found:
+        part.forward = NormForward(part)
+    return found

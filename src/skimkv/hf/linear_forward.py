@@ -1,0 +1,79 @@
+"""The linear layers of PyTorch, whose products of a few tokens are kernels of ours on the weights as they lie."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops import matrices
+from .autocast import is_autocast
+
+BLOCK = 32  # of the inputs that a kernel reads at once
+# Whether tokens may be of another type than the weights, which PyTorch refuses: to compute in float32 what models do.
+mixes_types: ContextVar[bool] = ContextVar("mixes_types", default=False)
+
+
+class LinearForward:
+    """The forward of an nn.Linear on a CPU: a product of ours for a decoded token, PyTorch's own for all else."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear: Any = linear
+        self._product = ops.Product(_matrix, F.linear)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x (...,in) -> (...,out), as the module's own forward does, whose errors these are."""
+        linear = self.linear
+        weight = linear._parameters.get("weight")
+        if (
+            torch.compiler.is_compiling()
+            or type(linear) is not nn.Linear
+            or weight is None
+            or not x.is_cpu
+            or (x.dtype != weight.dtype and not mixes_types.get())
+            or torch.is_grad_enabled()
+            or is_autocast(x)
+        ):
+            return type(linear).forward(linear, x)  # type: ignore[no-any-return]
+        return self._product(x, weight, linear._parameters["bias"])
+
+    def matrix(self, x: Tensor) -> ops.Matrix | None:
+        """What the kernel needs to multiply tokens of x's type, x (B,1,size); None where PyTorch computes."""
+        linear = self.linear
+        weight = linear._parameters.get("weight")
+        if type(linear) is not nn.Linear or weight is None or (weight.dtype != x.dtype and not mixes_types.get()):
+            return None
+        return self._product.matrix(x.new_empty(*x.shape[:-1], weight.shape[1]), weight, linear._parameters["bias"])
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy is of another module: it looks at that."""
+        return {"linear": self.linear}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["linear"])  # type: ignore[misc]
+
+
+def _matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ops.Matrix | None:
+    """The weights as the kernel needs them; None where PyTorch computes, and for tensors that are no plain ones."""
+    is_plain = {type(x), type(weight), type(bias)} <= {Tensor, nn.Parameter, type(None)}
+    if not is_plain or not weight.is_cpu or not {x.dtype, weight.dtype} <= matrices.FLOAT_TYPES.keys():
+        return None
+    if x.shape[-1] != weight.shape[1]:
+        return None
+    return ops.matrix(x, weight, matrices.FLOATS, bias=bias)
+
+
+def replace_linear(model: nn.Module) -> list[nn.Module]:
+    """Give every linear layer of PyTorch without a forward of its own ours, and return these layers."""
+    found: list[nn.Module] = [
+        part
+        for part in model.modules()
+        if type(part) is nn.Linear and "forward" not in vars(part) and part.in_features % BLOCK == 0
+    ]
+    for part in found:
+        part.forward = LinearForward(part)  # type: ignore[arg-type]
+    return found
