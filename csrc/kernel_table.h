@@ -27,7 +27,7 @@ struct MatrixKind {
     void (*prepare_inputs)(const skimkv_matrix &, const Tokens &, char *inputs, int64_t first, int64_t last);
     // Multiplies the rows first .. last-1 with all tokens.
     void (*multiply)(const skimkv_matrix &, const Tokens &, const char *inputs, int64_t first, int64_t last);
-    // Writes the weights of the rows first .. last-1 to y; nullptr for kinds that are not blocks.
+    // Writes the weights of the rows first .. last-1 to y; nullptr for floats.
     void (*expand)(const skimkv_matrix &, void *y, int64_t first, int64_t last);
 };
 

@@ -110,7 +110,7 @@ const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y, int threa
     const skimkv::Kernels *kernels = skimkv::selected_kernels();
     if (!kernels) return skimkv::NO_KERNELS;
     const skimkv::MatrixKind &kind = *skimkv::find(*kernels, m.kind);
-    if (!kind.expand) return "only a matrix of blocks is expanded";
+    if (!kind.expand) return "a matrix of floats is not expanded";
     const int64_t weights = m.rows * m.columns;
     skimkv::for_each_part(m.rows, weights, skimkv::threads_for(weights, threads, parallel), parallel,
                           [&](int64_t first, int64_t last) { kind.expand(m, y, first, last); });

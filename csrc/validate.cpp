@@ -158,7 +158,7 @@ const char *matrix_error(const skimkv_matrix *m, const MatrixKind *kind) {
     if (is_unknown_type(m->dtype)) return "dtype is unknown";
     if (is_misaligned(m->bias, m->dtype)) return "bias is not aligned to its elements";
     if ((uintptr_t)m->data % (unsigned)kind->alignment) return "the data of a matrix are not aligned to their elements";
-    if (m->order && !kind->expand) return "only a matrix of blocks has an order";
+    if (m->order && (kind->rows > 1 || !kind->expand)) return "only a matrix of blocks has an order";
     if ((uintptr_t)m->order & 3) return "order is not aligned to its elements";
     for (int64_t i = 0; m->order && i < m->rows; i++)
         if (m->order[i] < 0 || m->order[i] >= m->rows) return "order names an output that does not exist";

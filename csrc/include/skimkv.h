@@ -253,7 +253,7 @@ typedef struct skimkv_matrix {
 SKIMKV_API const char *skimkv_product_run(const skimkv_matrix *matrix, const void *x, void *y, int64_t n, int threads,
                                           skimkv_parallel parallel);
 
-/* Writes the weights of a matrix of blocks to y [rows,columns] as elements of dtype; the bias is not used. */
+/* Writes the weights of a matrix of blocks or panels to y [rows,columns] as elements of dtype; the bias is not used. */
 SKIMKV_API const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y, int threads,
                                             skimkv_parallel parallel);
 

@@ -22,7 +22,7 @@ static inline float float16_at(const uint8_t *p) {
     return as_float(x);
 }
 
-// What is special in one of four blocks: its scale, its offset, and what a code of 4 bits, the one at `i`, becomes.
+// What is special in one of four blocks: its scale, its offset, and what its codes of 4 bits become.
 static inline float scale_of(BlockMXFP4, const uint8_t *p) {  // half of 2^(e-127), as the values are doubled
     const uint32_t bits = *p < 2 ? 0x200000u << *p : (uint32_t)(*p - 1) << 23;
     float x;
@@ -30,20 +30,38 @@ static inline float scale_of(BlockMXFP4, const uint8_t *p) {  // half of 2^(e-12
     return x;
 }
 template <class Block> static inline float scale_of(Block, const uint8_t *p) { return float16_at(p); }
-static inline int fifth_bit(const uint8_t *p, int i) { return (p[i / 8] >> i % 8 & 1) << 4; }
-static inline int code_of(BlockQ4_0, const uint8_t *, int, int code) { return code - 8; }
-static inline int code_of(BlockQ4_1, const uint8_t *, int, int code) { return code; }
-static inline int code_of(BlockQ5_0, const uint8_t *p, int i, int code) { return (code | fifth_bit(p + 2, i)) - 16; }
-static inline int code_of(BlockQ5_1, const uint8_t *p, int i, int code) { return code | fifth_bit(p + 4, i); }
-static inline int code_of(BlockIQ4_NL, const uint8_t *, int, int code) { return IQ4_VALUES[code]; }
-static inline int code_of(BlockMXFP4, const uint8_t *, int, int code) { return MXFP4_VALUES[code]; }
+
+// Sixteen bytes, and what sixteen codes of 4 bits, the first of them at `i`, become.
+typedef uint8_t bytes __attribute__((vector_size(16)));
+static inline bytes fifth_bits(const uint8_t *p, int i) {
+    constexpr bytes ONE_OF_EIGHT = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint64_t two[2] = {p[i / 8] * 0x0101010101010101u, p[i / 8 + 1] * 0x0101010101010101u};
+    bytes bits;
+    __builtin_memcpy(&bits, two, 16);
+    return (bytes)((bits & ONE_OF_EIGHT) != 0) & 16;
+}
+static inline bytes look_up(const int8_t *values, bytes four) {
+    bytes code;
+    for (int i = 0; i < 16; i++) code[i] = (uint8_t)values[four[i]];
+    return code;
+}
+static inline bytes codes_of(BlockQ4_0, const uint8_t *, int, bytes four) { return four - 8; }
+static inline bytes codes_of(BlockQ4_1, const uint8_t *, int, bytes four) { return four; }
+static inline bytes codes_of(BlockQ5_0, const uint8_t *p, int i, bytes four) {
+    return (four | fifth_bits(p + 2, i)) - 16;
+}
+static inline bytes codes_of(BlockQ5_1, const uint8_t *p, int i, bytes four) { return four | fifth_bits(p + 4, i); }
+static inline bytes codes_of(BlockIQ4_NL, const uint8_t *, int, bytes four) { return look_up(IQ4_VALUES, four); }
+static inline bytes codes_of(BlockMXFP4, const uint8_t *, int, bytes four) { return look_up(MXFP4_VALUES, four); }
 
 template <class Block, int = Block::ONE>
 static inline void decode(Block, const uint8_t *p, int8_t *code, float *scale, float *offset) {
     for (int b = 0; b < 4; b++, p += Block::ONE, code += 32) {
-        const uint8_t *two = p + Block::CODES;
-        for (int i = 0; i < 16; i++) code[i] = (int8_t)code_of(Block(), p, i, two[i] & 15);
-        for (int i = 0; i < 16; i++) code[16 + i] = (int8_t)code_of(Block(), p, 16 + i, two[i] >> 4);
+        bytes two;
+        __builtin_memcpy(&two, p + Block::CODES, 16);
+        const bytes low = codes_of(Block(), p, 0, two & 15), high = codes_of(Block(), p, 16, two >> 4);
+        __builtin_memcpy(code, &low, 16);
+        __builtin_memcpy(code + 16, &high, 16);
         scale[b] = scale_of(Block(), p);
         if (Block::HAS_OFFSET) offset[b] = float16_at(p + 2);
     }

@@ -133,8 +133,26 @@ static void multiply_panel_rows(const skimkv_matrix &m, const Tokens &tokens, co
     for (; p < to; p++) multiply_panels<1>(m, tokens, x, p);
 }
 
+// Writes the weights of the rows first .. last-1 to y.
+static void expand_panel_rows(const skimkv_matrix &m, void *y, int64_t first, int64_t last) {
+    const int64_t panel = m.columns / 32 * PANEL_BLOCK_BYTES;
+    for (int64_t row = first; row < last; row++) {
+        const int lane = (int)(row % PANEL_ROWS);
+        const char *w = (const char *)m.data + row / PANEL_ROWS * panel;
+        for (int64_t at = 0; at < m.columns; at += 32, w += PANEL_BLOCK_BYTES) {
+            const float scale = as_float(((const f16 *)w)[lane]);
+            int8_t code[32];
+            for (int i = 0; i < 16; i++) __builtin_memcpy(code + 2 * i, w + ((1 + i) * PANEL_ROWS + lane) * 2, 2);
+            float weight[32];
+            for (int i = 0; i < 32; i++) weight[i] = scale * (float)code[i];
+            from_float(m.dtype, weight, y, row * m.columns + at, 32);
+        }
+    }
+}
+
 static constexpr MatrixKind panel_kind(int32_t kind) {
-    return {kind, 32, 2, PANEL_ROWS, 256, panel_input_bytes, round_panel_inputs, multiply_panel_rows, nullptr};
+    return {
+        kind, 32, 2, PANEL_ROWS, 256, panel_input_bytes, round_panel_inputs, multiply_panel_rows, expand_panel_rows};
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skimkv import ops
 from skimkv.ops import packed_weights
-from skimkv.ops.cpu import linear
+from skimkv.ops.cpu import library, linear
 from support.instruction_sets import ISAS, NATIVE, on
 
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -58,6 +58,33 @@ def test_prompt_longer_than_what_is_taken_at_once(isa):
     assert y.shape == (2, 300, 40)
     exact = x.flatten(0, 1).double() @ wd.T
     assert ((y.flatten(0, 1).double() - exact).abs() <= bound(x.flatten(0, 1), wd, exact)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_what_the_library_dequantises(isa, dtype):
+    for out, inputs in ((16, 32), (7, 96), (33, 128)):
+        w, wd = packed(torch.randn(out, inputs))
+        with on(isa):
+            assert torch.equal(linear.expand(w, "packed", out, inputs, dtype), wd.to(dtype))
+
+
+@pytest.mark.parametrize("out", [40, 5000])
+def test_prompts_where_pytorch_multiplies_tiles(out, monkeypatch):
+    """With matrix units, which multiply bfloat16, the weights of a prompt are dequantised a part at a time."""
+    w, wd = packed(torch.randn(out, 1024))
+    expanded, expand = [], linear.expand
+    monkeypatch.setattr(library, "has_matrix_units", lambda: True)
+    monkeypatch.setattr(linear, "expand", lambda *args: expanded.append(args[2]) or expand(*args))
+    bias = torch.randn(out).bfloat16()
+    for n, dtype, parts in ((31, torch.bfloat16, 0), (32, torch.float32, 0), (50, torch.bfloat16, -(-out // 2048))):
+        x = torch.randn(2, n, 1024)[:1].to(dtype)
+        expanded.clear()
+        y = ops.linear(x, w, "packed", out, bias)
+        exact = x[0].double() @ wd.T + bias.double()
+        limit = bound(x[0], wd, exact) + 2.0**-8 * (x[0].double().abs() @ wd.abs().T + bias.abs())
+        assert ((y[0].double() - exact).abs() <= limit).all()
+        assert len(expanded) == parts and sum(expanded) == (out if parts else 0)
 
 
 @pytest.mark.parametrize("isa", ISAS[:-1])

@@ -113,7 +113,7 @@ def test_who_attends(monkeypatch):
     calls = []
     monkeypatch.setattr(prompt_attention, "attend", lambda *x, **options: calls.append(x) or attend(*x, **options))
     monkeypatch.setattr(prompt_attention, "FAST", ISAS)
-    monkeypatch.setattr(prompt_attention, "_has_matrix_units", lambda: False)
+    monkeypatch.setattr(library, "has_matrix_units", lambda: False)
     q, k, v = draw(1, 2, 2, 6, 6, 16, torch.float32)
 
     def called(q=q, k=k, v=v, **softmax):
@@ -132,7 +132,7 @@ def test_who_attends(monkeypatch):
     with ops.backend("ref"):
         assert not called()
     assert not called(*draw(1, 2, 2, 2, 2, 577, torch.float32))
-    monkeypatch.setattr(prompt_attention, "_has_matrix_units", lambda: True)
+    monkeypatch.setattr(library, "has_matrix_units", lambda: True)
     assert called() and not called(q.bfloat16(), k.bfloat16(), v.bfloat16())
     monkeypatch.setattr(prompt_attention, "FAST", ())
     assert not called()

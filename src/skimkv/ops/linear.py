@@ -10,10 +10,12 @@ from torch import Tensor
 
 from . import matrices
 from .backends import backend_for, forced_backend
+from .cpu import library
 from .cpu import linear as cpu
+from .packed_weights import ROWS
 
-ROWS_AT_ONCE = 1024  # rows that are dequantised at once
-PROMPT = 16  # tokens from which on PyTorch multiplies floats, or dequantised rows of blocks, faster
+AT_ONCE = 1 << 21  # weights that are dequantised at once: they stay in the caches of a processor
+FLOAT_PROMPT, PROMPT = 16, 32  # tokens from which on PyTorch multiplies floats, or dequantised rows, faster
 
 
 class Product:
@@ -87,7 +89,10 @@ def matrix(
         )
     rows = weight.shape[0] if rows is None else rows
     matrices.check(weight, kind, rows, x.shape[-1])
-    is_prompt = kind != matrices.PACKED and x.numel() >= PROMPT * x.shape[-1]
+    if kind == matrices.PACKED and not _multiplies_tiles(x.dtype):
+        is_prompt = False
+    else:
+        is_prompt = x.numel() >= (FLOAT_PROMPT if kind == matrices.FLOATS else PROMPT) * x.shape[-1]
     if is_prompt or x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
         return None
     return cpu.matrix(x, weight, kind, rows, bias, order)
@@ -115,18 +120,37 @@ def linear(
         return prepared.multiply(x)
     if kind == matrices.FLOATS and weight.dtype == x.dtype:
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    is_expanded = kind != matrices.FLOATS and is_native(x) and weight.is_contiguous()
-    tokens = x.flatten(0, -2) if kind == matrices.FLOATS or is_expanded else x.flatten(0, -2).float()
+    if kind != matrices.FLOATS and is_native(x) and weight.is_contiguous():
+        return _multiply_expanded(x, weight, kind, rows, bias, order)
+    tokens = x.flatten(0, -2) if kind == matrices.FLOATS else x.flatten(0, -2).float()
     y = tokens.new_empty(tokens.shape[0], rows)
-    for first in range(0, rows, ROWS_AT_ONCE):
-        last = min(first + ROWS_AT_ONCE, rows)
-        if is_expanded:
-            part = cpu.expand(weight[first:last], kind, x.shape[-1], x.dtype)
-        else:
-            index = torch.arange(first, last, device=weight.device)
-            part = matrices.dequantise(weight, kind, index).to(tokens.dtype)
-        y[:, first:last] = tokens @ part.T
+    for first in range(0, rows, size := max(1, AT_ONCE // x.shape[-1])):
+        index = torch.arange(first, min(first + size, rows), device=weight.device)
+        y[:, first : first + size] = tokens @ matrices.dequantise(weight, kind, index).to(tokens.dtype).T
     if order is not None:
         y = torch.empty_like(y).index_copy_(1, order.long(), y)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(x.dtype).view(*x.shape[:-1], rows)
+
+
+def _multiplies_tiles(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies numbers of this type with matrix units, faster than our kernels integers of 8 bits."""
+    return dtype == torch.bfloat16 and library.has_matrix_units()
+
+
+def _multiply_expanded(
+    x: Tensor, weight: Tensor, kind: str, rows: int, bias: Tensor | None, order: Tensor | None
+) -> Tensor:
+    """The same as `linear`, by PyTorch's product of x's type with rows that the library dequantises."""
+    step = max(1, AT_ONCE // x.shape[-1] // ROWS) * ROWS
+    if rows <= step:  # in their order, and nothing is copied
+        bias = bias if bias is None else bias.to(x.dtype)
+        return F.linear(x, cpu.expand(weight, kind, rows, x.shape[-1], x.dtype, order), bias)
+    y = x.new_empty(*x.shape[:-1], rows)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        part = weight[first // ROWS : -(-last // ROWS)] if kind == matrices.PACKED else weight[first:last]
+        y[..., first:last] = F.linear(x, cpu.expand(part, kind, last - first, x.shape[-1], x.dtype))
+    if order is not None:
+        y = torch.empty_like(y).index_copy_(-1, order.long(), y)
+    return y if bias is None else y.add_(bias.to(y.dtype))

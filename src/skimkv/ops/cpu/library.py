@@ -139,3 +139,9 @@ def append(tokens: int) -> None:
     raise_error(library().skimkv_check_append(tokens))
     if library().skimkv_append(tokens, *threads()):
         raise MemoryError("no memory for the scratch space of a kernel")
+
+
+@functools.cache
+def has_matrix_units() -> bool:
+    """Whether this processor multiplies tiles of bfloat16 (Intel AMX)."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())

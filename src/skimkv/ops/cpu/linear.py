@@ -69,11 +69,17 @@ def matrix(
     return Matrix(op, library.library().skimkv_product_run, rows, columns, (weight, order), bias)
 
 
-def expand(weight: Tensor, kind: str, columns: int, dtype: torch.dtype) -> Tensor:
-    """Dequantise rows of blocks (n,row_bytes) -> (n,columns) in dtype: float32, bfloat16 or float16."""
-    y = torch.empty(weight.shape[0], columns, dtype=dtype)
+def expand(
+    weight: Tensor, kind: str, rows: int, columns: int, dtype: torch.dtype, order: Tensor | None = None
+) -> Tensor:
+    """Dequantise a matrix of blocks or panels -> (rows,columns) in dtype: float32, bfloat16 or float16.
+
+    order: as of `matrix`. Raises ValueError if the library has no kernel for it.
+    """
+    matrices.check(weight, kind, rows, columns)
+    y = torch.empty(rows, columns, dtype=dtype)
     number = matrices.number(weight, kind)
-    op = CMatrix(weight.data_ptr(), weight.shape[0], columns, None, None, number, dtype_number(y))
+    op = CMatrix(weight.data_ptr(), rows, columns, None, _address(order), number, dtype_number(y))
     library.raise_error(library.library().skimkv_matrix_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
     return y
 

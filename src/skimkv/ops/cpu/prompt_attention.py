@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -15,12 +14,6 @@ from .structs import CPrompt
 # Instruction sets with which the library was faster than PyTorch's attention wherever it was measured. It was not
 # measured on ARM, and the portable set has vectors of four numbers.
 FAST = ("avx512bf16", "avx512vnni", "avx512", "avx2")
-
-
-@functools.cache
-def _has_matrix_units() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (Intel AMX)."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 def takes_prompt(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
@@ -37,7 +30,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
     PyTorch multiplies 16-bit numbers with matrix units where a processor has them, and the library does not.
     """
-    return library.isa() in FAST and (dtype == torch.float32 or not _has_matrix_units())
+    return library.isa() in FAST and (dtype == torch.float32 or not library.has_matrix_units())
 
 
 def attend(
