@@ -53,8 +53,6 @@ struct Kernels {
     void (*add)(int dtype, void *to, const void *from, int64_t count);
     // Turns the heads x [heads,D] of one token by the angles whose cosines and sines are given, both [D].
     void (*rotate)(int dtype, const void *cos, const void *sin, int64_t heads, int D, void *x);
-    size_t (*key_scores_scratch_bytes)(const skimkv_columns *);
-    void (*key_scores)(const skimkv_columns *, void *scratch, int64_t task);
 };
 
 namespace scalar {

@@ -1,5 +1,4 @@
 // Runs attention and its like with the kernels of the instruction set in use, spread over the threads of the caller.
-#include <cstdlib>
 #include <cstring>
 
 #include "element_types.h"
@@ -82,17 +81,13 @@ const char *skimkv_prompt_attention_run(const skimkv_prompt *op, int threads, sk
 }
 
 int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_parallel parallel) {
-    const Kernels *kernels = selected_kernels();
-    if (!kernels) return -1;
-    const int64_t tasks = (int64_t)op->H * op->parts;
-    threads = usable_threads(threads < tasks ? threads : (int)tasks, parallel);
-    const size_t bytes = (kernels->key_scores_scratch_bytes(op) + 63) / 64 * 64;
-    char *work = (char *)std::aligned_alloc(64, bytes * (size_t)threads);
-    if (!work) return -1;
-    for_each_task(tasks, threads, parallel,
-                  [&](int64_t task, int thread) { kernels->key_scores(op, work + bytes * (size_t)thread, task); });
-    std::free(work);
-    return 0;
+    skimkv_prompt prompt{};
+    prompt.B = 1, prompt.H = op->H, prompt.G = op->G, prompt.D = op->D, prompt.dtype = op->dtype;
+    prompt.scale = op->scale, prompt.softcap = op->softcap, prompt.n = op->n, prompt.m = op->m;
+    prompt.q = op->q, prompt.q_h = op->q_h, prompt.q_g = op->q_g, prompt.q_n = op->q_n;
+    prompt.k = op->k, prompt.k_h = op->k_h, prompt.k_n = op->k_n;
+    prompt.sinks = op->sinks, prompt.received = op->sum, prompt.parts = op->parts;
+    return skimkv_prompt_attention_run(&prompt, threads, parallel) ? -1 : 0;
 }
 
 }  // extern "C"

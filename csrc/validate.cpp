@@ -172,9 +172,11 @@ const char *prompt_error(const skimkv_prompt *op) {
     if (op->n < 1 || op->m < op->n || op->m > INT32_MAX - SKIMKV_GROUP)
         return "n must be from 1 to m, and m below 2^31";
     if (is_unknown_type(op->dtype)) return "dtype is unknown";
-    if (!op->q || !op->k || !op->v || !op->y) return "q, k, v or y is NULL";
+    if (!op->q || !op->k || !op->v != !op->y || (!op->v && !op->received)) return "q, k, v or y is NULL";
     for (const void *p : {op->q, op->k, op->v, (const void *)op->y})
         if (is_misaligned(p, op->dtype)) return "q, k, v or y is not aligned to its elements";
+    if (op->received ? op->parts < 1 : op->parts != 0) return "parts must be at least 1 with `received`, or else 0";
+    if (is_misaligned(op->received, SKIMKV_F32)) return "received is not aligned to its elements";
     return is_misaligned(op->sinks, SKIMKV_F32) ? "sinks is not aligned to its elements" : nullptr;
 }
 

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 15
+#define SKIMKV_VERSION 16
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -313,8 +313,7 @@ SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *con
                                          int64_t n, int threads, skimkv_parallel parallel);
 
 /* The key scores of a prompt: the causal softmax weights that every key receives, summed over n queries, which are the
- * last of m positions, and averaged over the group. Part i of `parts` takes every parts-th block of queries; the caller
- * adds the parts up. */
+ * last of m positions, and averaged over the group: skimkv_prompt of one row without v, whose `received` is `sum`. */
 typedef struct skimkv_columns {
     int32_t H, G, D, dtype, parts;
     float scale, softcap; /* as in skimkv_op */
@@ -333,12 +332,17 @@ SKIMKV_API int skimkv_columns_run(const skimkv_columns *op, int threads, skimkv_
  * why it did not. A result does not depend on the number of threads. */
 typedef struct skimkv_prompt {
     int32_t B, H, G, D, dtype; /* of q, k, v and y */
+    int32_t parts;             /* of `received`, at least 1; else 0 */
     float scale, softcap;      /* as in skimkv_op */
     int64_t n, m;
     const void *q, *k, *v; /* [b,h,g,i,d], [b,h,p,d], [b,h,p,d] */
     void *y;               /* [b,h,g,i,d] */
     int64_t q_b, q_h, q_g, q_n, k_b, k_h, k_n, v_b, v_h, v_n, y_b, y_h, y_g, y_n;
     const float *sinks; /* as in skimkv_op */
+    /* What every key receives: the softmax weights of all queries, added up and averaged over the group. [b,h,parts,m]
+     * contiguous, or NULL. Part i is of every parts-th block of queries: the caller adds the parts up. v and y may then
+     * be NULL, if only this is wanted. */
+    float *received;
 } skimkv_prompt;
 
 SKIMKV_API const char *skimkv_prompt_attention_run(const skimkv_prompt *op, int threads, skimkv_parallel parallel);

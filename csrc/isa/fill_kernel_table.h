@@ -8,7 +8,6 @@
 #include "kernel_table.h"
 #include "kernels/append.h"
 #include "kernels/attention_step.h"
-#include "kernels/key_scores.h"
 #include "kernels/matrix_kinds.h"
 #include "kernels/prompt_attention.h"
 #include "kernels/rms_norm.h"
@@ -31,8 +30,6 @@ const Kernels kernels = {
     gate,
     add,
     rotate,
-    key_scores_scratch_bytes,
-    key_scores,
 };
 
 }  // namespace skimkv::SKIMKV_NS

@@ -29,21 +29,23 @@ __attribute__((target("avx512bf16"))) static void multiply_prompt_tile_bf16(cons
         for (int v = 0; v < C; v++) use_prompt_sum(x, sum[r][v], v, c + (r * C + v) * W);
 }
 
-struct RoundedPairs {
-    // Two keys' weights become one row of pairs.
-    __attribute__((target("avx512bf16"))) inline void operator()(float *to, vf first, vf second) const {
+// Two keys' weights become one row of pairs. KEEPS: they are stored as floats too, in place.
+template <int C, bool KEEPS> struct RoundedPairs {
+    float *pairs;
+    __attribute__((target("avx512bf16"))) inline void operator()(float *at, int64_t i, vf first, vf second) const {
         const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, halves));
+        _mm512_storeu_si512(pairs + i * W, _mm512_permutexvar_epi16(order, halves));
+        if constexpr (KEEPS) FloatRows<C>{}(at, i, first, second);
     }
 };
 
-// As weigh_keys, with weights rounded to pairs.
-template <int C>
-__attribute__((target("avx512bf16"))) static void weigh_keys_bf16(float *s, int64_t keys, float *maximum, float *sum,
-                                                                  float *factor) {
-    weigh_keys_into<C, 1>(RoundedPairs{}, s, keys, maximum, sum, factor);
+// As weigh_keys, with weights rounded to pairs. `pairs` may be s, where these take the logits' place.
+template <int C, bool KEEPS>
+__attribute__((target("avx512bf16"))) static void weigh_keys_bf16(float *s, float *pairs, int64_t keys, float *maximum,
+                                                                  float *sum, float *factor) {
+    weigh_keys_into<C>(RoundedPairs<C, KEEPS>{pairs}, s, keys, maximum, sum, factor);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -43,9 +43,9 @@ template <int R, int C> static void multiply_prompt_tile(const PromptProduct &x,
 }
 
 // Makes 2^(logit - maximum) of a block's logits s [keys][C*W] in place, with the maximum over this and all earlier
-// blocks; factor [C*W] is what earlier results are multiplied by. `keys` is even. store_two(to, a, b) stores the
-// weights of two keys as ROWS rows.
-template <int C, int ROWS, class StoreTwo>
+// blocks; factor [C*W] is what earlier results are multiplied by. `keys` is even. store_two(at, i, a, b) stores weights
+// of two keys, which are vector i of such pairs; the logits of the first were at `at`.
+template <int C, class StoreTwo>
 static inline __attribute__((always_inline)) void weigh_keys_into(const StoreTwo &store_two, float *s, int64_t keys,
                                                                   float *maximum, float *sum, float *factor) {
     vf top[C], total[C];  // the maximum skips a NaN, whose weight is NaN
@@ -59,19 +59,19 @@ static inline __attribute__((always_inline)) void weigh_keys_into(const StoreTwo
     }
     for (int64_t j = 0; j < keys; j += 2)
         for (int v = 0; v < C; v++) {
-            const float *from = s + (j * C + v) * W;
-            const vf a = exp2(load(from) - top[v]), b = exp2(load(from + C * W) - top[v]);
+            float *at = s + (j * C + v) * W;
+            const vf a = exp2(load(at) - top[v]), b = exp2(load(at + C * W) - top[v]);
             total[v] = total[v] + (a + b);
-            store_two(s + (j * ROWS / 2 * C + v) * W, a, b);
+            store_two(at, j / 2 * C + v, a, b);
         }
     for (int v = 0; v < C; v++) store(sum + v * W, total[v]);
 }
 
 template <int C> struct FloatRows {
-    inline void operator()(float *to, vf first, vf second) const { store(to, first), store(to + C * W, second); }
+    inline void operator()(float *at, int64_t, vf a, vf b) const { store(at, a), store(at + C * W, b); }
 };
 template <int C> static void weigh_keys(float *s, int64_t keys, float *maximum, float *sum, float *factor) {
-    weigh_keys_into<C, 2>(FloatRows<C>{}, s, keys, maximum, sum, factor);
+    weigh_keys_into<C>(FloatRows<C>{}, s, keys, maximum, sum, factor);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -95,8 +95,8 @@ def test_a_budget_beyond_all_positions_is_dense(method):
 
 @pytest.mark.parametrize("method", [LMInfinite(MOST), H2O(MOST), SubGen(MOST, 4)], ids=repr)
 def test_slots_that_do_not_fit_in_memory(method):
-    store = empty_store(method, Shape(2, 8, 1, 4096), torch.float32)  # beyond any address space
-    q, k, v = torch.zeros(2, 8, 1, 1, 4096), torch.zeros(2, 8, 1, 4096), torch.zeros(2, 8, 1, 4096)
+    store = empty_store(method, Shape(64, 8, 1, 512), torch.float32)  # beyond any address space
+    q, k, v = torch.zeros(64, 8, 1, 1, 512), torch.zeros(64, 8, 1, 512), torch.zeros(64, 8, 1, 512)
     with pytest.raises(ValueError, match=r"2147483647|2147483651") as error:
         method.prefill(store, q, k, v, scale=1.0)
     assert "memory" in str(error.value) and "\n" not in str(error.value)

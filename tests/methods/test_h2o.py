@@ -228,12 +228,12 @@ def test_of_equal_scores_the_older_token_goes(backend):
 
 
 def test_of_equal_scores_a_prompt_keeps_the_newer_tokens(monkeypatch):
-    monkeypatch.setattr(ops, "key_scores", lambda q, k, scale, softcap: torch.ones(k.shape[:2]))
+    monkeypatch.setattr(ops, "key_scores", lambda q, k, scale: torch.ones(k.shape[:2]))
     method, shape = H2O(k=5, local=2), Shape(1, 2, 1, 8)
     store = method.store(shape, torch.float32)
     for start, stop in ((0, 9), (9, 14)):
         n = stop - start
-        method.prefill(store, torch.randn(1, 2, 1, n, 8), *torch.randn(2, 1, 2, n, 8), scale=1.0)
+        method.take(store, torch.randn(1, 2, 1, n, 8), *torch.randn(2, 1, 2, n, 8), scale=1.0)
         if start == 0:
             assert store.pos[0].tolist() == [[4, 5, 6, 7, 8]] * 2
             store.score.zero_()

@@ -10,8 +10,9 @@ import torch
 
 from skimkv import ops
 from skimkv.ops.cpu import library, prompt_attention
-from skimkv.ops.cpu.prompt_attention import attend
+from skimkv.ops.cpu.prompt_attention import attend, attend_and_score
 from skimkv.ops.cpu.structs import CPrompt
+from skimkv.ops.key_scores import reference
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from support.kernels import EPS, ISAS, NATIVE, TYPES, on
@@ -90,6 +91,36 @@ def test_neither_threads_nor_strides_change_a_bit(isa, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_keys_receive(isa, dtype, threads):
+    """The attention adds up what every key receives, and its own result stays the same."""
+    for i, shape in enumerate(SHAPES):
+        q, k, v = draw(*shape, dtype)
+        softmax: dict = {"scale": shape[-1] ** -0.5, "softcap": 2.0 if i % 4 % 3 else None}
+        if i % 4 > 1:
+            softmax["sinks"] = torch.linspace(-3, 6, shape[1] * shape[2]).view(shape[1:3])
+        with on(isa, threads):
+            y, scores = attend_and_score(q, k, v, **softmax)
+            assert torch.equal(y, attend(q, k, v, **softmax))
+        assert scores.dtype == torch.float32
+        want = torch.stack([reference(*row, **softmax) for row in zip(q.double(), k.double(), strict=True)])
+        torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_keys_receive_does_not_depend_on_how_many_panels_are_kept(isa):
+    """A prompt so long that the weights of one panel only are kept at a time; the maximum moves in every block."""
+    q, k, v = draw(1, 1, 1, 60, 90000, 16, torch.float32)
+    k = k * torch.linspace(1, 9, 90000)[:, None]
+    with on(isa, 2):
+        y, scores = attend_and_score(q, k, v, scale=0.25)
+        agrees(y, q, k, v, 0.25)
+    want = reference(q[0].double(), k[0].double(), 0.25)
+    torch.testing.assert_close(scores[0].double(), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_logits_that_grow_and_numbers_that_are_none(isa):
     """The maximum moves in every block; a NaN in a query or in a key that it sees makes NaN, and nothing else does."""
     q, k, v = draw(1, 1, 1, 300, 300, 16, torch.float32)
@@ -138,6 +169,25 @@ def test_who_attends(monkeypatch):
     assert not called()
 
 
+@pytest.mark.parametrize("fast", [(), ISAS], ids=["PyTorch", "library"])
+def test_scores_come_with_the_attention(monkeypatch, fast):
+    """The attention says what the keys of every row received: with a history, with padding, and of a row that has no
+    token."""
+    monkeypatch.setattr(prompt_attention, "FAST", fast)
+    q, k, v = draw(3, 2, 2, 40, 40, 16, torch.float32)
+    store = Full(Shape(3, 2, 2, 16), torch.float32)
+    for pad in ([3, 0, 40], None):
+        scores: list = []
+        softmax = {"scale": 0.25, "softcap": 4.0, "sinks": torch.ones(2, 2)}
+        y = ops.causal_attention(store, q, k, v, pad=pad, scores=scores, **softmax)
+        assert torch.equal(y, ops.causal_attention(store, q, k, v, pad=pad, **softmax))
+        for b, p in enumerate(pad or [0] * 3):
+            keys = torch.cat([store.history(slice(b, b + 1))[0][0], k[b, :, p:]], 1)
+            want = reference(q[b, :, :, p:].double(), keys.double(), **softmax)
+            torch.testing.assert_close(scores[b].double(), want, rtol=1e-5, atol=1e-6)
+        store.append(k[:, :, :9], v[:, :, :9])
+
+
 def test_after_a_history_and_with_padding(monkeypatch):
     monkeypatch.setattr(prompt_attention, "FAST", ISAS)
     q, k, v = draw(2, 2, 2, 40, 40, 16, torch.float32)
@@ -183,6 +233,10 @@ def test_the_library_validates_before_it_follows_an_address():
         "q, k, v or y is NULL": {"y": None},
         "not aligned to its elements": {"v": x.data_ptr() + 2},
         "sinks is not aligned": {"sinks": x.data_ptr() + 1},
+        "v or y is NULL": {"v": None, "y": None},
+        "received is not aligned": {"received": x.data_ptr() + 2, "parts": 1},
+        "parts must be at least 1 with `received`, or else 0": {"parts": 1},
+        "parts must be at least 1": {"received": x.data_ptr()},
     }.items():
         op = CPrompt(**right | wrong)
         error = library.library().skimkv_prompt_attention_run(ctypes.addressof(op), 1, None)

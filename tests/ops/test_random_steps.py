@@ -122,13 +122,21 @@ def test_one_key_of_an_index_that_is_another_is_seen():
 @pytest.mark.parametrize("spec", ["H2O(24)", "SnapKV(24, pool=1)", "TOVA(24)"])
 def test_a_prompt_of_which_another_token_is_kept_is_seen(spec):
     """A score of one key is a tenth less: the token with the largest score is dropped, or counted for less."""
-    plain = key_scores.key_scores
 
-    def wrong(*args):
-        y = plain(*args)
+    def wrong(y):
         return y.scatter(-1, y.argmax(-1, keepdim=True), y.amin(-1, keepdim=True))
 
-    with mock.patch.object(key_scores, "key_scores", wrong), pytest.raises(AssertionError, match="block 0"):
+    def wrong_attention(*args, **softmax):
+        y, scores = attend_and_score(*args, **softmax)
+        return y, wrong(scores)
+
+    plain, attend_and_score = key_scores.key_scores, prompt_attention.attend_and_score
+    with (
+        mock.patch.object(key_scores, "key_scores", lambda *args: wrong(plain(*args))),
+        mock.patch.object(prompt_attention, "attend_and_score", wrong_attention),
+        mock.patch.object(prompt_attention, "FAST", ISAS),
+        pytest.raises(AssertionError, match="block 0"),
+    ):
         differential.compare(case(spec, steps=0))
     assert differential.compare(case(spec, steps=0)) == 0
 

@@ -203,7 +203,7 @@ def _choices_of_prompt(method: ChoosingMethod, store: Slots, v: Tensor, pads: li
     errors, candidates = list[float](), list[Tensor]()
     choose = type(method).choose
 
-    def note(self: Any, twin: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Any) -> Any:
+    def note(self: Any, twin: Slots, b: int, q: Tensor, keys: Tensor, *rest: Any, **softmax: Any) -> Any:
         error = _weight_error(q, keys[:, None], softmax, False).max()
         if twin.row_format.bits:  # the keys are decoded to the type of the cache
             logit = abs(softmax["scale"]) * (q.abs() @ keys[:, None].abs().transpose(-1, -2)).max()
@@ -213,7 +213,7 @@ def _choices_of_prompt(method: ChoosingMethod, store: Slots, v: Tensor, pads: li
         rows = torch.cat([keys, twin.row_format.decode(values, torch.float64)], -1)  # (H,m,2D)
         kept = [store.row_format.decode(t[b, :, : store.filled[b]], torch.float64) for t in (store.k, store.v)]
         candidates[:] = [_places(theirs, ours) for theirs, ours in zip(rows, torch.cat(kept, -1), strict=True)]
-        return choose(self, twin, b, q, keys, seen, **softmax)
+        return choose(self, twin, b, q, keys, *rest, **softmax)
 
     def best(rank: Tensor, pos: Tensor, n: int) -> Tensor:
         index = torch.stack([places[:n] for places in candidates[: len(rank)]])

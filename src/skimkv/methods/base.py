@@ -105,8 +105,14 @@ class Method(abc.ABC, Generic[S]):
         with store.exclusive():
             if is_grad_enabled() and _needs_gradient(store, q, k, v, sinks):
                 store.detach_from_saved()
-            y = ops.causal_attention(store, q, k, v, pad=pad, **softmax)
-            self.take(store, q, k, v, pad=pad, **softmax)
+            return self.attend_and_take(store, q, k, v, pad=pad, **softmax)
+
+    def attend_and_take(
+        self, store: S, q: Tensor, k: Tensor, v: Tensor, *, pad: Sequence[int] | None, **softmax: Unpack[SoftmaxOptions]
+    ) -> Tensor:
+        """What `prefill` does with a valid block: the attention first, and then `take`."""
+        y = ops.causal_attention(store, q, k, v, pad=pad, **softmax)
+        self.take(store, q, k, v, pad=pad, **softmax)
         return y
 
     def take(

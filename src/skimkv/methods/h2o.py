@@ -71,14 +71,39 @@ class H2O(ChoosingMethod):
         """An empty store of scored slots; `take` sets their number."""
         return Slots(shape, dtype, device, self.budget(1), scored=True, kv=self.kv)
 
+    def attend_and_take(
+        self,
+        store: Slots,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pad: Sequence[int] | None,
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> Tensor:
+        """Attend, and take by what the keys received in it; quantised keys are scored afterwards, as they are kept."""
+        if self.kv is not None:
+            return super().attend_and_take(store, q, k, v, pad=pad, **softmax)
+        scores: list[Tensor] = []
+        y = ops.causal_attention(store, q, k, v, pad=pad, scores=scores, **softmax)
+        self.keep_chosen(store, q, k, v, pad, scores, **softmax)
+        return y
+
     def choose(
-        self, store: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Unpack[SoftmaxOptions]
+        self,
+        store: Slots,
+        b: int,
+        q: Tensor,
+        keys: Tensor,
+        seen: int,
+        scores: Tensor | None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Add the weights of the block's queries to the scores, and keep the best within the budget."""
         _, _, kept_score, kept_pos = store.stored(b)
         new_pos = torch.arange(store.lengths[b], seen, dtype=torch.int32, device=keys.device)
         pos = torch.cat([kept_pos, new_pos.expand(store.shape.H, -1)], 1)
-        score = ops.key_scores(q, keys, **softmax).float()
+        score = (ops.key_scores(q, keys, **softmax) if scores is None else scores).float()
         score[:, : kept_score.shape[1]] += kept_score
         last = ops.key_scores(q[:, :, -1:], keys, **softmax) if self.pattern == TOP else score
         protected = self._protected(self.recent(store.budget[b]), pos, last, seen)

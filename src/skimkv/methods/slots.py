@@ -90,6 +90,19 @@ class ChoosingMethod(SlotMethod):
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
         """Choose among the tokens that the store has and those of the block, and keep no others."""
+        self.keep_chosen(store, q, k, v, pad, None, **softmax)
+
+    def keep_chosen(
+        self,
+        store: Slots,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pad: Sequence[int] | None,
+        scores: Sequence[Tensor] | None,
+        **softmax: Unpack[SoftmaxOptions],
+    ) -> None:
+        """`take`, where the attention may have computed the key scores (H,m) of every row."""
         n, pads = k.shape[2], store.validate(k, v, pad)
         seen = [length + n - p for length, p in zip(store.lengths, pads, strict=True)]
         self.make_room(store, [c + n - p for c, p in zip(store.filled, pads, strict=True)], seen)
@@ -97,10 +110,12 @@ class ChoosingMethod(SlotMethod):
             if p == n:
                 continue
             kept_k, kept_v = store.stored(b)[:2]
-            keys = torch.cat([kept_k, store.row_format.encode(k[b, :, p:])], 1)
-            values = torch.cat([kept_v, store.row_format.encode(v[b, :, p:])], 1)
+            keys, values = store.row_format.encode(k[b, :, p:]), store.row_format.encode(v[b, :, p:])
+            if store.filled[b]:
+                keys, values = torch.cat([kept_k, keys], 1), torch.cat([kept_v, values], 1)
             decoded = store.row_format.decode(keys, k.dtype)
-            index, more = self.choose(store, b, q[b, :, :, p:], decoded, seen[b], **softmax)
+            known = None if scores is None else scores[b]
+            index, more = self.choose(store, b, q[b, :, :, p:], decoded, seen[b], known, **softmax)
             store.replace(b, index, (keys, values, *more), seen[b])
 
     def make_room(self, store: Slots, candidates: Sequence[int], seen: Sequence[int]) -> None:
@@ -109,11 +124,19 @@ class ChoosingMethod(SlotMethod):
 
     @abc.abstractmethod
     def choose(
-        self, store: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Unpack[SoftmaxOptions]
+        self,
+        store: Slots,
+        b: int,
+        q: Tensor,
+        keys: Tensor,
+        seen: int,
+        scores: Tensor | None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Which tokens of row b stay: their indices (H,c), and what the store keeps of all candidates besides K and V.
 
         q (H,G,n,D): the block's queries · keys (H,m+n,D): those of the m tokens that the store has, then the block's.
+        scores (H,m+n): the key scores of all these queries, where the attention has computed them.
         """
 
 

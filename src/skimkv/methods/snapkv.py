@@ -59,7 +59,14 @@ class SnapKV(ChoosingMethod):
         store.reserve(max(c - f for c, f in zip(kept, store.filled, strict=True)))
 
     def choose(
-        self, store: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Unpack[SoftmaxOptions]
+        self,
+        store: Slots,
+        b: int,
+        q: Tensor,
+        keys: Tensor,
+        seen: int,
+        scores: Tensor | None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The window and the tokens to which its queries attend most; a prompt of no more than k stays whole."""
         tokens = torch.arange(keys.shape[1], device=keys.device).expand(store.shape.H, -1)

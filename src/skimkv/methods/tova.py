@@ -35,7 +35,14 @@ class TOVA(ChoosingMethod):
         return Slots(shape, dtype, device, self.budget(1), kv=self.kv)
 
     def choose(
-        self, store: Slots, b: int, q: Tensor, keys: Tensor, seen: int, **softmax: Unpack[SoftmaxOptions]
+        self,
+        store: Slots,
+        b: int,
+        q: Tensor,
+        keys: Tensor,
+        seen: int,
+        scores: Tensor | None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The tokens to which the block's last query attends most, the same in all KV heads."""
         weight = layer_mean(ops.key_scores(q[:, :, -1:], keys, **softmax))

@@ -67,3 +67,12 @@ def choose_positions(score: Tensor, lengths: list[int], k: int, local: int) -> t
     rank = rank.masked_fill(position > last, -torch.inf)
     index = rank.topk(min(k + 1, score.shape[-1]), -1).indices
     return index, index <= last
+
+
+def block_mask(start: int, stop: int, history: int, device: torch.device) -> Tensor:
+    """The causal mask of queries start .. stop-1 of a block: query i sees the history and tokens 0 .. i of the block.
+
+    Returns (stop-start, history+stop) bool.
+    """
+    i = torch.arange(start, stop, device=device)[:, None]
+    return torch.arange(history + stop, device=device) <= history + i

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ..stores.base import compute_dtype
 from .backends import backend_for
-from .blocks import apply_softcap, softmax_with_sinks
+from .blocks import apply_softcap, block_mask, softmax_with_sinks
 from .cpu import key_scores as cpu
-from .prefill import block_mask
 
 BLOCK = 128  # queries at a time
 

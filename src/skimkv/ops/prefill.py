@@ -11,20 +11,12 @@ from torch import Tensor
 from ..stores.base import Store, compute_dtype
 from ..stores.full import Full
 from .backends import select_backend
-from .blocks import apply_softcap, softmax_with_sinks
+from .blocks import apply_softcap, block_mask, softmax_with_sinks
 from .cpu import prompt_attention
 from .cpu import run as cpu
+from .key_scores import key_scores
 
 BLOCK = 512  # queries at a time where a mask is needed, so that memory stays O(BLOCK * N)
-
-
-def block_mask(start: int, stop: int, history: int, device: torch.device) -> Tensor:
-    """The causal mask of queries start .. stop-1 of a block: query i sees the history and tokens 0 .. i of the block.
-
-    Returns (stop-start, history+stop) bool.
-    """
-    i = torch.arange(start, stop, device=device)[:, None]
-    return torch.arange(history + stop, device=device) <= history + i
 
 
 def _attend_even_rows(
@@ -36,16 +28,33 @@ def _attend_even_rows(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    scores: list[Tensor] | None,
 ) -> Tensor:
-    """`causal_attention` of rows of one length, without padding: q (b,H,G,n,D) · k, v (b,H,n,D) -> (b,H,G,n,D)."""
-    G, n = q.shape[2:4]
+    """`causal_attention` of rows of one length, without padding: q (b,H,G,n,D) · k, v (b,H,n,D) -> (b,H,G,n,D).
+
+    The key scores (H,m) of each row are added to `scores`.
+    """
     m = 0
     if store.lengths[rows.start]:
         past = store.history(rows)
         m = past[0].shape[2]
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
     if _attends_in_library(q, k, v, sinks):
-        return prompt_attention.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+        if scores is None:
+            return prompt_attention.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+        y, received = prompt_attention.attend_and_score(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+        scores += received
+        return y
+    if scores is not None:
+        scores += [key_scores(*row, scale, softcap, sinks) for row in zip(q, k, strict=True)]
+    return _attend_in_torch(q, k, v, m, scale, softcap, sinks)
+
+
+def _attend_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, m: int, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Causal attention by PyTorch, of queries after m earlier tokens: q (b,H,G,n,D) · k, v (b,H,m+n,D)."""
+    G, n = q.shape[2:4]
     if scale < 0:  # PyTorch's attention may take the root of a scale
         q, scale = -q, -scale
     if not m and q.device.type == "cpu":
@@ -87,24 +96,28 @@ def causal_attention(
     pad: Sequence[int] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scores: list[Tensor] | None = None,
 ) -> Tensor:
     """Compute softmax(scale * q K^T) V over the cached tokens and, causally, those of the block; nothing is appended.
 
     q (B,H,G,n,D) · k, v (B,H,n,D), of which the first pad[b] of row b are padding · sinks (H,G) -> (B,H,G,n,D), zero
-    at padding.
+    at padding. scores: a list to which the key scores of every row are added, (H,m) of its m tokens, as of
+    `ops.key_scores`; where the CPU's library attends, they come from the attention itself and cost little more.
     """
     B = q.shape[0]
     if not pad or not any(pad):
         if len(set(store.lengths)) == 1:
-            return _attend_even_rows(store, slice(0, B), q, k, v, scale, softcap, sinks)
+            return _attend_even_rows(store, slice(0, B), q, k, v, scale, softcap, sinks, scores)
         pad = [0] * B
     y = torch.zeros_like(q)
     for b, p in enumerate(pad):
         row = slice(b, b + 1)
         if p < q.shape[3]:
             y[row, :, :, p:] = _attend_even_rows(
-                store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap, sinks
+                store, row, q[row, :, :, p:], k[row, :, p:], v[row, :, p:], scale, softcap, sinks, scores
             )
+        elif scores is not None:
+            scores.append(q.new_zeros(q.shape[1], 0))
     return y
 
 

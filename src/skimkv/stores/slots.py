@@ -229,12 +229,11 @@ class Slots(Store):
 
         index (H,c) · candidates as `stored` gives them: stored rows of K and V (H,m,width)[, score, pos (H,m)].
         """
-        c = index.shape[1]
+        c, heads = index.shape[1], torch.arange(index.shape[0], device=index.device)[:, None]
         for tensor, pool in zip(
             (t for t in (self.k, self.v, self.score, self.pos) if t is not None), candidates, strict=True
         ):
-            at = index.reshape(*index.shape, *[1] * (pool.ndim - 2)).expand(-1, -1, *pool.shape[2:])
-            tensor[b, :, :c] = pool.gather(1, at)
+            tensor[b, :, :c] = pool[heads, index]
         self.filled[b], self.lengths[b] = c, seen
 
     def add_scores(self, weights: Tensor) -> None:

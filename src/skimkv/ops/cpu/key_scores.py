@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..blocks import check_sinks
 from . import library
+from .prompt_attention import parts_of
 from .structs import CColumns
 
 
@@ -38,7 +39,7 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None,
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     sinks = None if sinks is None else sinks.contiguous()
     threads, pool = library.threads()
-    parts = -(-threads // H) if pool else 1
+    parts = parts_of(H, G * n)
     sums = torch.empty(H, parts, m)
     op = CColumns(
         H, G, D, dtype, parts, scale, softcap or 0, n, m, q.data_ptr(), k.data_ptr(),

@@ -41,6 +41,30 @@ def attend(
     sinks (H,G) -> (B,H,G,n,D), whose tokens lie together in memory, as the next linear layer reads them.
     Raises ValueError if shapes, types or devices do not fit.
     """
+    return _run(q, k, v, scale, softcap, sinks, parts=0)[0]
+
+
+def attend_and_score(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `attend` and, with it, the key scores of every row of the batch (see ops/key_scores.py).
+
+    Returns (B,H,G,n,D) and (B,H,m) float32. Shapes and errors: as of `attend`.
+    """
+    y, received = _run(q, k, v, scale, softcap, sinks, parts=parts_of(q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]))
+    return y, received.sum(2)
+
+
+def parts_of(units: int, queries: int) -> int:
+    """In how many parts the key scores of one KV head are added up, so that the threads have work of equal length."""
+    threads, pool = library.threads()
+    return min(-(-8 * threads // units), -(-queries // 48)) if pool and threads > 1 else 1
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None, parts: int
+) -> tuple[Tensor, Tensor]:
+    """Attend; parts: in how many parts what the keys receive is added up, (B,H,parts,m) float32; 0: it is not."""
     B, H, G, n, D = q.shape
     m = k.shape[2]
     check_sinks(sinks, H, G, q.device)
@@ -53,13 +77,15 @@ def attend(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if sinks is None else sinks.contiguous()
     y = q.new_empty(B, n, H, G, D).permute(0, 2, 3, 1, 4)
+    received = torch.empty(B, H, parts, m)
     op = CPrompt(
-        B, H, G, D, library.DTYPES[q.dtype], scale, softcap or 0, n, m,
+        B, H, G, D, library.DTYPES[q.dtype], parts, scale, softcap or 0, n, m,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(),
         *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *y.stride()[:4], None if sinks is None else sinks.data_ptr(),
+        received.data_ptr() if parts else None,
     )  # fmt: skip
     library.raise_error(library.library().skimkv_prompt_attention_run(ctypes.addressof(op), *library.threads()))
-    return y
+    return y, received
 
 
 def _kind(x: Tensor) -> str:

@@ -97,12 +97,12 @@ class CPrompt(Structure):
     """The causal attention of a prompt."""
 
     _fields_ = fields(
-        ("B H G D dtype", c_int32),
+        ("B H G D dtype parts", c_int32),
         ("scale softcap", c_float),
         ("n m", c_int64),
         ("q k v y", c_void_p),
         ("q_b q_h q_g q_n k_b k_h k_n v_b v_h v_n y_b y_h y_g y_n", c_int64),
-        ("sinks", c_void_p),
+        ("sinks received", c_void_p),
     )
 
 
