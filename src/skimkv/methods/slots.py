@@ -102,7 +102,7 @@ class ChoosingMethod(SlotMethod):
         scores: Sequence[Tensor] | None,
         **softmax: Unpack[SoftmaxOptions],
     ) -> None:
-        """`take`, where the attention may have computed the key scores (H,m) of every row."""
+        """Take a block, of which the attention may have computed the key scores (H,m) of every row: see `take`."""
         n, pads = k.shape[2], store.validate(k, v, pad)
         seen = [length + n - p for length, p in zip(store.lengths, pads, strict=True)]
         self.make_room(store, [c + n - p for c, p in zip(store.filled, pads, strict=True)], seen)
