@@ -1,4 +1,4 @@
-"""One parser for the specs of methods and tasks: "SparQ(r=32, k=128)", "lines(lines=200)".
+"""One parser for the specs of methods and tasks: "Skim(k=128)", "lines(lines=200)".
 
 A spec is a name with arguments that are literals, written as Python prints the object. It is parsed with `ast`; nothing
 in it is ever run. This module imports nothing heavy, so that a mistake in a spec is reported before PyTorch is loaded.
@@ -51,7 +51,7 @@ def check_whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
 def parse_call(text: object, kind: str, example: str) -> Call:
     """Take a spec apart. A name alone is a call without arguments.
 
-    kind and example are for the message: "method", "SparQ(r=32, k=128)".
+    kind and example are for the message: "method", "Skim(k=128)".
     Raises ValueError if the text is not a name with arguments, is longer than MAX_LENGTH characters, or is no text.
     """
     if isinstance(text, type):
@@ -132,10 +132,10 @@ ELSEWHERE = {
     "Window": "it is LMInfinite(k=512, initial=0) here",
     "FlexGen": "its sparse attention is TopK(k=128) here, its quantised cache is Dense(kv='int4')",
     "KIVI": "skimkv does not have it; a quantised cache is Dense(kv='int4') here",
-    "DoubleSparsity": "skimkv does not have it; SparQ(r=32, k=128) also scores with a few channels",
+    "DoubleSparsity": "skimkv does not have it; SparQ(r=16, k=128) also scores with a few channels",
     "Loki": "skimkv does not have it; LowRank(r=32, k=128) also scores in a low-rank projection",
     "InfLLM": "skimkv does not have it; Quest(page=16, k=512) also selects blocks of tokens from a whole cache",
-    "MInference": "it makes prompts faster; skimkv makes decoding faster, for example with SparQ(r=32, k=128)",
+    "MInference": "it makes prompts faster; skimkv makes decoding faster, for example with Skim(k=128)",
     "SDPA": "it is Dense() here",
     "FlashAttention": "it is Dense() here",
 }
@@ -151,7 +151,7 @@ def unknown_method(name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown method {name!r}{suggest(name, known)}")
 
 
-METHOD_EXAMPLE = "SparQ(r=32, k=128)"
+METHOD_EXAMPLE = "Skim(k=128)"
 registered_names: set[str] = set()  # of methods that `skimkv.register` has made known in this process
 
 

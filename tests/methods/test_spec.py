@@ -62,8 +62,8 @@ def test_parse(spec, method):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "None is not a method spec; write for example SparQ"),
-        (SparQ, "SparQ is a class, not a method; write for example SparQ(r=32, k=128)"),
+        (None, "None is not a method spec; write for example Skim"),
+        (SparQ, "SparQ is a class, not a method; write for example Skim(k=128)"),
         (7, "7 is not a method spec"),
         (b"Dense()", "is not a method spec"),
         (["x" * 9000], "is not a method spec"),

@@ -56,7 +56,7 @@ class Generation:
     def run(self) -> None:
         """Generate all tokens once."""
         clock, start = TokenClock(), time.perf_counter()
-        with contextlib.nullcontext() if self.method is None else attach(self.model, self.method):
+        with contextlib.nullcontext() if self.method is None else attach(self.model, self.method, fast=True):
             result = self.model.generate(
                 self.prompt, max_new_tokens=self.new, do_sample=False, streamer=clock, return_dict_in_generate=True
             )

@@ -84,7 +84,7 @@ def loaded_subject(model: str, weights: str | None = None, device: torch.device 
         path = Path(source.location)
         subject = Subject(load_gguf_model(path), model, read_contents(path).weights, path, is_loaded=True)
     else:
-        network, _ = load(model, weights=weights, device=device)
+        network, _ = load(model, weights=weights, device=device, fast=weights is not None)
         subject = Subject(network, model, weights or str(network.dtype).removeprefix("torch."), is_loaded=True)
     model_layers(subject.model)
     subject.model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]

@@ -17,12 +17,11 @@ from .machine import Call
 PLAIN, OURS = "linear layers of transformers", "linear layers of ours"  # what is timed beside tokens
 
 
-def twin_of(model: PreTrainedModel, has_our_layers: bool) -> PreTrainedModel:
-    """A twin of a model over the same tensors, with our layers where it has PyTorch's linear ones, if so wanted."""
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A twin of a model over the same tensors, with our layers where it has PyTorch's."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     twin = copy.deepcopy(model, shared)
-    if has_our_layers:
-        replace_modules(twin)
+    replace_modules(twin)
     return twin
 
 

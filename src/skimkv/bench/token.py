@@ -65,7 +65,7 @@ def time_together(
     others = {rival.name: rival for rival in rivals}
     calls: dict[str, Call] = {}
     has_own = machine.device.type == "cpu" and not compile
-    ours = twin_of(model, has_our_layers=not subject.is_loaded) if has_own else model
+    ours = twin_of(model) if has_own else model
     for name, decoder in named.items():
         of_decoder = model if decoder.method is None else ours
         cache = random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)

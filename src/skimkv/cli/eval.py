@@ -129,7 +129,7 @@ def evaluate(
     if not task:
         raise ValueError(f"--task is missing; known tasks are {', '.join((*tasks.TASKS, *tasks.SUITES))}")
     if not method and sweep is None:
-        raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'SparQ(r=32, k=128)'")
+        raise ValueError("--method or --sweep is missing, for example --method 'Dense()' --method 'Skim(k=128)'")
     suites: list[tasks.Suite] = []
     parsed_tasks: list[tasks.Task] = []
     for text in task:

@@ -278,7 +278,7 @@ def methods_option(default: str | bool = True) -> Any:
     """Make the option for several methods; `default` says in words which are taken where none is given."""
     return typer.Option(
         "--method", metavar="SPEC", callback=_methods, show_default=default,
-        help="A method with its parameters, for example 'SparQ(r=32, k=128)'. May be given several times.",
+        help="A method with its parameters, for example 'Skim(k=128)'. May be given several times.",
     )  # fmt: skip
 
 
@@ -323,7 +323,7 @@ Method = Annotated[
     str,
     typer.Option(
         "--method", metavar="SPEC", callback=_method,
-        help="The method with its parameters, such as 'SparQ(r=32, k=128)'; `skimkv info` lists all methods.",
+        help="The method with its parameters, such as 'Skim(k=128)'; `skimkv info` lists all methods.",
     ),
 ]  # fmt: skip
 Methods = Annotated[list[str] | None, methods_option()]

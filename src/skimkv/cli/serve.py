@@ -104,7 +104,7 @@ def serve(
 
     Example:
 
-        skimkv serve Qwen/Qwen3-0.6B --method "SparQ(r=32, k=128)"
+        skimkv serve Qwen/Qwen3-0.6B --method "Skim(k=128)"
 
     A method's cache decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in
     vLLM.

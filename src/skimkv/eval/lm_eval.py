@@ -1,13 +1,13 @@
 """lm-evaluation-harness with a method: every scored or generated token is decoded, none is read with the prompt.
 
     from skimkv.lm_eval import SkimLM
-    lm = SkimLM(pretrained=model, tokenizer=tokenizer, method="SparQ(r=32, k=128)")
+    lm = SkimLM(pretrained=model, tokenizer=tokenizer, method="Skim(k=128)")
     lm_eval.simple_evaluate(model=lm, tasks=["copa", "piqa", "winogrande"])
 
 Under the name "skimkv" the class is one of the harness's models as soon as this module is imported. Version 0.4.13 of
 the harness finds no models of other packages by itself, so its command is started through skimkv:
 
-    python -m skimkv.lm_eval --model skimkv --model_args "pretrained=NAME,method=SparQ(r=32, k=128)" --tasks piqa
+    python -m skimkv.lm_eval --model skimkv --model_args "pretrained=NAME,method=Skim(k=128)" --tasks piqa
 
 The harness scores a continuation with one forward pass over context and continuation, which is dense whatever is
 attached. Here the context but its last token is the dense prompt, read once for all its continuations; that token
@@ -54,7 +54,7 @@ class SkimLM(HFLM):  # type: ignore[misc]
 
     def __init__(self, *args: Any, method: Method | str = "", **options: Any) -> None:
         if method == "":
-            raise BadMethodError("method is missing; write for example method=SparQ(r=32, k=128)")
+            raise BadMethodError("method is missing; write for example method=Skim(k=128)")
         try:
             self.method = parse(method)
         except ValueError as error:

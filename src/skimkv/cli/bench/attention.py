@@ -87,7 +87,7 @@ def attention(
 
     Example:
 
-        skimkv bench attention --length 16384 --method 'SparQ(r=32, k=128)' --plot speed.png
+        skimkv bench attention --length 16384 --method 'Skim(k=128)' --plot speed.png
     """
     if sweep not in (None, "paper") or (sweep and (not device.startswith("cuda") or method or length)):
         raise ValueError(f"--sweep {sweep}: only paper is known, with --device cuda and neither --method nor --length")

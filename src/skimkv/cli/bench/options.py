@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from ...bench.machine import Machine
     from ...bench.models import Subject
 
-SPARQ = "SparQ(r=32, k=128"
-METHODS = ["Dense()", f"{SPARQ})", f"{SPARQ}, channels='int8')", f"{SPARQ}, channels='int4')"]
+METHODS = ["Dense()", "Skim(k=128)", "SparQ(r=16, k=256, channels='int4')", "SparQ(r=16, k=128)"]
 LENGTHS = [4096, 16384]
 
-Methods = Annotated[list[str] | None, methods_option("Dense and three kinds of SparQ")]
+Methods = Annotated[list[str] | None, methods_option("Dense, Skim and two kinds of SparQ")]
 Lengths = Annotated[
     list[int] | None,
     typer.Option(

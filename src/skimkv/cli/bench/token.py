@@ -14,7 +14,6 @@ from ..options import Device, Json, Plot
 from .options import (
     LENGTHS,
     METHODS,
-    SPARQ,
     Lengths,
     LoadedModel,
     Methods,
@@ -32,7 +31,7 @@ from .options import (
 from .table import milliseconds, print_interleaved, print_kept, print_table, progress
 
 RIVALS = ("llama.cpp", "fork")
-RIVAL_METHODS = ["Dense()", f"{SPARQ}, channels='int8')"]
+RIVAL_METHODS = METHODS[:3]
 
 
 def _programs(values: list[str] | None) -> list[str] | None:
