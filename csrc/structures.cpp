@@ -17,7 +17,7 @@ static constexpr skimkv_field FIELDS[] = {
 #define S skimkv_cache
     WHOLE,       F(B),         F(H),      F(G),        F(D),          F(R),       F(dtype), F(channels), F(n_chunks),
     F(chunks),   F(lengths),   F(tail),   F(mean),     F(projection), F(t_b),     F(t_h),   F(t_r),      F(m_b),
-    F(m_h),      F(bits),
+    F(m_h),      F(bits),      F(page),   F(n_pages),  F(pages),
 #undef S
 #define S skimkv_paged
     WHOLE,       F(block),     F(bytes),  F(blocks),   F(table),      F(table_b), F(open),  F(o_h),      F(o_r),

@@ -16,6 +16,19 @@ int64_t capacity(const skimkv_cache *c) {
     return c->n_chunks ? c->chunks[c->n_chunks - 1].start + c->chunks[c->n_chunks - 1].cap : 0;
 }
 
+const char *validate_pages(const skimkv_cache *c) {
+    if (!c->page) return c->pages || c->n_pages ? "pages are given without their size" : nullptr;
+    if (c->page < 1 || !c->pages || c->n_pages < 0) return "page is negative, or pages are missing";
+    int64_t end = 0;
+    for (int i = 0; i < c->n_pages; i++) {
+        const skimkv_chunk *chunk = c->pages + i;
+        if (chunk->start != end || chunk->cap < 1 || !chunk->k) return "chunks of pages must follow each other from 0";
+        end += chunk->cap;
+    }
+    if (end < (capacity(c) + c->page - 1) / c->page) return "there are fewer pages than the chunks' capacity has";
+    return nullptr;
+}
+
 const char *validate_cache(const skimkv_cache *c) {
     if (!c) return "cache is NULL";
     if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
@@ -43,7 +56,7 @@ const char *validate_cache(const skimkv_cache *c) {
     for (int b = 0; b < c->B; b++)
         if (c->lengths[b] < 0 || c->lengths[b] > end || c->lengths[b] > INT32_MAX - SKIMKV_GROUP)
             return "a length is negative or beyond the chunks' capacity";
-    return nullptr;
+    return validate_pages(c);
 }
 
 // The current token, and what becomes of it.
@@ -78,9 +91,10 @@ const char *skimkv_check(const skimkv_op *op) {
     const skimkv_cache *c = op->cache;
     if (!op->q || !op->y) return "q or y is NULL";
     if (is_unknown_type(op->dtype)) return "dtype of q is unknown";
-    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_SKIM) return "method is unknown";
+    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_QUEST) return "method is unknown";
     const bool dense = op->method == SKIMKV_DENSE;
-    if (!dense && op->k < 1) return "k must be at least 1";
+    if (!dense && op->k < (op->method == SKIMKV_QUEST ? 0 : 1)) return "k must be at least 1, of Quest at least 0";
+    if (op->method == SKIMKV_QUEST && !c->page) return "Quest needs the bounds of pages";
     if (is_misaligned(op->sinks, SKIMKV_F32)) return "sinks is not aligned to its elements";
     if (!op->k_new != !op->v_new) return "k_new and v_new must be given together";
     for (int b = 0; b < c->B; b++)

@@ -38,9 +38,9 @@ extern "C" {
 enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };
 /* The index, a channel-major form of K: none, a copy, or quantised to 8 or 4 bits. */
 enum { SKIMKV_NONE, SKIMKV_COPY, SKIMKV_INT8, SKIMKV_INT4 };
-/* Methods: dense attention, SparQ, low-rank keys, top-k, top-k whose weights are divided by their sum, and Skim, which
- * always attends to the first SKIMKV_SKIM_FIRST tokens and to SKIMKV_SKIM_LAST before the current one. */
-enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE, SKIMKV_SKIM };
+/* Methods: dense attention, SparQ, low-rank keys, top-k, top-k whose weights are divided by their sum, Skim, which
+ * always attends to the first SKIMKV_SKIM_FIRST tokens and to SKIMKV_SKIM_LAST before the current one, and Quest. */
+enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE, SKIMKV_SKIM, SKIMKV_QUEST };
 #define SKIMKV_SKIM_FIRST 4
 #define SKIMKV_SKIM_LAST 16
 /* SparQ's temperature: the paper's sqrt(D |q[i1]|_1 / |q|_1), or a constant. */
@@ -86,6 +86,12 @@ typedef struct skimkv_cache {
     const float *projection;    /* [h,d,R] contiguous, for SKIMKV_LOWRANK */
     int64_t t_b, t_h, t_r, m_b, m_h;
     int32_t bits; /* of quantised rows; 0: rows are of dtype */
+    /* Quest: the bounds of keys of pages of `page` tokens, in chunks with pages in the place of positions. The row k of
+     * a page has 2D elements of dtype: the smallest key in each channel, then the largest; nothing else of these chunks
+     * is used. The last page of a row may be open, and its bounds are those so far. `page` is 0, and the others NULL
+     * and 0, without bounds. */
+    int32_t page, n_pages;
+    const skimkv_chunk *pages;
 } skimkv_cache;
 
 /* A cache in blocks that a serving engine owns. Every block has room for block.cap tokens, a multiple of 256, and a row
@@ -122,7 +128,8 @@ typedef struct skimkv_op {
     int32_t method;
     float scale, softcap; /* logits = scale q.k; if softcap is not 0, softcap*tanh(logits/softcap) */
     int64_t r;            /* SparQ and Skim: channels */
-    int64_t k;            /* positions besides the current one, for Skim besides those drawn; not for dense attention */
+    int64_t k;            /* positions besides the current one, for Skim besides those drawn; not for dense attention.
+                           * Quest: pages besides the one of the current token, from 0 on */
     int64_t local;        /* SparQ: how many of the k are the last ones */
     int32_t temperature;  /* SparQ */
     int32_t use_mean;     /* SparQ: the mean of V gets the weight of what is not attended to */

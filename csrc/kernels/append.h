@@ -87,6 +87,20 @@ template <class T> static void transpose(const T *const *x, int64_t n, int R, T 
     }
 }
 
+// Lets the key of position p widen the bounds of its page; a NaN stays in both.
+template <class T> static void widen_page(const skimkv_cache *c, int64_t b, int64_t h, int64_t p, const T *k) {
+    const skimkv_chunk *chunk = chunk_of(c->pages, p / c->page);
+    T *low = (T *)key_row<T>(chunk, b, h, p / c->page), *high = low + c->D;
+    if (p % c->page == 0) {
+        __builtin_memcpy(low, k, c->D * sizeof(T)), __builtin_memcpy(high, k, c->D * sizeof(T));
+        return;
+    }
+    for (int d = 0; d < c->D; d++) {
+        const float x = as_float(k[d]), l = as_float(low[d]), m = as_float(high[d]);
+        low[d] = x < l || x != x ? k[d] : low[d], high[d] = x > m || x != x ? k[d] : high[d];
+    }
+}
+
 // Where the row of position p lies in memory, of K or of V (if `value`).
 template <class T>
 static char *cached_row(const skimkv_cache *c, const skimkv_chunk *chunk, bool value, int64_t b, int64_t h, int64_t p) {
@@ -98,7 +112,7 @@ static char *cached_row(const skimkv_cache *c, const skimkv_chunk *chunk, bool v
 template <class T> static const T *store_row(const skimkv_cache *c, const T *row, char *to, T *rounded) {
     if (!c->bits) return (T *)__builtin_memcpy(to, row, c->D * sizeof(T)), row;
     quantise_row(row, c->D, c->bits, (uint8_t *)to);
-    if (c->channels != SKIMKV_NONE || c->mean) read_back_row((const uint8_t *)to, c->D, c->bits, rounded);
+    if (c->channels != SKIMKV_NONE || c->mean || c->page) read_back_row((const uint8_t *)to, c->D, c->bits, rounded);
     return rounded;
 }
 
@@ -151,6 +165,7 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
                 store_row(c, k + (i - first) * a->k_n, cached_row<T>(c, chunk, false, b, h, i), index_row[i - p]);
             const T *vr = store_row(c, v + (i - first) * a->v_n, cached_row<T>(c, chunk, true, b, h, i), value);
             rows[i - p] = kr;
+            if (c->page) widen_page(c, b, h, i, kr);
             if (c->mean)
                 for (int d = 0; d < D; d++) sum[d] += as_float(vr[d]);
             if (c->projection) {

@@ -243,6 +243,32 @@ static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const
     }
 }
 
+// Quest (Tang et al., arXiv 2406.10774, section 3): makes u a unit of the pages before the current token's, and the
+// query for their bounds: what of it multiplies the smallest keys, and then what multiplies the largest.
+static void prepare_pages(const skimkv_op *op, Unit &u) {
+    const int D = op->cache->D, P = padded_head(D), P2 = padded_head(2 * D);
+    for (int g = 0; g < op->cache->G; g++) {
+        const float *q = u.q + g * P;
+        float *to = u.masked_query + g * P2;
+        for (int i = 0; i < D; i++) {
+            const bool is_low = op->scale < 0 ? q[i] > 0 : q[i] < 0, is_high = op->scale < 0 ? q[i] < 0 : q[i] > 0;
+            to[i] = is_high ? 0 : q[i], to[D + i] = is_low ? 0 : q[i];
+        }
+        for (int i = 2 * D; i < P2; i++) to[i] = 0;
+    }
+    u.n = (u.n - 1) / op->cache->page, u.tiles = round_up(u.n, GROUP) / GROUP;
+}
+
+// Scores tiles t0 .. t1-1 of pages: the largest logit that a key between a page's bounds may have.
+template <class T, int D_>
+static void score_pages(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t0,
+                        int64_t t1) {
+    skimkv_cache pages = *op->cache;
+    skimkv_op of_pages = *op;
+    pages.D *= 2, pages.chunks = pages.pages, pages.n_chunks = pages.n_pages, of_pages.cache = &pages;
+    score_rows<T, 2 * D_>(&of_pages, u, u.masked_query, z, sums, t0, t1);
+}
+
 // Adds the unit's channels c0 .. c0+nc-1 to the scores of tile t of a chunk. p are these channels of the index, of type
 // E; the same places of `ahead` are prefetched. t0 is the first tile of the span.
 template <class E>

@@ -78,9 +78,10 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     p.longest = longest_row(c) + (op->k_new ? 1 : 0);
     // A part of fewer positions is not worth a task. Every part of a sparse step chooses the channels again.
     const bool dense = op->method == SKIMKV_DENSE;
+    const int64_t scored = op->method == SKIMKV_QUEST ? p.longest / c->page : p.longest;
     const int64_t least = dense ? 512 : 1024, tasks = (dense ? 8 : 4) * nth;
     p.parts = nth == 1 || op->score ? 1 : (tasks + p.units - 1) / p.units;
-    p.parts = max(1, min(p.parts, p.longest / least));
+    p.parts = max(1, min(p.parts, scored / least));
     if (op->method == SKIMKV_SKIM && fills_group(op)) p.parts = 1;  // every part needs the codes of the new group
     Arena a{(char *)work};
     p.counter = a.take<TaskCounter>(1);
@@ -161,7 +162,10 @@ template <class T> static void prepare_query(const skimkv_op *op, const Plan &p,
     x.clock.mark(SKIMKV_STAGE_PREPARE);
     // Skim chooses channels by the codes of the last full group, which may be the one that the new row fills.
     if (op->method == SKIMKV_SKIM && p.parts == 1) append_if_last<T>(op, b, h, 0, u.n);
+    // Quest scores the pages before that of the new row, which no other part reads.
+    if (op->method == SKIMKV_QUEST && task % p.parts == p.parts - 1) append_if_last<T>(op, b, h, 0, u.n);
     x.clock.mark(SKIMKV_STAGE_APPEND);
+    if (op->method == SKIMKV_QUEST) prepare_pages(op, u);
     if (op->method == SKIMKV_SPARQ) choose_channels(op, u);
     if (op->method == SKIMKV_SKIM) choose_skim_channels(op, u);
     if (op->method == SKIMKV_LOWRANK) project_query(op, u);
@@ -179,7 +183,8 @@ static void score_part(const skimkv_op *op, const Plan &p, ThreadScratch &x, con
     x.clock.mark(SKIMKV_STAGE_APPEND);
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
-    if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
+    if (op->method == SKIMKV_QUEST) score_pages<T, D_>(op, u, z, x.sums, t0, t1);
+    else if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
     else score_channels<T>(op, u, z, x.weights, x.sums, t0, t1);
     x.clock.mark(SKIMKV_STAGE_SCORE);
 }
@@ -191,11 +196,15 @@ template <class R, int D_> static void finish_unit(const skimkv_op *op, ThreadSc
         skim_unit<R, D_>(op, u, z, x.selection, x.skim);
         return x.clock.mark(SKIMKV_STAGE_ATTEND);
     }
-    const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
-    const bool keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
-    prefetch_rows(op, u, nullptr, u.n - 1 - local, u.n, keys, true);
-    x.clock.mark(SKIMKV_STAGE_FETCH);
-    select_positions(op, u, z, x.selection);
+    const bool keys = reads_keys(op);
+    if (op->method == SKIMKV_QUEST) {
+        select_pages(op, u, z, x.selection);
+    } else {
+        const int64_t local = op->method == SKIMKV_SPARQ ? min(op->local, u.n - 1) : 0;
+        prefetch_rows(op, u, nullptr, u.n - 1 - local, u.n, keys, true);
+        x.clock.mark(SKIMKV_STAGE_FETCH);
+        select_positions(op, u, z, x.selection);
+    }
     x.clock.mark(SKIMKV_STAGE_CHOOSE);
     const bool in_turn = prefetches_in_turn(op, u);
     prefetch_rows(op, u, u.chosen, 0, in_turn ? min(u.chosen_count, ROWS_AHEAD) : u.chosen_count, keys, !in_turn);

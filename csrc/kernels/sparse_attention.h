@@ -26,10 +26,13 @@ constexpr int ROWS_PER_UPDATE = 256;  // rows of one update of the softmax: usua
 // used.
 constexpr int ROWS_AHEAD = 32;
 constexpr int64_t NEAR_TOKENS = 8192;
-// Exact scores have read the keys already, and a quantised row may begin and end inside a cache line.
+// Exact scores have read the keys already.
+static inline bool reads_keys(const skimkv_op *op) {
+    return op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK || op->method == SKIMKV_QUEST;
+}
+// Of these rows, not the keys of exact scores, and a quantised row may begin and end inside a cache line.
 static inline bool prefetches_in_turn(const skimkv_op *op, const Unit &u) {
-    const bool reads_keys = op->method == SKIMKV_SPARQ || op->method == SKIMKV_LOWRANK;
-    return reads_keys && u.n <= NEAR_TOKENS && !op->cache->bits;
+    return reads_keys(op) && u.n <= NEAR_TOKENS && !op->cache->bits;
 }
 
 // Scratch memory of one thread.
@@ -146,6 +149,23 @@ static void select_positions(const skimkv_op *op, Unit &u, const Scores &z, cons
     if (G > 1) join_queries<false>(op, u, z, x);
     u.chosen_count = select_candidates(G > 1 ? x.sum : z.s, G > 1 ? x.lane_max : z.lane_max, 0, free, k, u.chosen, x);
     for (int64_t p = free; p < u.n; p++) u.chosen[u.chosen_count++] = (int32_t)p;
+}
+
+// Quest's stage 2: selects the pages with the largest bounds, and makes u a unit of tokens again: those of these pages,
+// and of the current token's.
+static void select_pages(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &x) {
+    const bool grouped = op->cache->G > 1;
+    const int64_t pages = u.n, page = op->cache->page;
+    join_tiles(op, u, z, x);
+    if (grouped) join_queries<false>(op, u, z, x);
+    const int64_t count =
+        select_candidates(grouped ? x.sum : z.s, grouped ? x.lane_max : z.lane_max, 0, pages, op->k, u.chosen, x);
+    for (int64_t i = count - 1; i >= 0; i--) {  // in place: what a page becomes is not before it
+        const int32_t first = (int32_t)(u.chosen[i] * page);
+        for (int64_t j = 0; j < page; j++) u.chosen[i * page + j] = first + (int32_t)j;
+    }
+    u.chosen_count = count * page, u.n = cached_tokens(op, u.b);
+    for (int64_t p = pages * page; p < u.n; p++) u.chosen[u.chosen_count++] = (int32_t)p;
 }
 
 // Points k and v to the rows at u.chosen[from] and following, at most ROWS_PER_UPDATE, and returns how many they are.

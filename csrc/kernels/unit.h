@@ -29,7 +29,7 @@ struct Scores {
 
 struct Unit {
     int64_t b, h;            // row of the batch and KV head
-    int64_t n, tiles;        // tokens, and tiles of 256 tokens
+    int64_t n, tiles;        // tokens, and tiles of 256 tokens; of Quest, while pages are scored, pages
     float *q;                // [G][P] the query, scaled and zero beyond D; P is padded_head(D)
     bf16 *bf16_query;        // [G][padded_bf16(D)] the query as it came, or nullptr if its products are not taken
     PreparedQuery prepared;  // the query as the products with quantised rows need it
@@ -37,6 +37,7 @@ struct Unit {
     int64_t r;               // how many they are
     float *channel_weight;   // [G][r] what a channel of K is multiplied with
     float *masked_query;     // [G][P] the same for a whole row of K: zero where a channel was not chosen
+                             // Quest: [G][padded_head(2D)] the query for the bounds of a page
     int32_t *chosen;         // the positions that are attended to, ascending
     int64_t chosen_count;
     float *alpha;       // [G] approximate softmax mass of the chosen positions
@@ -72,10 +73,13 @@ static Scores take_scores(Arena &a, const skimkv_op *op, int64_t n) {
 static Unit take_unit(Arena &a, const skimkv_op *op, int64_t n) {
     const skimkv_cache *c = op->cache;
     const int P = padded_head(c->D);
-    const int64_t R = max(c->R, c->D), k = (op->method == SKIMKV_SKIM ? n : min(op->k, n)) + 1;
+    const bool has_pages = op->method == SKIMKV_QUEST;
+    const int64_t R = max(c->R, c->D), k = has_pages                   ? (min(op->k, n / c->page) + 1) * c->page
+                                           : op->method == SKIMKV_SKIM ? n + 1
+                                                                       : min(op->k, n) + 1;
     Unit u{};
     u.q = a.take<float>(query_floats(c)), u.channel_weight = a.take<float>(c->G * R);
-    u.masked_query = a.take<float>(c->G * P);
+    u.masked_query = a.take<float>(c->G * (has_pages ? padded_head(2 * c->D) : P));
     u.channel = a.take<int32_t>(R + 2), u.chosen = a.take<int32_t>(k + 16);
     u.alpha = a.take<float>(c->G), u.m = a.take<float>(c->G), u.l = a.take<float>(c->G);
     return u;

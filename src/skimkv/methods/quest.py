@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import apply_softcap, attend_rows, softmax_with_sinks
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -60,6 +60,10 @@ class Quest(Method[Full]):
         y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
         is_nan = (bound.isnan() & closed[:, :, None]).any(-1, keepdim=True)
         return y.masked_fill(is_nan, torch.nan).to(q.dtype)
+
+    def kernel(self, store: Full) -> KernelStep:
+        """The kernel of the same step."""
+        return KernelStep("quest", k=self.k // self.page - 1)
 
     def _rows(self, score: Tensor, closed: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         """The tokens of the open page, the current one among them, and of the best other pages.

@@ -99,6 +99,8 @@ class Full(Store):
             (k, v), cap = rows, rows[0].shape[2]
         index = (None, None, None) if self.index is None else self.index.memory(self.shape, cap, self.device)
         self.chunks += (Chunk(start, cap, k, v, *index),)
+        if self.pages is not None:
+            self.pages.reserve(-(-(start + cap) // self.pages.page))
 
     def _append(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         n = k.shape[2]

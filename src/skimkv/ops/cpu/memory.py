@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...stores.blocks import Blocks
 from ...stores.full import CHANNELS, Full
+from ...stores.pages import PageBounds
 from ...stores.quantise import GROUP
 from ...stores.slot_blocks import SlotBlocks
 from ...stores.slots import Slots
@@ -160,6 +161,9 @@ class StoreMemory(Memory):
                 to.means = chunk.means.data_ptr()
                 to.e_b, to.e_h, to.e_g, _ = chunk.means.stride()
             chunks.append(to)
+        if store.pages is not None:
+            c.page, self.page_chunks = store.pages.page, self._pages(store.pages, store.dtype)
+            c.pages, c.n_pages = ctypes.addressof(self.page_chunks), len(self.page_chunks)
         if store.rows_read is not None:
             expect("rows_read", store.rows_read, (B, 2), torch.int64)
             self.op.rows_read = _contiguous("rows_read", store.rows_read).data_ptr()
@@ -175,6 +179,19 @@ class StoreMemory(Memory):
             expect("projection", store.projection, (H, D, R), torch.float32)
             c.projection = _contiguous("projection", store.projection).data_ptr()
         return chunks
+
+    def _pages(self, pages: PageBounds, dtype: torch.dtype) -> ctypes.Array[CChunk]:
+        """The bounds of pages."""
+        chunks, (B, H, _, D) = list[CChunk](), self.shape
+        for piece in pages.bounds:
+            expect("bounds", piece, (B, H, piece.shape[2], 2, D), dtype)
+            if piece.stride(3) != D:
+                raise ValueError(f"bounds have stride {piece.stride(3)} between the smallest and largest; must be {D}")
+            start = chunks[-1].start + chunks[-1].cap if chunks else 0
+            chunk = CChunk(start=start, cap=piece.shape[2], k=piece.data_ptr())
+            chunk.k_b, chunk.k_h, chunk.k_n = piece.stride()[:3]
+            chunks += [chunk] if chunk.cap else []
+        return (CChunk * len(chunks))(*chunks)
 
 
 class BlocksMemory(Memory):
@@ -275,7 +292,7 @@ def places_of(store: Full | Slots) -> tuple[object, ...]:
     """The objects of a store that its memory points into; a chunk never changes, so their tuple stands for all."""
     if type(store) is not Slots:  # isinstance enters a function of Python where a class is abstract
         assert isinstance(store, Full)
-        return store.chunks, store.index, store.mean, store.rows_read
+        return store.chunks, store.index, store.mean, store.rows_read, store.pages
     return store.k, store.v, store.score, store.pos
 
 

@@ -46,6 +46,7 @@ OPERATIONS = {
     "top_k": Operation(TOKENS, 3),
     "oracle": Operation(TOKENS, 4),
     "skim": Operation((Full,), 5),
+    "quest": Operation((Full,), 6),
     "ring_slots": Operation(SLOTS, 0),
     "scored_slots": Operation(SLOTS, 0),
 }
@@ -207,9 +208,7 @@ def _describe(
 
 def appends_blocks(store: Store) -> bool:
     """Whether the library appends tokens to this store: one of all tokens, of a type and a head size that it has."""
-    if type(store) is not Full or store.pages is not None:  # no kernel writes the bounds of pages
-        return False
-    return store.dtype in library.DTYPES and store.shape.D <= library.MAX_HEAD_SIZE
+    return type(store) is Full and store.dtype in library.DTYPES and store.shape.D <= library.MAX_HEAD_SIZE
 
 
 def append_block(store: Full, k: Tensor, v: Tensor, pad: Sequence[int] | None = None) -> None:

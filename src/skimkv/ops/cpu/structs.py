@@ -32,7 +32,8 @@ class CCache(Structure):
         ("B H G D R dtype channels n_chunks", c_int32),
         ("chunks lengths tail mean projection", c_void_p),
         ("t_b t_h t_r m_b m_h", c_int64),
-        ("bits", c_int32),
+        ("bits page n_pages", c_int32),
+        ("pages", c_void_p),
     )
 
 
