@@ -15,6 +15,7 @@ from skimkv.bench.models import loaded_subject, random_llama
 from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import parse
 from support.gguf_files import tiny, write
+from support.rival_programs import write_program
 from support.stand_in_machine import StandInGpu
 from support.tiny_models import FAMILIES, build, prompt, tokenizer
 
@@ -40,6 +41,23 @@ def test_rows_keep_the_contract(monkeypatch):
     plain, dense, _, h2o = out["rows"][:4]
     assert plain["allocated"] == 2 * 2 * 64 * 42 * 4, "keys and values of all tokens but the last one"
     assert h2o["allocated"] < dense["allocated"]
+
+
+def test_a_program_reads_the_same_prompt(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(Cpu, "waiting_clock", lambda self: lambda: 5.0)
+    file = tmp_path / "model.gguf"
+    write(file, tiny())
+    program = write_program(tmp_path / "llama-bench", file, "prompts")
+    subject = loaded_subject(str(file))
+    rows = bench.time_generations(Cpu(), subject, [(20, 2)], [], 2, against=program)["rows"]
+    assert [row["method"] for row in rows] == ["transformers", "Dense()", "llama.cpp -fa 0", "llama.cpp -fa 1"]
+    assert all(set(row) == ROW | {"first_speedup_rival", "better"} for row in rows) and json.dumps(rows)
+    *_, without, with_flash = rows
+    assert without["better"] and not with_flash["better"] and without["ms"] is None
+    assert with_flash["first_ms"] - without["first_ms"] == pytest.approx(50) and without["first_ms"] < 120
+    for row in rows:
+        assert row["first_speedup_rival"] == pytest.approx(without["first_ms"] / row["first_ms"])
+        assert row["first_speedup"] == pytest.approx(rows[0]["first_ms"] / row["first_ms"])
 
 
 def test_a_clock_that_waits_leaves_runs_out(monkeypatch):

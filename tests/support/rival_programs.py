@@ -63,6 +63,20 @@ print(json.dumps(run, indent=4))
 print("]")
 """
 
+LLAMA_PROMPT = """
+turns = (repetitions - 4) // 2
+rest = check(m={model!r}, ngl="0", n="0", o="json", **{{"--progress": None}})
+assert rest.keys() == {{"-t", "-r", "-p", "-fa"}} and rest["-fa"] in "01", rest
+flash = int(rest["-fa"])
+print("[", flush=True)
+ns = []
+for i in range(repetitions):
+    print_between(f"llama-bench: benchmark 1/1: prompt run {{i + 1}}/{{repetitions}}\\n", i + 1)
+    ns.append((100 + i + 50 * flash) * 10**6)
+print(json.dumps({{"n_prompt": int(rest["-p"]), "samples_ns": ns}}, indent=4))
+print("]")
+"""
+
 FORK = """
 rest = check(m={model!r}, ngl="0", n="0", b="1", ub="1", f="skimkv")
 sparq = "--sparq" in rest
@@ -78,11 +92,11 @@ for i in range(repetitions):
 
 
 def write_program(path: Path, model: Path, kind: str, ahead: int = 1) -> Path:
-    """Write the stand-in of a kind of rivals.KINDS for this model, and return its path.
+    """Write the stand-in of a kind of rivals.KINDS for this model, or of one that reads "prompts", and return its path.
 
     ahead: the lines that it prints before it waits for the first time.
     """
-    text = (COMMON + {"llama.cpp": LLAMA, "fork": FORK}[kind]).format(
+    text = (COMMON + {"llama.cpp": LLAMA, "prompts": LLAMA_PROMPT, "fork": FORK}[kind]).format(
         python=sys.executable, model=str(model), ahead=ahead
     )
     path.write_text(text)

@@ -12,7 +12,8 @@ import contextlib
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing
 from .models import Decoder, Subject, check_tokens, layer_count, random_llama
+from .rivals import Rival, prompt_programs
 from .rounds import take_turns
 
 
@@ -100,12 +102,16 @@ def time_generations(
     methods: Sequence[str],
     rounds: int = 3,
     tick: Call = nothing,
+    against: Path | None = None,
 ) -> dict[str, Any]:
     """Return the rows of the JSON contract, for each (prompt, new) tokens: transformers, our Dense, and the methods.
 
     first_ms: from the call to the first token. ms: of a later token, in the mean of a run. Both are medians of the runs
     that count (kept, as in `attention`). tokens_per_s: new tokens over the time of prompt and answer. first_speedup and
     speedup_transformers: how many times as fast as transformers' the first token and a later one are.
+    against: a llama-bench, which reads a prompt of as many tokens of the same GGUF file, in turn with ours. Its rows
+    have that time as first_ms, and no later tokens; that of the better setting has `better`, and `first_speedup_rival`
+    of every row says how many times as fast as that it is.
     Raises ValueError if there are fewer than two new tokens, if the model has not so many positions, or if a cache does
     not fit in memory.
     """
@@ -132,14 +138,30 @@ def time_generations(
             "shape": subject.shape, "layers": layer_count(model), "weights": subject.weights, "prompt": prompt,
             "new": new,
         }  # fmt: skip
-        rows += [{**row, **setting} for row in _rows(machine, runs, new, rounds, tick)]
+        with contextlib.ExitStack() as stack:
+            rivals = []
+            if against is not None:
+                assert subject.file is not None
+                programs = prompt_programs(subject.file, prompt, machine.threads, rounds + 1)
+                rivals = [stack.enter_context(Rival(against, program)) for program in programs]
+            rows += [{**row, **setting} for row in _rows(machine, runs, new, rounds, tick, rivals)]
     waits_known = machine.waiting_clock() is not None
     return {"machine": machine.name, "rows": rows, "waits_known": waits_known}
 
 
-def _rows(machine: Machine, runs: dict[str, Generation], new: int, rounds: int, tick: Call) -> list[dict[str, Any]]:
+def _rows(
+    machine: Machine,
+    runs: dict[str, Generation],
+    new: int,
+    rounds: int,
+    tick: Call,
+    rivals: Sequence[Rival] = (),
+) -> list[dict[str, Any]]:
     """Run all candidates in turn, and return their rows."""
+    for rival in rivals:
+        rival.start()
     calls: dict[str, Call] = {name: run.run for name, run in runs.items()}
+    calls |= {rival.name: cast(Call, rival.take_turn) for rival in rivals}
     clock = machine.waiting_clock()
     whole = take_turns(calls, rounds, lambda _, call: machine.wall_seconds(call), tick=tick, waited=clock)
     rows: list[dict[str, Any]] = []
@@ -159,4 +181,19 @@ def _rows(machine: Machine, runs: dict[str, Generation], new: int, rounds: int, 
     for row in rows:
         row["first_speedup"] = plain["first_ms"] / row["first_ms"]
         row["speedup_transformers"] = plain["ms"] / row["ms"]
-    return rows
+    return _beside(rows, rivals, rounds) if rivals else rows
+
+
+def _beside(rows: list[dict[str, Any]], rivals: Sequence[Rival], rounds: int) -> list[dict[str, Any]]:
+    """Our rows, and those of programs that read the same prompt in turn with ours."""
+    theirs: list[dict[str, Any]] = []
+    for rival in rivals:
+        first = [1e3 * seconds for seconds in rival.finish()[-rounds:]]
+        times = {"first_ms": statistics.median(first), "first_ms_min": min(first), "first_ms_max": max(first)}
+        theirs.append({**dict.fromkeys(rows[0]), **times, "method": rival.name, "kept": rounds})
+    best = min(theirs, key=lambda row: row["first_ms"])
+    plain = rows[0]["first_ms"]
+    for row in theirs:
+        row["first_speedup"] = plain / row["first_ms"]
+    both = [*rows, *theirs]
+    return [{**row, "first_speedup_rival": best["first_ms"] / row["first_ms"], "better": row is best} for row in both]

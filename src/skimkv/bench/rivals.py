@@ -83,6 +83,15 @@ def programs(kind: str, model: Path, tokens: int, threads: int, turns: int, grou
     ]
 
 
+def prompt_programs(model: Path, tokens: int, threads: int, turns: int) -> list[Program]:
+    """Return the ways in which llama-bench reads a prompt of so many tokens, for so many turns."""
+    repetitions = 2 * turns + 4  # each takes so long that it is stopped in time
+    common = ["-m", str(model), "-t", str(threads), "-ngl", "0", "-r", str(repetitions)]
+    common += ["-p", str(tokens), "-n", "0", "-o", "json", "--progress"]
+    begins = r"llama-bench: benchmark .*: prompt run \d+/"
+    return [Program(f"llama.cpp -fa {x}", [*common, "-fa", x], begins, 0, 1, _from_json, 1) for x in "01"]
+
+
 def _from_json(lines: Sequence[str]) -> list[float]:
     """The seconds in llama-bench's -o json."""
     text = "\n".join(line for line in lines if not line.startswith("llama-bench: "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -185,3 +186,17 @@ def machine_to_measure(device: str, threads: int) -> Machine:
     if device.startswith("mps"):
         return machine_for(torch.device(device))  # which says what benchmarks run on
     return machine_for(resolve_device(device))
+
+
+RIVALS = ("llama.cpp", "fork")
+
+
+def programs(values: list[str] | None) -> list[str] | None:
+    """Check the programs of --against, KIND=PATH. Raises ValueError for another kind, or a path that cannot be run."""
+    for text in values or ():
+        kind, _, path = text.partition("=")
+        if kind not in RIVALS or not path:
+            raise ValueError(f"--against {text!r} must be llama.cpp=PATH or fork=PATH, the path of a llama-bench")
+        if not Path(path).is_file() or not os.access(path, os.X_OK):
+            raise ValueError(f"--against {text}: {path} is no program that can be run")
+    return values

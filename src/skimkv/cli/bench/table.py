@@ -53,6 +53,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "block_size": ("tokens of\na block", "{:,}".format),
     "first_ms": ("ms to the\nfirst token", milliseconds),
     "first_speedup": ("to trans-\nformers", "{:.2f}".format),
+    "first_speedup_rival": ("to llama.cpp's\nbetter -fa", "{:.2f}".format),
     "ms_later": ("ms of a\nlater one", milliseconds),
     "prompt_s": ("s for\nprompts", "{:.2f}".format),
     "latency_s": ("s in\nall", "{:.2f}".format),
@@ -79,7 +80,7 @@ def print_table(result: Mapping[str, Any], columns: Sequence[str], title: str) -
     table = output.table(title, *(COLUMNS[name][0] for name in columns))
     table.columns[0].no_wrap = True
     for row in result["rows"]:
-        table.add_row(*(COLUMNS[name][1](row[name]) for name in columns))
+        table.add_row(*("—" if row[name] is None else COLUMNS[name][1](row[name]) for name in columns))
     table.caption = result["machine"]
     if "peak" in result:
         does = "copies" if result["peak"] == "copy" else "reads"

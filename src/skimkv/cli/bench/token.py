@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,21 +26,11 @@ from .options import (
     load_subject,
     machine_to_measure,
     name_for_people,
+    programs,
 )
 from .table import milliseconds, print_interleaved, print_kept, print_table, progress
 
-RIVALS = ("llama.cpp", "fork")
 RIVAL_METHODS = METHODS[:3]
-
-
-def _programs(values: list[str] | None) -> list[str] | None:
-    for text in values or ():
-        kind, _, path = text.partition("=")
-        if kind not in RIVALS or not path:
-            raise ValueError(f"--against {text!r} must be llama.cpp=PATH or fork=PATH, the path of a llama-bench")
-        if not Path(path).is_file() or not os.access(path, os.X_OK):
-            raise ValueError(f"--against {text}: {path} is no program that can be run")
-    return values
 
 
 def token(
@@ -58,7 +47,7 @@ def token(
         list[str] | None,
         typer.Option(
             metavar="KIND=PATH",
-            callback=_programs,
+            callback=programs,
             help="Time another program on the same GGUF file, in turn with ours: llama.cpp=PATH of a llama-bench, "
             "fork=PATH of the llama-bench of the SparQ authors' llama.cpp. May be given several times.",
         ),
