@@ -342,3 +342,12 @@ def test_device_map_needs_accelerate(monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="device_map='auto' needs accelerate: pip install accelerate"):
         skimkv.load("builtin", device_map="auto")
+
+
+def test_weights_of_the_models_own_format_are_deprecated() -> None:
+    """It was how to ask for kernels of ours, which are the default; another format is a wish that stays."""
+    with pytest.warns(DeprecationWarning, match="weights='float32': the numbers of builtin have this format already"):
+        load("builtin", weights="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        load("builtin", weights="bfloat16")

@@ -23,7 +23,6 @@ from ..hf.load import check_source
 from ..hf.structure import empty_model
 from ..hf.supported import decoder_of, describe_layers, model_layers
 from ..hf.tiny_models import SIZES
-from ..hf.weights import quantise
 from ..methods import Dense
 from ..methods.base import Method
 from ..ops.cpu import library
@@ -48,16 +47,12 @@ class Finding(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A model without its weights. weight_bytes: what a token reads of them; weights: their format.
-
-    is_ours: our library multiplies with them, as it does with GGUF files and with the formats of `skimkv.load`.
-    """
+    """A model without its weights. weight_bytes: what a token reads of them; weights: their format."""
 
     name: str
     model: PreTrainedModel
     weights: str
     weight_bytes: int
-    is_ours: bool = True
 
 
 def machine_findings(bandwidth: float) -> Iterator[Finding]:
@@ -179,7 +174,7 @@ def subject(name: str, weights: str | None) -> Subject:
     tables: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     is_tied = bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
     numbers = sum(tensor.numel() for tensor in model.parameters()) - (0 if is_tied else tables[0].weight.numel())
-    return Subject(name, model, format, int(numbers * BYTES[format]), weights is not None)
+    return Subject(name, model, format, int(numbers * BYTES[format]))
 
 
 def model_findings(model: Subject, method: Method, length: int, bandwidth: float) -> Iterator[Finding]:
@@ -200,9 +195,6 @@ def layers(model: Subject) -> Finding:
 
 def whole_step(model: Subject) -> Finding:
     """Whether a decode step of all layers is one operation, found with random numbers in a small copy of the model."""
-    if not model.is_ours:
-        advice = "--weights bfloat16, float32, int8 or int4 multiplies with a kernel of ours"
-        return Finding("decode step", SLOW, "the library's own linear layers, one by one", advice)
     copied = small_copy(model.model)
     if copied is not None and takes_whole_steps(copied):
         return Finding("decode step", GOOD, "one operation of the library for all layers")
@@ -221,7 +213,8 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
             if getattr(config, name, None):
                 setattr(config, name, getattr(config, name)[:2])
         config.num_hidden_layers, config.pad_token_id, config.dtype = 2, None, torch.float32
-        return quantise(auto_model.from_config(config).eval().requires_grad_(False), "float32")
+        small: PreTrainedModel = auto_model.from_config(config).eval().requires_grad_(False)
+        return small
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         return None
 
@@ -229,12 +222,10 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
 def takes_whole_steps(model: PreTrainedModel) -> bool:
     """Whether a model's decode steps are one operation, which its own forward is compared with here."""
     decoder: Any = decoder_of(model)
-    forward = step_forward(decoder)
-    if forward is None:
-        return False
     windows = [layer.window for layer in model_layers(model)]
     with torch.inference_mode(), attach(model, Dense()):
-        prepared = forward.prepared(decoder.embed_tokens(torch.tensor([[1]])), windows)
+        forward = step_forward(decoder)
+        prepared = None if forward is None else forward.prepared(decoder.embed_tokens(torch.tensor([[1]])), windows)
     return prepared is not None and prepared.operation is not None
 
 

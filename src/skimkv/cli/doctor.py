@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ..hf.load import WEIGHTS
 from . import output
-from .options import MODEL_OPTIONS, Json, Method, check_model, quiet
+from .options import MODEL_OPTIONS, Json, Method, Weights, check_model, quiet
 
 if TYPE_CHECKING:
     from ..bench.doctor import Finding
@@ -23,12 +22,6 @@ def _model(value: str | None) -> str | None:
     return value
 
 
-def _weights(value: str | None) -> str | None:
-    if value is not None and value not in WEIGHTS:
-        raise ValueError(f"unknown weights {value!r}; known: {', '.join(WEIGHTS)}")
-    return value
-
-
 def doctor(
     model: Annotated[
         str | None,
@@ -38,13 +31,7 @@ def doctor(
             "id.",
         ),
     ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT", callback=_weights, rich_help_panel=MODEL_OPTIONS, show_default="the checkpoint's own",
-            help=f"The format of the model's weights, as of `skimkv generate`: {', '.join(WEIGHTS)}.",
-        ),
-    ] = None,
+    weights: Weights = None,
     method: Method = "Skim(k=128)",
     length: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Number of tokens in the cache.")] = 8192,
     as_json: Json = False,

@@ -109,6 +109,12 @@ def load(
         _check_weights(Path(source.location))
         _check_counts(Path(source.location))
     network, tokenizer = _from_pretrained(source, number_format, trust_remote_code, weights, device_map)
+    if weights is not None and getattr(torch, weights, None) == network.dtype:
+        warnings.warn(
+            f"weights={weights!r}: the numbers of {model} have this format already, and it is fast without it. Leave it "
+            "out; the next release refuses it",
+            DeprecationWarning, stacklevel=2,
+        )  # fmt: skip
     if place is not None:
         torch.nn.Module.to(network, place)
     from .decode_step import replace_modules
