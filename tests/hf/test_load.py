@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 
 import huggingface_hub
 import pytest
@@ -347,7 +348,7 @@ def test_device_map_needs_accelerate(monkeypatch):
 def test_weights_of_the_models_own_format_are_deprecated() -> None:
     """It was how to ask for kernels of ours, which are the default; another format is a wish that stays."""
     with pytest.warns(DeprecationWarning, match="weights='float32': the numbers of builtin have this format already"):
-        load("builtin", weights="float32")
+        skimkv.load("builtin", weights="float32")
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
-        load("builtin", weights="bfloat16")
+        skimkv.load("builtin", weights="bfloat16")

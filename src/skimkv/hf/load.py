@@ -109,10 +109,10 @@ def load(
         _check_weights(Path(source.location))
         _check_counts(Path(source.location))
     network, tokenizer = _from_pretrained(source, number_format, trust_remote_code, weights, device_map)
-    if weights is not None and getattr(torch, weights, None) == network.dtype:
+    if weights is not None and getattr(torch, weights, None) == network.config.dtype:
         warnings.warn(
-            f"weights={weights!r}: the numbers of {model} have this format already, and it is fast without it. Leave it "
-            "out; the next release refuses it",
+            f"weights={weights!r}: the numbers of {model} have this format already, and it is fast without it. Leave "
+            "it out; the next release refuses it",
             DeprecationWarning, stacklevel=2,
         )  # fmt: skip
     if place is not None:
