@@ -284,7 +284,9 @@ def test_device_and_device_map(folder, monkeypatch):
         model, _ = skimkv.load(folder, device_map=device_map, fast=False)
         assert torch.equal(model(prompt()).logits, family("llama")(prompt()).logits)
     asked = []
-    monkeypatch.setattr(loading, "_from_pretrained", lambda *args: asked.append(args[-1]) or (None, None))
+    monkeypatch.setattr(
+        loading, "_from_pretrained", lambda *args: asked.append(args[-1]) or (types.SimpleNamespace(), None)
+    )
     skimkv.load(folder, device_map="auto", fast=False)
     assert asked == ["auto"]
 
