@@ -112,7 +112,7 @@ def test_the_source_distribution_holds_the_kernels(sdist):
 
 
 def test_one_wheel_serves_every_interpreter(wheel):
-    assert re.fullmatch(rf"skimkv-{re.escape(__version__)}-py3-none-\w+\.whl", wheel.name)
+    assert re.fullmatch(rf"skimkv-{re.escape(__version__)}-py3-none-[\w.]+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
