@@ -60,7 +60,7 @@ def test_what_fails_is_one_line_and_leaves_no_result(script, tmp_path: Path, mon
 
 def test_every_command_names_its_programs(script, tmp_path: Path):
     parsed = script.argparse.Namespace(
-        folder=tmp_path, llama=Path("a"), fork=Path("b"), model=None, length=None, rounds=9
+        folder=tmp_path, llama=Path("a"), fork=Path("b"), model=None, length=None, rounds=9, file=None
     )
     found = dict(script.commands(parsed))
     assert [path.name for path in found][:2] == ["llama-2-7b-Q8_0-16384.json", "llama-2-7b-Q4_K_M-16384.json"]
@@ -69,3 +69,17 @@ def test_every_command_names_its_programs(script, tmp_path: Path):
         programs = ["--against", "llama.cpp=a", "--against", "fork=b"]
         programs = programs[:2] if path.name.startswith("llama-3") else programs  # it has grouped queries
         assert steps[-1][-len(programs) - 1 :] == ["--json", *programs] and len(steps) == 2
+
+
+def test_prompts_and_tokens_of_a_file(script, tmp_path: Path, capsys):
+    bench = Path(script.BENCH[1])
+    prompts = BENCH.replace('"speedup_rivals": {"llama.cpp -fa 0": 100.0 / ms}', '"first_speedup_rival": 100.0 / ms')
+    prompts = prompts.replace('"ms_', '"first_ms_').replace('"ms":', '"first_ms":')
+    tokens = "".join(f"    {line}\n" for line in BENCH.splitlines()[1:])
+    prompts = "".join(f"    {line}\n" for line in prompts.splitlines()[1:])
+    bench.write_text(f"import json, sys\nif sys.argv[1] == 'token':\n{tokens}else:\n{prompts}")
+    script.main([str(tmp_path / "out"), "--llama", "x", "--file", "a/m.gguf", "--length", "64"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2::2] == [
+        f"| m-{name} | `Dense()` | 50.0 | 1.0 to 9.0 | 9 | 2.00× |" for name in ("prompt-512", "prompt-2048", "64")
+    ]
