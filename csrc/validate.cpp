@@ -69,13 +69,15 @@ const char *validate_new_row(const skimkv_op *op) {
         const skimkv_tokens token = skimkv::new_token_of(op);
         return skimkv_check_append(&token);
     }
-    if (op->method != SKIMKV_DENSE) return "a row outside the cache, or for a slot, is for dense attention only";
+    if (op->method != SKIMKV_DENSE && op->method != SKIMKV_TOVA)
+        return "a row outside the cache, or for a slot, is for dense attention only";
     if (op->keep == SKIMKV_OUTSIDE) return nullptr;
     if (!op->slot) return "slots are missing";
     if (c->channels != SKIMKV_NONE || c->mean) return "a cache with an index or a mean has no slots";
     if (op->score && (!op->pos || !op->now || !op->recent)) return "score needs pos, now and recent";
     for (int b = 0; b < c->B; b++) {
-        if (op->slot[b] < (op->score ? -1 : 0) || op->slot[b] >= capacity(c)) return "a slot is beyond the capacity";
+        if (op->slot[b] < (op->score || op->method == SKIMKV_TOVA ? -1 : 0) || op->slot[b] >= capacity(c))
+            return "a slot is beyond the capacity";
         if (op->slot[b] < 0 && c->lengths[b] < 1) return "a row without tokens has no victim";
     }
     return nullptr;
@@ -91,8 +93,9 @@ const char *skimkv_check(const skimkv_op *op) {
     const skimkv_cache *c = op->cache;
     if (!op->q || !op->y) return "q or y is NULL";
     if (is_unknown_type(op->dtype)) return "dtype of q is unknown";
-    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_QUEST) return "method is unknown";
-    const bool dense = op->method == SKIMKV_DENSE;
+    if (op->method < SKIMKV_DENSE || op->method > SKIMKV_TOVA) return "method is unknown";
+    const bool dense = op->method == SKIMKV_DENSE || op->method == SKIMKV_TOVA;
+    if (op->method == SKIMKV_TOVA && (op->keep != SKIMKV_SLOT || op->score)) return "TOVA needs slots without scores";
     if (!dense && op->k < (op->method == SKIMKV_QUEST ? 0 : 1)) return "k must be at least 1, of Quest at least 0";
     if (op->method == SKIMKV_QUEST && !c->page) return "Quest needs the bounds of pages";
     if (is_misaligned(op->sinks, SKIMKV_F32)) return "sinks is not aligned to its elements";

@@ -39,8 +39,9 @@ enum { SKIMKV_F32, SKIMKV_BF16, SKIMKV_F16 };
 /* The index, a channel-major form of K: none, a copy, or quantised to 8 or 4 bits. */
 enum { SKIMKV_NONE, SKIMKV_COPY, SKIMKV_INT8, SKIMKV_INT4 };
 /* Methods: dense attention, SparQ, low-rank keys, top-k, top-k whose weights are divided by their sum, Skim, which
- * always attends to the first SKIMKV_SKIM_FIRST tokens and to SKIMKV_SKIM_LAST before the current one, and Quest. */
-enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE, SKIMKV_SKIM, SKIMKV_QUEST };
+ * always attends to the first SKIMKV_SKIM_FIRST tokens and to SKIMKV_SKIM_LAST before the current one, Quest, and TOVA:
+ * dense attention to slots, of which the heads of a row overwrite the same one. */
+enum { SKIMKV_DENSE, SKIMKV_SPARQ, SKIMKV_LOWRANK, SKIMKV_TOPK, SKIMKV_ORACLE, SKIMKV_SKIM, SKIMKV_QUEST, SKIMKV_TOVA };
 #define SKIMKV_SKIM_FIRST 4
 #define SKIMKV_SKIM_LAST 16
 /* SparQ's temperature: the paper's sqrt(D |q[i1]|_1 / |q|_1), or a constant. */
@@ -135,8 +136,10 @@ typedef struct skimkv_op {
     int32_t use_mean;     /* SparQ: the mean of V gets the weight of what is not attended to */
     const void *k_new, *v_new; /* the current token [b,h,d] in the cache's dtype, or NULL if the cache has it */
     int64_t n_b, n_h;
-    int32_t keep;        /* what becomes of k_new; lengths do not count it yet. OUTSIDE and SLOT: dense only */
-    const int64_t *slot; /* SLOT: [b] the position that k_new overwrites; -1: every head chooses it by score */
+    int32_t keep; /* what becomes of k_new; lengths do not count it yet. OUTSIDE: dense only; SLOT: dense, TOVA */
+    const int64_t *slot; /* SLOT: [b] the position that k_new overwrites; -1: every head chooses it by score,
+                          * or TOVA the one with the least softmax weight, the mean over all heads of the row; the new
+                          * token is dropped if its own is less */
     /* Heavy hitters (SLOT): softmax weights, averaged over the group, are added to `score`. The slot with the lowest
      * score is overwritten, of those whose position `pos` is not among the recent[b] before now[b], the new token's. If
      * recent[b] is 0, the new token itself may be the lowest; it is then dropped. */

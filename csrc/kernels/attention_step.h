@@ -47,9 +47,11 @@ struct Plan {
     int64_t units, parts, longest;  // parts of a unit; tokens of the longest row
     int P;                          // floats of a query row
     TaskCounter *counter;
-    int *finished;   // [units]: parts that are finished
+    int *finished;   // [units]: parts that are finished; of TOVA [B]: KV heads
     float *partial;  // dense, if parts > 1: [units][parts] states of the softmax
     int64_t partial_ld;
+    float *weights;  // TOVA: [units] softmax weights
+    int64_t weights_ld;
     Arena scores;  // sparse, if parts > 1: [units] Scores
     size_t scores_ld;
     char *thread_scratch;  // [nth]
@@ -58,7 +60,7 @@ struct Plan {
 
 static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t n, bool split) {
     ThreadScratch x{};
-    if (op->method == SKIMKV_DENSE) {
+    if (is_dense(op)) {
         x.dense = take_dense(a, op, n);
         return x;
     }
@@ -77,16 +79,19 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     p.units = (int64_t)c->B * c->H, p.P = padded_head(c->D);
     p.longest = longest_row(c) + (op->k_new ? 1 : 0);
     // A part of fewer positions is not worth a task. Every part of a sparse step chooses the channels again.
-    const bool dense = op->method == SKIMKV_DENSE;
+    const bool dense = is_dense(op);
     const int64_t scored = op->method == SKIMKV_QUEST ? p.longest / c->page : p.longest;
     const int64_t least = dense ? 512 : 1024, tasks = (dense ? 8 : 4) * nth;
-    p.parts = nth == 1 || op->score ? 1 : (tasks + p.units - 1) / p.units;
+    p.parts = nth == 1 || keeps_weights(op) ? 1 : (tasks + p.units - 1) / p.units;
     p.parts = max(1, min(p.parts, scored / least));
     if (op->method == SKIMKV_SKIM && fills_group(op)) p.parts = 1;  // every part needs the codes of the new group
     Arena a{(char *)work};
     p.counter = a.take<TaskCounter>(1);
     p.finished = a.take<int>(p.units);
-    if (op->method == SKIMKV_DENSE && p.parts > 1) {
+    if (op->method == SKIMKV_TOVA) {
+        p.weights_ld = round_up(p.longest, 16);
+        p.weights = a.take<float>(p.units * p.weights_ld);
+    } else if (dense && p.parts > 1) {
         p.partial_ld = round_up(online_softmax_floats(c->G, p.P), 16);
         p.partial = a.take<float>(p.units * p.parts * p.partial_ld);
     } else if (p.parts > 1) {
@@ -133,9 +138,13 @@ static void dense_task(const skimkv_op *op, const Plan &p, ThreadScratch &thread
     StageClock &clock = thread.clock;
     const int64_t unit = task / p.parts, i = task % p.parts, b = unit / c->H, h = unit % c->H;
     const int64_t n = c->lengths[b] + (op->k_new ? 1 : 0);
-    if (op->score) {
-        dense_with_scores<T, R, D_>(op, b, h, x);
-        return clock.mark(SKIMKV_STAGE_ATTEND);
+    if (keeps_weights(op)) {
+        dense_with_weights<T, R, D_>(op, b, h, x, p.weights + unit * p.weights_ld);
+        clock.mark(SKIMKV_STAGE_ATTEND);
+        if (op->score || __atomic_add_fetch(p.finished + b, 1, __ATOMIC_ACQ_REL) < c->H) return;
+        p.finished[b] = 0;
+        put_into_common_slot<T, R>(op, b, x, p.weights + b * c->H * p.weights_ld, p.weights_ld);
+        return clock.mark(SKIMKV_STAGE_APPEND);
     }
     append_if_last<T>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1));
     clock.mark(SKIMKV_STAGE_APPEND);
@@ -247,7 +256,7 @@ template <class T, class R, int D_> static void run_tasks(const skimkv_op *op, c
     Arena a{p.thread_scratch + ith * p.thread_scratch_ld};
     ThreadScratch x = take_thread_scratch(a, op, p.longest, p.parts > 1);
     x.clock.start(op->stage_ns);
-    if (op->method == SKIMKV_DENSE)
+    if (is_dense(op))
         for (int64_t task; (task = take_task(p)) >= 0;) dense_task<T, R, D_>(op, p, x, task);
     else if (p.parts > 1) run_parts<T, R, D_>(op, p, x);
     else run_units<T, R, D_>(op, p, x);

@@ -19,6 +19,10 @@ namespace skimkv::SKIMKV_NS {
 constexpr int MOST_BLOCK_ROWS = 2 * BLOCK_ROWS;
 template <class R> constexpr int rows_of_block = row_bits<R> ? MOST_BLOCK_ROWS : BLOCK_ROWS;
 
+// Whether a step attends to all rows, and whether it then needs their softmax weights.
+static inline bool is_dense(const skimkv_op *op) { return op->method == SKIMKV_DENSE || op->method == SKIMKV_TOVA; }
+static inline bool keeps_weights(const skimkv_op *op) { return op->score || op->method == SKIMKV_TOVA; }
+
 // Scratch memory of one thread.
 struct DenseScratch {
     float *q;       // query_floats
@@ -30,7 +34,7 @@ static DenseScratch take_dense(Arena &a, const skimkv_op *op, int64_t n) {
     const int G = op->cache->G, P = padded_head(op->cache->D);
     DenseScratch x{};
     x.q = a.take<float>(query_floats(op->cache));
-    x.s = a.take<float>(G * ((op->score ? round_up(n, 256) : 0) + MOST_BLOCK_ROWS));
+    x.s = a.take<float>(G * ((keeps_weights(op) ? round_up(n, 256) : 0) + MOST_BLOCK_ROWS));
     x.online = a.take<float>(online_softmax_floats(G, P));
     x.row = a.take<uint8_t>(op->cache->bits ? 2 * row_bytes(op->cache) : 0);
     return x;
@@ -143,25 +147,52 @@ static int64_t slot_to_overwrite(const skimkv_op *op, int64_t b, int64_t h, floa
     return op->recent[b] == 0 && new_weight < score[at] ? -1 : at;
 }
 
-// Puts the new row of unit (b, h), whose weight is `weight`, into its slot, or drops it.
+// Writes the new row of unit (b, h) to slot `at`.
 template <class T, class R>
-static void put_into_slot(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, float weight) {
-    const int64_t at = slot_to_overwrite(op, b, h, weight), n = row_bytes(op->cache);
+static void write_slot(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, int64_t at) {
+    const int64_t n = row_bytes(op->cache);
     const R *k, *v;
-    const skimkv_chunk *chunk = op->cache->chunks;
-    if (at < 0) return;
-    chunk = chunk_of(chunk, at);
+    const skimkv_chunk *chunk = chunk_of(op->cache->chunks, at);
     new_row_as_cached<T>(op, b, h, x, &k, &v);
     __builtin_memcpy((R *)key_row<R>(chunk, b, h, at), k, n);
     __builtin_memcpy((R *)value_row<R>(chunk, b, h, at), v, n);
+}
+
+// TOVA (Oren et al., arXiv 2401.06104, section 3.2): puts the new rows of all KV heads of row b into one slot, or drops
+// them. weights [H][ld] are the mean weights of the heads' groups, of the new row last; they are overwritten. A weight
+// that is NaN counts as zero; of equal weights the first slot is taken.
+template <class T, class R>
+static void put_into_common_slot(const skimkv_op *op, int64_t b, const DenseScratch &x, float *weights, int64_t ld) {
+    const int64_t H = op->cache->H, n = op->cache->lengths[b];
+    int64_t at = op->slot[b];
+    if (at < 0) {
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t p = 0; p <= n; p++) {
+                const float w = weights[h * ld + p];
+                weights[p] = (h ? weights[p] : 0) + (w == w ? w : 0);
+            }
+        at = 0;
+        for (int64_t p = 1; p < n; p++) at = weights[p] < weights[at] ? p : at;
+        if (weights[n] < weights[at]) return;
+    }
+    for (int64_t h = 0; h < H; h++) write_slot<T, R>(op, b, h, x, at);
+}
+
+// Puts the new row of unit (b, h), whose weight is `weight`, into its slot, or drops it.
+template <class T, class R>
+static void put_into_slot(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, float weight) {
+    const int64_t at = slot_to_overwrite(op, b, h, weight);
+    if (at < 0) return;
+    write_slot<T, R>(op, b, h, x, at);
     if (!op->score) return;
     op->score[b * op->c_b + h * op->c_h + at] = weight;
     op->pos[b * op->c_b + h * op->c_h + at] = (int32_t)op->now[b];
 }
 
-// Attends to all positions, keeps their softmax weights, and adds the mean of the weights over the group to op->score.
+// Attends to all positions, and keeps the mean of their softmax weights over the group: adds it to op->score, or
+// without scores writes it to `weights`.
 template <class T, class R, int D_>
-static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x) {
+static void dense_with_weights(const skimkv_op *op, int64_t b, int64_t h, const DenseScratch &x, float *weights) {
     const skimkv_cache *c = op->cache;
     const int G = c->G, P = padded_head(c->D);
     const int64_t n = c->lengths[b] + 1, ld = round_up(n, BLOCK_ROWS);
@@ -182,12 +213,12 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
     };
     reset_softmax(o, G, P);
     // What follows the products with keys is prefetched with them.
-    float *score = op->score + b * op->c_b + h * op->c_h;
-    const int32_t *pos = op->pos + b * op->c_b + h * op->c_h;
+    float *score = op->score ? op->score + b * op->c_b + h * op->c_h : nullptr;
+    const int32_t *pos = op->score ? op->pos + b * op->c_b + h * op->c_h : nullptr;
     const R *first_values[BLOCK_ROWS];
     for_each_block([&](int64_t p, int m, const R **k, const R **v, auto next) {
         for (int j = 0; j < m && p == 0; j++) first_values[j] = v[j];
-        for (int64_t i = p; i < p + m; i += 16) prefetch_to_write(score + i), prefetch(pos + i);
+        for (int64_t i = p; score && i < p + m; i += 16) prefetch_to_write(score + i), prefetch(pos + i);
         const R *const *ahead = next ? next[0] : m == BLOCK_ROWS ? first_values : nullptr;
         dot_query_with_keys<R, D_>(op, u, k, m, x.s + p, ld, ahead);
     });
@@ -214,8 +245,12 @@ static void dense_with_scores(const skimkv_op *op, int64_t b, int64_t h, const D
         for (int g = 0; g < G; g++) sum = sum + load(x.s + g * ld + p);
         store(x.s + p, sum / splat((float)G));
     }
-    for (int64_t p = 0; p + 1 < n; p++) score[p] += x.s[p];
     store_result(op, b, h, o.acc, P);
+    if (!score) {
+        __builtin_memcpy(weights, x.s, n * sizeof(float));
+        return;
+    }
+    for (int64_t p = 0; p + 1 < n; p++) score[p] += x.s[p];
     put_into_slot<T, R>(op, b, h, x, x.s[n - 1]);
 }
 

@@ -70,7 +70,7 @@ SPECS = [
     "Dense()", "SparQ(r=4, k=12, channels='int8')", "TopK(k=9)", "LowRank(r=4, k=9)", "Skim(r=4, k=9)", "Quest(4, 12)",
     "LMInfinite(k=12, initial=4)", "LMInfinite(k=12, initial=0, positions='cache')", "LMInfinite(k=0.8, initial=4)",
     "Strided(k=12)", "Fixed(k=12)", "SubGen(k=6, recent=5)", "H2O(k=12)", "H2O(k=12, local=0, kv='int8')", "H2O(k=0.8)",
-    "SnapKV(k=12, pool=3)", "StreamingLLM(k=12)",
+    "SnapKV(k=12, pool=3)", "StreamingLLM(k=12)", "TOVA(k=12)", "TOVA(k=0.8)",
 ]  # fmt: skip
 
 

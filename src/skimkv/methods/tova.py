@@ -26,9 +26,9 @@ class TOVA(ChoosingMethod):
     prompt is attended to whole, and then the k tokens stay to which its last query attended most.
     """
 
-    def kernel(self, store: Slots) -> KernelStep | None:
-        """None: no kernel drops the token to which the last query attended least."""
-        return None
+    def kernel(self, store: Slots) -> KernelStep:
+        """The kernel of the same step."""
+        return KernelStep("tova", recent=(0,) * store.shape.B)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of slots; `take` sets their number."""

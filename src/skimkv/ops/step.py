@@ -39,8 +39,9 @@ class KernelStep(NamedTuple):
     """What a kernel computes in one decode step. Two equal values are the same step, with another token.
 
     operation: the name of the kernel. "dense", "sparq", "top_k", "oracle", "low_rank", "skim" and "quest" read a store
-    that keeps every token, and append the current one first. "ring_slots" and "scored_slots" read slots, and the
-    current token takes its slot afterwards; scores choose the slot in the second.
+    that keeps every token, and append the current one first. "ring_slots", "scored_slots" and "tova" read slots, and
+    the current token takes its slot afterwards; scores choose the slot in the second, and this step's weights in the
+    last.
     r: channels that score. k: positions that are chosen, of which the last `local` always are, or pages of "quest".
     temperature, mean_value: as of SparQ. recent: of each row of the batch, how many of the latest tokens keep their
     slots whatever their scores.

@@ -14,13 +14,13 @@ from ..methods import parse
 from ..methods.base import Method
 from ..methods.slots import SlotMethod
 from ..ops import KernelStep
-from ..ops.cpu.run import CpuBackend
+from ..ops.cpu.run import OPERATIONS, CpuBackend
 from ..stores.base import Shape, Store, Workspace
 from ..stores.blocks import BlockLayout, Blocks
 from ..stores.full import Full
 from ..stores.quantise import GROUP, round_up
 from ..stores.row_blocks import RowBlockLayout, RowBlocks
-from ..stores.slot_blocks import bytes_of_slot
+from ..stores.slot_blocks import SlotBlocks, bytes_of_slot
 from ..stores.slots import Slots
 
 KEY = "skimkv"  # of vLLM's additional_config
@@ -232,7 +232,8 @@ class Options:
         if store.grows:
             name = type(method).__name__
             raise ConfigurationError(f"{name} is not supported in blocks: every new token takes a new slot")
-        self._kernel()
+        if SlotBlocks not in OPERATIONS[self._kernel().operation].stores:
+            raise ConfigurationError(f"{method!r} has no kernel that reads blocks")
         if isinstance(k := getattr(method, "k", None), float):
             raise ConfigurationError(
                 f"k = {k} is a share of the prompt, and all requests have blocks of one size: give k in tokens"

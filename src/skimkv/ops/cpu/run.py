@@ -49,6 +49,7 @@ OPERATIONS = {
     "quest": Operation((Full,), 6),
     "ring_slots": Operation(SLOTS, 0),
     "scored_slots": Operation(SLOTS, 0),
+    "tova": Operation((Slots,), 7),
 }
 
 
@@ -203,7 +204,7 @@ def _describe(
     op.keep = OUTSIDE
     if k is not None:
         op.n_b, op.n_h, _ = k
-        op.keep = SLOT if operation.stores is SLOTS else APPEND
+        op.keep = SLOT if Slots in operation.stores else APPEND
 
 
 def appends_blocks(store: Store) -> bool:
