@@ -575,7 +575,7 @@ def test_positions_are_warned_of_once():
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("spec", ["Dense", "TOVA(k=12)"])
+@pytest.mark.parametrize("spec", ["Dense", "H2O(k=12, score='mean')"])
 def test_a_step_that_was_interrupted_spoils_its_cache(spec, steps_at_once, monkeypatch):
     """Between layers, or in a layer that attends by itself: the exception comes as it was raised."""
     model, one = random_model(), torch.tensor([[3]])
