@@ -63,10 +63,10 @@ REPEATED = {
     "H2O": "H2O(k=12)",
     "LMInfinite": "LMInfinite(k=24)",
     "SubGen": "SubGen(k=12)",
-}
-ATTENDING = {  # which have no kernel for all of a step
     "TOVA": "TOVA(k=12)",
     "Quest": "Quest(k=8, page=4)",
+}
+ATTENDING = {  # which have no kernel for all of a step
     "LMInfinite at positions in its cache": "LMInfinite(k=24, positions='cache')",
     "SubGenStream": "SubGenStream(t=4, s=4, delta=0.5)",
 }

@@ -114,7 +114,7 @@ def case_of(seed: int) -> Case:
     scale = draw.choice([1.0, 1.0, 0.5, 2.0, -1.0]) * D**-0.5
     return Case(
         seed, spec, shape, draw.choice(list(TYPES)) if kind != "exact in 8 bits" else "float32", blocks,
-        0 if spec.startswith("TOVA") else draw.choice([1, 2, 4]), scale,  # TOVA's steps have no kernel
+        0 if spec.startswith("TOVA") else draw.choice([1, 2, 4]), scale,  # for TOVA's steps: test_tova_kernels.py
          softcap, draw.random() < 0.3, draw.choice(ISAS), draw.randint(1, 3), kind,
         draw.choice(LAYOUTS),
     )  # fmt: skip
