@@ -74,6 +74,14 @@ def generate(
             "needs a C++ compiler.",
         ),
     ] = False,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep what was read of the prompt in this file, and do not read it again where the file exists: for a "
+            "prompt that begins with the same tokens, with the same model and method.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Continue a prompt with a method, and report what it cost.
@@ -86,6 +94,8 @@ def generate(
     """
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
+    if prompt_cache is not None and compare:
+        raise ValueError("--prompt-cache with --compare: a file holds the cache of one method; leave one of them out")
     from ..hf.load import load
 
     if compile and (weights is not None or model.endswith(".gguf")):
@@ -116,7 +126,7 @@ def generate(
 
         try:
             result = generation.run(
-                network, tokenizer, ids, method, max_new_tokens, temperature, seed, write, compile=compile
+                network, tokenizer, ids, method, max_new_tokens, temperature, seed, write, compile, prompt_cache
             )
         except Exception:
             if line:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from ..hf.attach import attach
 from ..hf.cache import Cache
 from ..hf.positions import positions_of
+from ..hf.saved_cache import contents
 from ..hf.supported import needed_max_tokens
 from ..methods.base import Method
 from .traffic import cache_traffic
@@ -113,14 +115,37 @@ def encode_pieces(tokenizer: Any, text: str, size: int, count: int) -> list[list
     return [first + rest[start : start + step] for start in range(0, len(rest) - step + 1, step)][:count]
 
 
+def read_once(path: Path, model: Any, ids: list[int], method: Method, max_tokens: int | None) -> Cache:
+    """A cache with the beginning of a prompt from a file; where there is none, it is read now, and written there.
+
+    The prompt's last token is left to be read. Raises ValueError if the file is of another use, or if its tokens are
+    not the beginning of this prompt.
+    """
+    if path.exists():
+        _, count = contents(path)
+        if count >= len(ids):
+            raise ValueError(f"{path}: it holds {count} tokens, which is no beginning of a prompt of {len(ids)}")
+        return Cache.load(path, model, method, ids[:count])
+    cache = Cache(model, method, max_tokens)
+    if len(ids) > 1:
+        prompt = torch.tensor([ids[:-1]], device=model.device)
+        with torch.inference_mode():  # the one token that it generates is not fed
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=1, do_sample=False
+            )
+        cache.save(path, ids[:-1])
+    return cache
+
+
 def run(
     model: Any, tokenizer: Any, ids: list[int], method: Method, limit: int, temperature: float = 0.0, seed: int = 0,
-    write: Callable[[str], None] = lambda text: None, compile: bool | str = False,
+    write: Callable[[str], None] = lambda text: None, compile: bool | str = False, prompt_cache: Path | None = None,
 ) -> Result:  # fmt: skip
     """Generate at most `limit` tokens after `ids`; a warning says so where the model's positions end before.
 
     temperature = 0 is greedy. write is called with each new piece of the text. compile is that of `attach`. Ctrl-C ends
-    the text early. Raises ValueError if `ids` exceed a learned table of positions, or if the model cannot be compiled.
+    the text early. prompt_cache: the file of `read_once`. Raises ValueError as that does, if `ids` exceed a learned
+    table of positions, or if the model cannot be compiled.
     """
     positions = positions_of(model)
     positions.check_table(len(ids), None)
@@ -128,7 +153,8 @@ def run(
     if positions.table is not None and limit > (room := positions.table - len(ids) + 1):  # the last token is not fed
         warnings.warn(f"{positions.name} has {positions.table} positions: at most {room} tokens follow", stacklevel=2)
         limit = room
-    cache = Cache(model, method, needed_max_tokens(model, len(ids) + limit - 1))
+    most = needed_max_tokens(model, len(ids) + limit - 1)
+    cache = Cache(model, method, most) if prompt_cache is None else read_once(prompt_cache, model, ids, method, most)
     stream = _Stream(tokenizer, write)
     prompt = torch.tensor([ids], device=model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from ..methods.base import Method, check_whole
 from ..ops import SoftmaxOptions
 from ..stores.base import Store, Workspace
 from ..stores.rotation import KeyRotation
+from . import saved_cache
 from .adapters import check_adapter, transformers_model
 from .attention_interface import left_padding
 from .cache_step import CacheStep, takes_steps
@@ -64,7 +68,7 @@ class Cache(LibraryCache):
                 installation.lasts, installation.fast = True, wants_fast(model, fast)
                 installation.use_layers(model, installation.fast)
         self._set_up(method)
-        self._make_layers(model, max_tokens)
+        self.make_layers(model, max_tokens)
 
     @classmethod
     def without_layers(cls, method: Method) -> Cache:
@@ -76,7 +80,7 @@ class Cache(LibraryCache):
     def empty_twin(self, model: PreTrainedModel) -> Cache:
         """A cache like this one, without tokens."""
         twin = type(self).without_layers(self.method)
-        twin._make_layers(model, self.max_tokens)
+        twin.make_layers(model, self.max_tokens)
         return twin
 
     def _set_up(self, method: Method) -> None:
@@ -84,16 +88,66 @@ class Cache(LibraryCache):
         self.method = method
         self.max_tokens: int | None = None
         self.positions: Positions | None = None  # of the model; None: going past them is somebody else's care
+        self._model: weakref.ref[PreTrainedModel] | None = None
         self._updated: AttentionLayer | None = None  # the layer of the last update
         self._checked = 0  # the number of tokens whose positions were checked last
         self.given: GivenPositions | None = None  # the positions of the tokens of this forward
 
-    def _make_layers(self, model: PreTrainedModel, max_tokens: int | None) -> None:
+    def make_layers(self, model: PreTrainedModel, max_tokens: int | None) -> None:
+        """Make the layers of a cache without any, for at most max_tokens tokens of this model."""
+        self._model = weakref.ref(model)
         self.max_tokens, self.positions, workspace = max_tokens, positions_of(model), Workspace()
         self.layers = [_make_layer(layer, self.method, workspace) for layer in supported_layers(model, max_tokens)]
         for layer, rotation in zip(self.layers, _rotations(model, self.method), strict=False):
             if isinstance(layer, Layer):
                 layer.rotation = rotation
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        vars(twin).update(copy.deepcopy(self.__getstate__(), memo), _model=self._model)
+        return twin
+
+    def save(self, path: str | Path, tokens: Sequence[int] | None = None) -> None:
+        """Write the cache to a file of safetensors, which `load` reads again, in this process or another one.
+
+        tokens: the ids of those that it holds, of which the file keeps a digest. The file is complete or is not there.
+        Raises ValueError if the cache is in the middle of a prompt, or if its model is gone, TypeError if it holds
+        something that cannot be saved, such as the states of a method of one's own, and OSError as a file does.
+        """
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise ValueError("the model of this cache is not in memory any more, and a file names it")
+        saved_cache.save(self, path, model, tokens)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: torch.nn.Module,
+        method: Method | str | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> Cache:
+        """The cache that `save` wrote, for the same model; the next token continues the text that it holds.
+
+        method: None: the file's. tokens: the ids that it must hold; None: they are not compared.
+        Raises ValueError, in one line with what differs, if it is a file of another model, method, number format,
+        version or text, or no such file.
+        """
+        check_adapter(model)
+        model = transformers_model(model)
+        method = saved_cache.contents(path)[0] if method is None else parse(method)
+        check_method(model, method, None)
+        cache = cls.without_layers(method)
+        saved_cache.load(cache, path, model, tokens)
+        with lock:
+            installation = install(model)
+            if installation.attached is None:
+                installation.lasts, installation.fast = True, wants_fast(model, None)
+                installation.use_layers(model, installation.fast)
+        return cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -180,7 +234,7 @@ class Cache(LibraryCache):
             check_adapter(user, attention_mask, seen)
         if not self.layers:
             # a draft that is looked up in the prompt may reach beyond the text's greatest length
-            self._make_layers(model, needed_max_tokens(model, longest + (config.prompt_lookup_num_tokens or 0)))
+            self.make_layers(model, needed_max_tokens(model, longest + (config.prompt_lookup_num_tokens or 0)))
             if config.is_assistant:
                 self.activate_past_recording()  # type: ignore[no-untyped-call]
         # generate() drops a mask of ones and leaves its length behind

@@ -22,7 +22,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(*shape, dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -1,0 +1,133 @@
+"""Caches in files: a prompt that was read once is not read again, by this process or by another one.
+
+A file is of safetensors. Its header names what the cache belongs to: the model, with the numbers of its weights, the
+method, the type of the numbers, and the versions of this package and of transformers. Where anything differs, the file
+is refused by name. It is written beside its place and then moved there, so that half a file never loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..methods import parse
+from ..methods.base import Method
+from ..stores.base import Shape
+from ..stores.saved import pack_fields, unpack_fields
+from ..stores.slots import Slots
+from . import fingerprint
+from .layer import Layer
+
+FORMAT = "1"
+# Of a layer of ours: its store is saved by itself; the others belong to the cache, or to one call of the model.
+OF_THE_CACHE = frozenset(
+    ("method", "workspace", "window", "rotation", "given", "softmax", "snapshot", "log", "prompt", "pending", "_store")
+)
+
+
+def save(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None) -> None:
+    """Write a cache of this model to a file: see Cache.save."""
+    path, tensors, layers = Path(path), list[Tensor](), []
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, Layer):
+            if layer.pending is not None or layer.prompt is not None or layer.log or layer.snapshot is not None:
+                raise ValueError(
+                    f"layer {number} is in the middle of a prompt, or of a draft that is verified: save the cache when "
+                    "the model's call has ended"
+                )
+            store = layer.store
+            shape = None if store is None else list(store.shape)
+            fields = None if store is None else pack_fields(store, tensors)
+            own = pack_fields(layer, tensors, OF_THE_CACHE)
+            layers.append({"own": own, "shape": shape, "store": fields})
+        else:
+            layers.append({"own": pack_fields(layer, tensors)})
+    header = {
+        **_belongs_to(cache, model), "tokens": _digest(tokens), "count": str(cache.get_seq_length()),
+        "max_tokens": json.dumps(cache.max_tokens),
+        "layers": json.dumps(layers),
+    }  # fmt: skip
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, new, header)
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def load(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None) -> None:
+    """Fill a new cache of this model, without layers, from a file: see Cache.load."""
+    try:
+        with safe_open(path, "pt") as file:
+            header: dict[str, str] = file.metadata() or {}
+            expected = _belongs_to(cache, model) | ({} if tokens is None else {"tokens": _digest(tokens)})
+            for name, value in expected.items():
+                if header.get(name) != value:
+                    raise ValueError(
+                        f"{path}: a cache of another use: its {name} is {header.get(name)!r}, not {value!r}"
+                    )
+            tensors = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a saved cache: {error}") from None
+    cache.make_layers(model, json.loads(header["max_tokens"]))
+    saved = json.loads(header["layers"])
+    if len(saved) != len(cache.layers):
+        raise ValueError(f"{path}: it has {len(saved)} layers, and the model {len(cache.layers)}")
+    try:
+        _fill(cache, saved, tensors, model.device)
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a saved cache: {error}") from None
+
+
+def _fill(cache: Any, saved: Sequence[dict[str, Any]], tensors: list[Tensor], device: torch.device) -> None:
+    """Give the layers of a new cache what was saved of others."""
+    layers: list[Any] = cache.layers
+    for layer, fields in zip(layers, saved, strict=True):
+        unpack_fields(layer, fields["own"], tensors, device)
+        if isinstance(layer, Layer) and fields["store"] is not None:
+            dtype = getattr(torch, fields["store"]["dtype"]["dtype"])
+            store = layer.method.store(Shape(*fields["shape"]), dtype, device)
+            if isinstance(store, Slots):
+                store.rotation = layer.rotation
+            unpack_fields(store, fields["store"], tensors, device)
+            layer.store = store
+
+
+def contents(path: str | Path) -> tuple[Method, int]:
+    """The method whose cache is in a file, and how many tokens it holds. Raises ValueError if it is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            header: dict[str, str] = file.metadata() or {}
+        return parse(header["method"]), int(header["count"])
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ValueError(f"{path}: not a saved cache: {error}") from None
+
+
+def _belongs_to(cache: Any, model: Any) -> dict[str, str]:
+    """What a file must name to be a cache of this model and method."""
+    from .. import __version__
+
+    return {
+        "format": FORMAT, "skimkv": __version__, "transformers": transformers.__version__,
+        "method": repr(cache.method), "dtype": str(model.dtype), "model": type(model).__name__,
+        "weights": fingerprint.of_numbers(model),
+    }  # fmt: skip
+
+
+def _digest(tokens: Sequence[int] | None) -> str:
+    """The digest of the tokens' ids; "" where nobody said them."""
+    if tokens is None:
+        return ""
+    return hashlib.sha256(json.dumps([int(token) for token in tokens]).encode()).hexdigest()[:16]
