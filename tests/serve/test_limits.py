@@ -164,7 +164,9 @@ def test_no_other_origin_unless_it_is_named(server: Running, shared: Running) ->
 def test_a_signal_ends_the_server_while_it_is_busy(sent: signal.Signals) -> None:
     """A long answer is generated, and a text is tokenised that would take minutes: the process ends all the same."""
     argv = [*SKIMKV, "serve", "builtin", "--port", "0", "--max-body", "100M"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have it ignored
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     port = int(process.stdout.readline().rpartition(":")[2].partition("/")[0])
     busy = []
