@@ -126,8 +126,9 @@ def generate(
 
         try:
             result = generation.run(
-                network, tokenizer, ids, method, max_new_tokens, temperature, seed, write, compile, prompt_cache
-            )
+                network, tokenizer, ids, method, max_new_tokens, temperature, seed, write,
+                compile=compile, prompt_cache=prompt_cache,
+            )  # fmt: skip
         except Exception:
             if line:
                 print(flush=True)  # the message on stderr has a line of its own
