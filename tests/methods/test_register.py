@@ -84,7 +84,7 @@ def test_an_incomplete_method_is_refused_when_it_is_made(known, missing):
     names: dict = {}
     exec(SCRIPT, names)
     incomplete = type("Incomplete", (names["EveryOther"],), {missing: getattr(Method, missing)})
-    with pytest.raises(TypeError, match=f"abstract class Incomplete.* {missing}"):
+    with pytest.raises(TypeError, match=f"abstract class Incomplete.*{missing}"):
         incomplete()
     with pytest.raises(ValueError, match=f"Incomplete cannot be registered: it has no {missing}$"):
         skimkv.register(dataclass(frozen=True, repr=False)(incomplete))
