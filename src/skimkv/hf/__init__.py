@@ -14,7 +14,10 @@
     gguf_names.py           which parameter each of its tensors is
     gguf_tokenizer.py       its tokenizer
     gguf_model.py           its model, with the tensors as the file holds them
+    linear_forward.py       the linear layers of a model, multiplied by our kernels where they lie
     norms.py                the normalisations of a model as one operation of ours
+    decode_step.py          a decode step of all layers of a model as one operation
+    saved_cache.py          caches in files
     compile.py              decoding as one compiled graph
     cuda_graph.py           that graph as a CUDA graph, which a GPU replays
 

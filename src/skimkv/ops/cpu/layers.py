@@ -127,6 +127,7 @@ class Layers:
             return x
 
         def called(_: object, i: int, queries: int, keys: int, values: int, y: int) -> int:
+            """Let layer i attend with what stands at these addresses, and write its answer at y; 0 unless it failed."""
             try:
                 layer = self.layers[i]
                 H, heads = layer.k.out // D, layer.q.out // D

@@ -56,7 +56,7 @@ def attend_and_score(
 
 
 def parts_of(units: int, queries: int) -> int:
-    """In how many parts the key scores of one KV head are added up, so that the threads have work of equal length."""
+    """Return in how many parts the key scores of a KV head are added up, so that all threads have as much to do."""
     threads, pool = library.threads()
     return min(-(-8 * threads // units), -(-queries // 48)) if pool and threads > 1 else 1
 
