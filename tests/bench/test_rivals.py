@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import threading
@@ -49,6 +51,24 @@ def test_every_way_to_run_a_program(tmp_path: Path):
                 names[rival.name] = rival.finish()
     ms = {"llama.cpp -fa 0": 101, "llama.cpp -fa 1": 151, "fork dense": 102, "fork SparQ(r=32, k=128)": 52}
     assert names == {name: [pytest.approx(value / 1000)] for name, value in ms.items()}
+
+
+def test_the_last_lines_of_a_program_that_ends_while_it_is_read(tmp_path: Path, monkeypatch):
+    """Linux may say that a terminal is closed before it hands out the last bytes; they are there at the next look."""
+    looks = []
+
+    def look(file: int, size: int) -> bytes:
+        looks.append(file)
+        if len(looks) % 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, size)
+
+    read, (program, _) = os.read, programs("llama.cpp", Path("m.gguf"), 500, 2, turns=1)
+    with Rival(write_program(tmp_path / "program", Path("m.gguf"), "llama.cpp"), program) as rival:
+        monkeypatch.setattr(os, "read", look)
+        rival.start()
+        rival.take_turn()
+        assert rival.finish() == [pytest.approx(0.101)]
 
 
 def test_a_program_that_is_not_done_is_ended(tmp_path: Path):

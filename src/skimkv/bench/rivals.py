@@ -180,10 +180,7 @@ class Rival:
     def _next_line(self) -> str | None:
         """Read the next line that the program prints; None if it has ended."""
         while b"\n" not in self._rest:
-            try:
-                new = os.read(self._output, 1 << 16)
-            except OSError:  # what Linux says when nobody has the terminal open any more
-                new = b""
+            new = self._read()
             if not new:
                 return None
             self._rest += new
@@ -191,6 +188,15 @@ class Rival:
         self._lines.append(line.decode("utf-8", "replace").rstrip("\r"))
         self._between += re.match(self.program.between, self._lines[-1]) is not None
         return self._lines[-1]
+
+    def _read(self) -> bytes:
+        """Read what the program printed since; nothing if it has ended."""
+        for _ in range(2):
+            # Linux raises OSError when nobody has the terminal open any more. The first time, the last bytes may still
+            # be on their way: the program wrote them and ended between two looks of the kernel.
+            with suppress(OSError):
+                return os.read(self._output, 1 << 16)
+        return b""
 
     def _stop(self) -> None:
         """Stop the program, and read what it printed until then: it may have begun another repetition."""
