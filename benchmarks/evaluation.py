@@ -1,6 +1,6 @@
 """Make the tables and the figure of the evaluation: every method at 1/8, 1/16 and 1/32 of dense attention's bytes.
 
-python benchmarks/evaluation.py DATA --model MODEL [--out FOLDER] [--length N] [--contexts N ...] [--limit N]
+python benchmarks/evaluation.py DATA --model MODEL [--dtype DTYPE] [--out FOLDER] [--length N] [--contexts N ...]
 
 DATA is a folder with essays/*.txt, squad.json, tinyshakespeare.txt and wikitext-test.txt for the divergence (see
 docs/tasks.md). Settings are solved once for every share, on the first document of the text, and are the same on every
@@ -80,6 +80,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--batch", type=int, default=8, help="sequences that are decoded together")
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--dtype", default="float32", help="of weights and cache; a share means other settings in each")
     return parser.parse_args(arguments)
 
 
@@ -150,12 +151,12 @@ def measure_times(setup: Setup, document: PlannedExample, settings: Settings) ->
 def run(arguments: argparse.Namespace) -> Results:
     """Measure what is not measured yet; exit with status 1 if a command fails."""
     out: Path = arguments.out
-    model, tokenizer = skimkv.load(arguments.model, dtype="float32")
+    model, tokenizer = skimkv.load(arguments.model, dtype=arguments.dtype)
     setup = Setup(model, tokenizer, arguments.model)
     document = first_document(setup, arguments)
     settings = _kept(out / "settings.json", lambda: solve_settings(setup, document))
     results, methods = str(out / "results.jsonl"), [part for spec in settings for part in ("--method", spec)]
-    options = ["--model", arguments.model, "--dtype", "float32", "--out", results, *methods]
+    options = ["--model", arguments.model, "--dtype", arguments.dtype, "--out", results, *methods]
     options += ["--batch", str(arguments.batch)]
     suite, text = suite_of(arguments), ["--data", str(arguments.text), "--limit", str(arguments.documents)]
     answers = ["--mode", "both", "--data", str(arguments.data), "--limit", str(arguments.limit)]
