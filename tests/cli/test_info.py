@@ -25,7 +25,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {method["store"] for method in facts["methods"]} == {"Full", "Slots", "Clusters"}
     kernels = {method["name"]: method["kernels"] for method in facts["methods"]}
     without = {name: of for name, of in kernels.items() if of != ["cpu", "gpu"]}
-    assert without == {"Skim": ["cpu"], "SubGenStream": [], "Quest": ["cpu"], "TOVA": ["cpu"]}
+    assert without == {"Skim": ["cpu"], "SubGenStream": [], "Quest": ["cpu"], "TOVA": ["cpu"], "TopP": []}
     assert facts["backends"]["cpu"]["backend"] in ("ref", "cpu")
 
 

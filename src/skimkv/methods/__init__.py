@@ -18,19 +18,20 @@ from .sparse_transformer import Fixed, Strided
 from .streaming_llm import StreamingLLM
 from .subgen import SubGen, SubGenStream
 from .topk import TopK
+from .topp import TopP
 from .tova import TOVA
 
 METHODS: dict[str, type[Method]] = {
     method.__name__: method
     for method in (
-        Dense, SparQ, Skim, Quest, TopK, LowRank, LMInfinite, StreamingLLM, Strided, Fixed, H2O, SnapKV, TOVA, SubGen,
-        SubGenStream,
+        Dense, SparQ, Skim, Quest, TopP, TopK, LowRank, LMInfinite, StreamingLLM, Strided, Fixed, H2O, SnapKV, TOVA,
+        SubGen, SubGenStream,
     )
 }  # fmt: skip
 
 __all__ = [
     "H2O", "METHODS", "TOVA", "Dense", "Fixed", "LMInfinite", "LowRank", "Quest", "Skim", "SnapKV", "SparQ",
-    "StreamingLLM", "Strided", "SubGen", "SubGenStream", "TopK", "bind_spec",
+    "StreamingLLM", "Strided", "SubGen", "SubGenStream", "TopK", "TopP", "bind_spec",
     "load_announced_methods", "parse", "register",
 ]  # fmt: skip
 

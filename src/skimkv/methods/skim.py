@@ -60,7 +60,7 @@ class Skim(Method[Full]):
         Raises ValueError if r exceeds the head size.
         """
         check_whole("r", self.channels(shape.D), 1, shape.D)
-        return Full(shape, dtype, device, "int4", mean=True, kv=self.kv, group_means=True)
+        return Full(shape, dtype, device, "int4", mean=True, kv=self.kv, group_means=True, varying=True)
 
     def step(self, store: Full, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
         """Score all rows by the index, draw rows of K, draw rows of V among them, and shrink what the draw estimates.

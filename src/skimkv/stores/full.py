@@ -34,8 +34,8 @@ class Full(Store):
     kv: the form of rows of K and V (see RowFormat); index and v_mean are then those of the decoded rows.
     group_means: as of IndexFormat; it needs a quantised index.
     page: the tokens of a page; the bounds of the keys of every page are kept (see PageBounds). None: there are none.
-    rows_read (B,2) int64: rows of K and of V that the last step of a method read in all KV heads, where the method
-    reads as many as the data ask for; such a method sets them, and they are None before its first step.
+    varying: the method reads as many rows as the data ask for; it sets rows_read (B,2) int64, the rows of K and of V
+    that its last step read in all KV heads. They are None before its first step.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Full(Store):
         kv: str | None = None,
         group_means: bool = False,
         page: int | None = None,
+        varying: bool = False,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         self.chunks: tuple[Chunk, ...] = ()
@@ -60,6 +61,7 @@ class Full(Store):
         self.index = None if form is None else ChannelIndex.empty(form, shape, dtype, self.device, projection)
         self.mean = MeanValue.empty(shape, self.device) if mean else None
         self.pages = None if page is None else PageBounds(page, shape, dtype, self.device)
+        self.varying = varying
         self.rows_read: Tensor | None = None
         self.shared_tokens = 0  # positions before this one may be other stores' memory too
 
@@ -190,7 +192,7 @@ class Full(Store):
     @property
     def traffic_depends_on_data(self) -> bool:
         """Whether a method reads as many rows as the data ask for; see `rows_read`."""
-        return self.group_means
+        return self.varying
 
     def observed(self, row: int | None = None) -> dict[str, int]:
         """The rows of K and V that the last step read, where a method reads as many as the data ask for."""
