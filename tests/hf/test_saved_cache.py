@@ -139,9 +139,30 @@ def test_only_known_classes_are_made(tmp_path):
         header, tensors = file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
     layers = json.loads(header["layers"])
     layers[0]["own"]["seen"] = {"kind": "Popen", "fields": {}}
-    save_file(tensors, path, header | {"layers": json.dumps(layers)})
+    changed = json.dumps(layers)
+    contents = saved_cache._contents(changed, [tensors[str(i)] for i in range(len(tensors))])
+    save_file(tensors, path, header | {"layers": changed, "contents": contents})
     with pytest.raises(ValueError, match="not a saved cache: 'Popen'"):
         skimkv.Cache.load(path, model)
+
+
+@pytest.mark.parametrize("method", ["SparQ(r=4, k=8, channels='int4')", "H2O(k=16)", "SubGen(k=8, recent=8)"])
+def test_a_changed_file_is_refused(method, tmp_path):
+    """A bit of any tensor, a number of tokens, or a tensor of another size: nothing of it reaches a kernel."""
+    model, path = family("llama"), tmp_path / "c"
+    cache, _ = read(model, method)
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
+    changes = [(header | {"layers": header["layers"].replace(f"{N}", f"{10 * N}")}, tensors)]
+    for name in list(tensors)[:6]:
+        bit = tensors[name].clone()
+        bit.view(torch.uint8).view(-1)[-1] ^= 1
+        changes += [(header, tensors | {name: bit}), (header, tensors | {name: tensors[name].flatten()[:-1].clone()})]
+    for described, changed in changes:
+        save_file(changed, path, described)
+        with pytest.raises(ValueError, match="c: damaged: it does not hold what was written"):
+            skimkv.Cache.load(path, model)
 
 
 def test_a_write_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch):

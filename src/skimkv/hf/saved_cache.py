@@ -2,7 +2,8 @@
 
 A file is of safetensors. Its header names what the cache belongs to: the model, with the numbers of its weights, the
 method, the type of the numbers, and the versions of this package and of transformers. Where anything differs, the file
-is refused by name. It is written beside its place and then moved there, so that half a file never loads.
+is refused by name. It is written beside its place and then moved there, so that half a file never loads, and it has a
+digest of all that it holds, so that a damaged file does not load either.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..stores.slots import Slots
 from . import fingerprint
 from .layer import Layer
 
-FORMAT = "1"
+FORMAT = "2"
 # Of a layer of ours: its store is saved by itself; the others belong to the cache, or to one call of the model.
 OF_THE_CACHE = frozenset(
     ("method", "workspace", "window", "rotation", "given", "softmax", "snapshot", "log", "prompt", "pending", "_store")
@@ -52,14 +53,14 @@ def save(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None)
             layers.append({"own": own, "shape": shape, "store": fields})
         else:
             layers.append({"own": pack_fields(layer, tensors)})
+    tensors, described = [tensor.contiguous().clone() for tensor in tensors], json.dumps(layers)
     header = {
         **_belongs_to(cache, model), "tokens": _digest(tokens), "count": str(cache.get_seq_length()),
-        "max_tokens": json.dumps(cache.max_tokens),
-        "layers": json.dumps(layers),
+        "max_tokens": json.dumps(cache.max_tokens), "layers": described, "contents": _contents(described, tensors),
     }  # fmt: skip
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        save_file({str(i): tensor.contiguous().clone() for i, tensor in enumerate(tensors)}, new, header)
+        save_file({str(i): tensor for i, tensor in enumerate(tensors)}, new, header)
         with open(new, "rb") as file:
             os.fsync(file.fileno())
         new.replace(path)
@@ -81,6 +82,8 @@ def load(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None)
             tensors = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a saved cache: {error}") from None
+    if header["contents"] != _contents(header["layers"], tensors):
+        raise ValueError(f"{path}: damaged: it does not hold what was written to it; read the prompt again")
     cache.make_layers(model, json.loads(header["max_tokens"]))
     saved = json.loads(header["layers"])
     if len(saved) != len(cache.layers):
@@ -124,6 +127,14 @@ def _belongs_to(cache: Any, model: Any) -> dict[str, str]:
         "method": repr(cache.method), "dtype": str(model.dtype), "model": type(model).__name__,
         "weights": fingerprint.of_numbers(model),
     }  # fmt: skip
+
+
+def _contents(layers: str, tensors: Sequence[Tensor]) -> str:
+    """The digest of what a file says of its layers, and of the bytes of their tensors."""
+    digest = hashlib.sha256(layers.encode())
+    for tensor in tensors:
+        digest.update(tensor.flatten().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()[:32]
 
 
 def _digest(tokens: Sequence[int] | None) -> str:
