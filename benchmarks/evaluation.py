@@ -78,6 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--tasks", nargs="*", default=TASKS, help="the tasks, of which {0} becomes the length; none: divergences only"
     )
+    parser.add_argument("--without", nargs="*", default=[], metavar="TEXT", help="leave out settings with this text")
     parser.add_argument("--batch", type=int, default=8, help="sequences that are decoded together")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--dtype", default="float32", help="of weights and cache; a share means other settings in each")
@@ -154,7 +155,9 @@ def run(arguments: argparse.Namespace) -> Results:
     model, tokenizer = skimkv.load(arguments.model, dtype=arguments.dtype)
     setup = Setup(model, tokenizer, arguments.model)
     document = first_document(setup, arguments)
-    settings = _kept(out / "settings.json", lambda: solve_settings(setup, document))
+    solved = _kept(out / "settings.json", lambda: solve_settings(setup, document))
+    left_out = tuple(arguments.without)
+    settings = {spec: share for spec, share in solved.items() if not any(text in spec for text in left_out)}
     results, methods = str(out / "results.jsonl"), [part for spec in settings for part in ("--method", spec)]
     options = ["--model", arguments.model, "--dtype", arguments.dtype, "--out", results, *methods]
     options += ["--batch", str(arguments.batch)]
