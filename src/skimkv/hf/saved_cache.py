@@ -133,7 +133,7 @@ def _contents(layers: str, tensors: Sequence[Tensor]) -> str:
     """The digest of what a file says of its layers, and of the bytes of their tensors."""
     digest = hashlib.sha256(layers.encode())
     for tensor in tensors:
-        digest.update(tensor.flatten().view(torch.uint8).cpu().numpy())
+        digest.update(tensor.flatten().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:32]
 
 
