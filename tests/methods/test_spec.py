@@ -278,6 +278,8 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("SubGenStream(delta=1e999, t=1, s=1)", "delta"),
         ("SubGenStream(delta=1, t=1, s=1, seed=0.5)", "seed"),
         ("Skim(r=0)", "r = 0"),
+        ("SANTA(s=0)", "s = 0"),
+        ("SANTA(s=4, draws='random')", "draws = 'random' must be one of stratified, systematic, independent"),
         ("TopP(p=0)", "p = 0 must be a share of the weights, above 0 and at most 1"),
         ("TopP(p=1.5)", "p = 1.5"),
         ("TopP(p=True)", "p = True"),

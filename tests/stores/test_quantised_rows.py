@@ -159,7 +159,7 @@ def test_history_is_decoded_in_the_type_of_the_cache(kv):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_spec_says_it_last(name):
     special = {"SubGenStream": "delta=1, t=1, s=1", "SparQ": "r=2, k=4", "LowRank": "r=2, k=4", "Dense": ""}
-    required = {**special, "Quest": "page=4, k=32", "TopP": "p=0.5"}.get(name, "k=32")
+    required = {**special, "Quest": "page=4, k=32", "TopP": "p=0.5", "SANTA": "s=32"}.get(name, "k=32")
     if name == "SubGenStream":
         with pytest.raises(ValueError, match=r"samples.*'int4' must be None"):
             parse(f"{name}({required}, kv='int4')")

@@ -17,7 +17,7 @@ SMALL = [
     "H2O(k=0.2, pattern='fixed')", "H2O(k=24, pattern='top')", "Quest(page=8, k=24)", "Quest(page=5, k=9)",
     "SnapKV(k=24)", "SnapKV(k=0.2, window=4, pool=3)", "StreamingLLM(k=20)", "StreamingLLM(k=0.2)", "TOVA(k=24)",
     "TOVA(k=0.2)", "TopK(k=12, mean_value=True)", "SubGen(k=10, recent=8)", "SubGenStream(delta=2.0, t=3, s=8)",
-    "TopP(p=0.6)",
+    "TopP(p=0.6)", "SANTA(s=12)", "SANTA(s=12, draws='systematic')",
 ]  # fmt: skip
 QUANTISED = [
     "Dense(kv='int4')", "Dense(kv='int8')", "SparQ(r=4, k=16, kv='int4')",
@@ -28,7 +28,7 @@ QUANTISED = [
     "Strided(k=20, kv='int4')", "Fixed(k=20, c=2, kv='int8')", "H2O(k=24, kv='int4')", "H2O(k=24, kv='int8')",
     "H2O(k=0.2, kv='int4')", "Quest(page=8, k=24, kv='int4')", "SnapKV(k=24, kv='int8')",
     "StreamingLLM(k=20, kv='int8')", "TOVA(k=24, kv='int4')", "SubGen(k=10, recent=8, kv='int4')",
-    "TopP(p=0.7, kv='int8')",
+    "TopP(p=0.7, kv='int8')", "SANTA(s=12, kv='int4')",
 ]  # fmt: skip
 SMALL += QUANTISED
 FULL = [
@@ -42,7 +42,7 @@ FULL = [
     "TopK(k=5000, oracle=True, kv='int4')", "LowRank(r=4, k=5000, kv='int8')", "LMInfinite(k=5000, kv='int4')",
     "Strided(k=5000, kv='int8')", "Fixed(k=5000, kv='int4')", "H2O(k=5000, kv='int4')",
     "Quest(page=16, k=5000, kv='int8')", "SnapKV(k=5000, kv='int4')", "SubGen(k=4000, recent=1000, kv='int8')",
-    "TopP(p=1)",
+    "TopP(p=1)", "SANTA(s=5000)",
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,6 +11,7 @@ from .h2o import H2O
 from .lm_infinite import LMInfinite
 from .lowrank import LowRank
 from .quest import Quest
+from .santa import SANTA
 from .skim import Skim
 from .snapkv import SnapKV
 from .sparq import SparQ
@@ -24,13 +25,13 @@ from .tova import TOVA
 METHODS: dict[str, type[Method]] = {
     method.__name__: method
     for method in (
-        Dense, SparQ, Skim, Quest, TopP, TopK, LowRank, LMInfinite, StreamingLLM, Strided, Fixed, H2O, SnapKV, TOVA,
-        SubGen, SubGenStream,
+        Dense, SparQ, Skim, Quest, TopP, TopK, SANTA, LowRank, LMInfinite, StreamingLLM, Strided, Fixed, H2O, SnapKV,
+        TOVA, SubGen, SubGenStream,
     )
 }  # fmt: skip
 
 __all__ = [
-    "H2O", "METHODS", "TOVA", "Dense", "Fixed", "LMInfinite", "LowRank", "Quest", "Skim", "SnapKV", "SparQ",
+    "H2O", "METHODS", "SANTA", "TOVA", "Dense", "Fixed", "LMInfinite", "LowRank", "Quest", "Skim", "SnapKV", "SparQ",
     "StreamingLLM", "Strided", "SubGen", "SubGenStream", "TopK", "TopP", "bind_spec",
     "load_announced_methods", "parse", "register",
 ]  # fmt: skip
