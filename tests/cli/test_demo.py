@@ -48,7 +48,9 @@ def test_a_small_demo_of_a_text(
     assert len({row["method"].split("(")[0] for row in others}) >= len(METHODS) - 3
     for row in others:
         assert row["kl"] > 0 and 0 <= row["agrees"] <= 1 and row["ms_per_token"] > 0
-        assert 0 < row["share_of_dense"] < 0.3 and 0 < row["bytes_per_step"] < 0.3 * dense["bytes_per_step"]
+        assert 0 < row["share_of_dense"] < 0.3 and row["bytes_per_step"] > 0
+        if not row["method"].startswith(("TopP", "VAttention")):  # of these one step may read more than the mean does
+            assert row["bytes_per_step"] < 0.3 * dense["bytes_per_step"]
 
 
 def test_which_model_is_taken(

@@ -25,7 +25,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {method["store"] for method in facts["methods"]} == {"Full", "Slots", "Clusters"}
     kernels = {method["name"]: method["kernels"] for method in facts["methods"]}
     without = {name: of for name, of in kernels.items() if of != ["cpu", "gpu"]}
-    on_a_cpu_only, reference = ("Skim", "Quest", "TOVA"), ("SubGenStream", "TopP", "SANTA")
+    on_a_cpu_only, reference = ("Skim", "Quest", "TOVA"), ("SubGenStream", "TopP", "SANTA", "VAttention", "RocketKV")
     assert without == {name: ["cpu"] for name in on_a_cpu_only} | {name: [] for name in reference}
     assert facts["backends"]["cpu"]["backend"] in ("ref", "cpu")
 

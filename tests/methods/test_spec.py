@@ -18,6 +18,7 @@ from skimkv.methods import (
     LMInfinite,
     LowRank,
     Quest,
+    RocketKV,
     Skim,
     SnapKV,
     SparQ,
@@ -25,6 +26,7 @@ from skimkv.methods import (
     SubGen,
     SubGenStream,
     TopK,
+    VAttention,
     parse,
 )
 from skimkv.spec import ELSEWHERE, check_method
@@ -280,6 +282,13 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("Skim(r=0)", "r = 0"),
         ("SANTA(s=0)", "s = 0"),
         ("SANTA(s=4, draws='random')", "draws = 'random' must be one of stratified, systematic, independent"),
+        ("VAttention(epsilon=0)", "epsilon = 0 must be a number above 0$"),
+        ("VAttention(delta=1.0)", "delta = 1.0 must be a number above 0 and below 1$"),
+        ("VAttention(base=1)", "base = 1 must be an integer of at least 2"),
+        ("VAttention(verified='all')", "verified = 'all' must be one of denominator, output"),
+        ("RocketKV(k=8, top=3)", "top = 3 must be an integer of at least 4"),
+        ("RocketKV(k=8, page=0)", "page = 0"),
+        ("RocketKV(k=8, r=0)", "r = 0"),
         ("TopP(p=0)", "p = 0 must be a share of the weights, above 0 and at most 1"),
         ("TopP(p=1.5)", "p = 1.5"),
         ("TopP(p=True)", "p = True"),
@@ -299,7 +308,9 @@ def test_bounds_are_named(spec, says):
     assert one_line(error)
 
 
-@pytest.mark.parametrize("method", [SparQ(9, 4), LowRank(9, 4), Skim(r=9), SparQ(2**31 - 1, 4)])
+@pytest.mark.parametrize(
+    "method", [SparQ(9, 4), LowRank(9, 4), Skim(r=9), VAttention(r=9), RocketKV(8, r=9), SparQ(2**31 - 1, 4)]
+)
 def test_r_is_at_most_the_head_size(method):
     with pytest.raises(ValueError, match=r"r = \d+ must be at most 8"):
         method.store(Shape(1, 1, 1, 8), torch.float32)

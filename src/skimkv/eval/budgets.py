@@ -23,7 +23,7 @@ PAGE = 16  # tokens in a page, the Quest paper's; larger pages where the bounds 
 LEAST_TOKENS = 20  # fewer are no setting that anyone would use
 SLACK = 1.05  # a method whose least useful setting reads this much over the share still counts as matched
 MEASURED_STEPS = 8  # after the prompt, over which the bytes of a method are averaged that depend on the data
-MOST_SIXTEENTHS = 160  # of a power of two: the smallest share of the weights that a method with p leaves out is 2**-10
+MOST_SIXTEENTHS = 160  # of a power of two: with p the smallest share of the weights that is left out is 2**-10
 GRID = 1.02  # the ratio of neighbouring settings that are tried where bytes are measured
 
 MeanShare = Callable[[Method], float]  # the share of dense's bytes that a method's steps read on average
@@ -62,15 +62,16 @@ def at_share(
     The required fields decide what is solved: with r, k is 128 (the SparQ paper's), or as many rows as half of the
     bytes if these are fewer, and r is solved; k and recent share the tokens 3 to 1; without a required field k is
     solved; with page, pages have 16 tokens, or the fewest with which their bounds take at most half of the bytes, and
-    k is solved; with p, which need not be required, 1 - p is solved, in sixteenths of a power of two; with delta, half
-    of the bytes go to samples of values (s) and half to clusters, t = 2, which are counted on the keys. None where the
+    k is solved; with top, it is a quarter of k, which is solved; with p, 1 - p is solved, in sixteenths of a power of
+    two, and so is epsilon, with k and base a quarter of the share each; with delta as a required field, half of the
+    bytes go to samples of values (s) and half to clusters, t = 2, which are counted on the keys. None where the
     share is out of reach.
     """
     required = {f.name for f in dataclasses.fields(method) if f.default is dataclasses.MISSING}
     names = {f.name for f in dataclasses.fields(method)}
     build: Callable[..., Method] = method
     n, shape, dtype = max(dense[0].lengths), dense[0].shape, dense[0].dtype
-    if not required and not {"k", "p"} & names:
+    if not required and not {"k", "p", "epsilon"} & names:
         return method() if share >= 1 else None
     if "delta" in required:
         return _clustered(method, share, dense)
@@ -83,6 +84,11 @@ def at_share(
             return build(page=page, k=x - x % page)
         if "p" in names:
             return build(p=round(1 - 2 ** (-x / 16), 5))
+        if "epsilon" in names:
+            rows = max(2, min(64, int(n * share / 4)))
+            return build(epsilon=float(f"{4 * 2 ** (-x / 16):.3g}"), k=rows, base=rows)
+        if "top" in names:
+            return build(k=x, top=max(4, x // 4))
         if "r" in required:
             return build(r=x, k=max(1, min(128, int(n * share / 2))))
         if "recent" in names:
@@ -91,7 +97,7 @@ def at_share(
 
     low, high = (1, shape.D) if "r" in required else (min(LEAST_TOKENS, n), n)
     low = page if "page" in required else low
-    low, high = (1, MOST_SIXTEENTHS) if "p" in names else (low, high)
+    low, high = (1, MOST_SIXTEENTHS) if {"p", "epsilon"} & names else (low, high)
     settings: Sequence[int] = range(low, high + 1)
     dense_bytes = step_traffic(Dense(), dense).bytes
 
@@ -102,7 +108,7 @@ def at_share(
     share_of: MeanShare = closed_form
     if mean_share is not None and make(low).store(shape, dtype).traffic_depends_on_data:
         share_of = mean_share
-        settings = settings if "p" in names else _grid(low, high)
+        settings = settings if {"p", "epsilon"} & names else _grid(low, high)
     for most in (share, share * SLACK):
         if share_of(make(low)) <= most:
             return make(settings[_largest(len(settings) - 1, lambda i: share_of(make(settings[i])) <= most)])  # noqa: B023

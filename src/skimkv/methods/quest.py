@@ -56,7 +56,7 @@ class Quest(Method[Full]):
         logits = apply_softcap(bound * softmax["scale"], softmax.get("softcap"))
         weights = softmax_with_sinks(logits.masked_fill(~closed[:, :, None], -torch.inf), softmax.get("sinks"))
         # stage 2: attention to the tokens of the chosen pages
-        index, valid = self._rows(weights.sum(2), closed, store.lengths)
+        index, valid = page_rows(weights.sum(2), closed, store.lengths, self.page, self.k // self.page - 1)
         y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
         is_nan = (bound.isnan() & closed[:, :, None]).any(-1, keepdim=True)
         return y.masked_fill(is_nan, torch.nan).to(q.dtype)
@@ -64,20 +64,6 @@ class Quest(Method[Full]):
     def kernel(self, store: Full) -> KernelStep:
         """The kernel of the same step."""
         return KernelStep("quest", k=self.k // self.page - 1)
-
-    def _rows(self, score: Tensor, closed: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """The tokens of the open page, the current one among them, and of the best other pages.
-
-        score (B,H,P), closed (B,1,P) -> index (B,H,m) and valid (B,H,m), which is False beyond a row's tokens.
-        """
-        n = torch.tensor(lengths, device=score.device)[:, None, None]
-        pages = score.masked_fill(~closed, -torch.inf).topk(min(self.k // self.page - 1, score.shape[-1]), -1).indices
-        is_page = closed.expand_as(score).gather(-1, pages)
-        opened = ((n - 1) // self.page).expand(*score.shape[:2], 1)
-        pages, is_page = torch.cat([pages, opened], -1), torch.cat([is_page, torch.ones_like(opened).bool()], -1)
-        index = (pages[..., None] * self.page + torch.arange(self.page, device=score.device)).flatten(2)
-        valid = is_page.repeat_interleave(self.page, -1) & (index < n)
-        return index.clamp(max=max(lengths) - 1), valid
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2D elements of every closed page, the rows of the pages that are read, and the bounds that an append
@@ -92,3 +78,18 @@ class Quest(Method[Full]):
         """The bytes of K and V, and of the bounds of all pages."""
         rows = self.row_format(shape.D).nbytes(2 * n, dtype)
         return shape.B * shape.H * (rows + PageBounds.nbytes(n, self.page, shape.D, dtype))
+
+
+def page_rows(score: Tensor, closed: Tensor, lengths: list[int], page: int, best: int) -> tuple[Tensor, Tensor]:
+    """The tokens of the open page, the current one among them, and of the `best` other pages with the largest scores.
+
+    score (B,H,P), closed (B,1,P) -> index (B,H,m) and valid (B,H,m), which is False beyond a row's tokens.
+    """
+    n = torch.tensor(lengths, device=score.device)[:, None, None]
+    pages = score.masked_fill(~closed, -torch.inf).topk(min(best, score.shape[-1]), -1).indices
+    is_page = closed.expand_as(score).gather(-1, pages)
+    opened = ((n - 1) // page).expand(*score.shape[:2], 1)
+    pages, is_page = torch.cat([pages, opened], -1), torch.cat([is_page, torch.ones_like(opened).bool()], -1)
+    index = (pages[..., None] * page + torch.arange(page, device=score.device)).flatten(2)
+    valid = is_page.repeat_interleave(page, -1) & (index < n)
+    return index.clamp(max=max(lengths) - 1), valid

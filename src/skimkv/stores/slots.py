@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import Shape, Store, compute_dtype
 from .memory import empty
+from .pages import PageBounds
 from .rotation import KeyRotation
 from .text_positions import TextPositions
 
@@ -29,6 +30,7 @@ class Slots(Store):
     method says which slot a token takes (`put`).
     grows: the store has no budget. A method may drop tokens of a prompt (`replace`), and every token after it takes a
     new slot; where the slots end, they are copied into more memory, by a quarter more.
+    page: a store that grows keeps the bounds of the keys of every `page` slots in a row (see PageBounds).
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class Slots(Store):
         moves_fixed: bool = False,
         grows: bool = False,
         budget_of: Callable[[int], int] | None = None,
+        page: int | None = None,
     ) -> None:
         super().__init__(shape, dtype, device, kv)
         self.budget_of = budget_of
         self.capacity, self.fixed, self.order, self.grows = capacity, fixed, order, grows
+        assert grows or page is None
+        self.pages = None if page is None else PageBounds(page, shape, dtype, self.device)
         self.rotation: KeyRotation | None = None
         self.filled, self.budget = [0] * shape.B, [capacity] * shape.B
         width, stored = self.row_format.width, self.row_format.storage_dtype(dtype)
@@ -158,8 +163,15 @@ class Slots(Store):
         for i, b in enumerate(range(rows.start, rows.stop)):
             at = slice(self.filled[b], self.filled[b] + n)
             self.k[b, :, at], self.v[b, :, at] = (self.row_format.encode(x[i]) for x in (k, v))
+            if self.pages is not None:
+                numbers = self.pages.append(slice(b, b + 1), at.start, self._keys(b, at))
+                self.count(numbers, self.dtype.itemsize)
             self.filled[b] += n
         self.count_rows(2 * k.shape[0] * k.shape[1] * n)
+
+    def _keys(self, b: int, slots: slice) -> Tensor:
+        """The keys in these slots of row b as a step reads them, in the type of the cache: (1,H,m,D)."""
+        return self.row_format.decode(self.k[b : b + 1, :, slots], self.dtype)
 
     def _keep_fixed(self, rows: slice, slots: range) -> None:
         """Keep the keys that were just put into these of the fixed slots as they are."""
@@ -205,6 +217,9 @@ class Slots(Store):
         """Take the store's numbers back to a mark."""
         lengths, filled = mark
         self.lengths, self.filled = list(lengths), list(filled)
+        if self.pages is not None:
+            for b, n in enumerate(self.filled):
+                self.pages.reopen(slice(b, b + 1), n, self._keys(b, slice(n // self.pages.page * self.pages.page, n)))
 
     @property
     def traffic_depends_on_data(self) -> bool:
@@ -234,6 +249,8 @@ class Slots(Store):
             (t for t in (self.k, self.v, self.score, self.pos) if t is not None), candidates, strict=True
         ):
             tensor[b, :, :c] = pool[heads, index]
+        if self.pages is not None:
+            self.pages.append(slice(b, b + 1), 0, self._keys(b, slice(0, c)))
         self.filled[b], self.lengths[b] = c, seen
 
     def add_scores(self, weights: Tensor) -> None:
@@ -284,6 +301,33 @@ class Slots(Store):
         k, v = (self.row_format.decode(t[:, :, :c], to).masked_fill(unused, 0) for t in (self.k, self.v))
         return k, v
 
+    def read_chosen(self, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Read K and V of chosen slots: index (B,H,m), valid (B,H,m) bool says which count -> (B,H,m,D) twice.
+
+        The row of the last token is never counted.
+        """
+        last = torch.tensor(self.filled, device=self.device)[:, None, None] - 1
+        self.count_rows(2 * int((valid & (index != last)).sum()))
+        at, to = index[..., None].expand(-1, -1, -1, self.k.shape[-1]), compute_dtype(self.dtype)
+        k, v = (self.row_format.decode(t.gather(2, at), to).masked_fill(~valid[..., None], 0) for t in (self.k, self.v))
+        return k, v
+
+    def read_page_extremes(self, channels: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Read one bound of each page before the last token's: channels, largest (B,H,r) -> (B,H,r,P), closed (B,1,P).
+
+        It is the largest key of the page in that channel, or the smallest where `largest` is False. closed is False
+        where a row has fewer such pages; the bounds are zero there.
+        """
+        assert self.pages is not None
+        counts = [(c - 1) // self.pages.page for c in self.filled]
+        closed = torch.arange(max(counts), device=self.device) < torch.tensor(counts, device=self.device)[:, None, None]
+        self.count(sum(counts) * self.shape.H * channels.shape[-1], self.dtype.itemsize)
+        bounds = self.pages.first(max(counts)).to(compute_dtype(self.dtype))  # (B,H,2,P,D)
+        at = channels[:, :, None].expand(-1, -1, max(counts), -1)
+        low, high = (bounds[:, :, i].gather(-1, at) for i in (0, 1))
+        chosen = torch.where(largest[:, :, None], high, low).masked_fill(~closed[..., None], 0)
+        return chosen.transpose(-1, -2), closed
+
     def as_stored(self, x: Tensor) -> Tensor:
         """A row as a later step will read it: x (...,D), rounded as the form of rows rounds it."""
         return self.row_format.decode(self.row_format.encode(x), compute_dtype(self.dtype))
@@ -297,10 +341,14 @@ class Slots(Store):
 
     @property
     def nbytes(self) -> int:
-        """Live bytes: rows of K and V in use, with their scores and positions, and keys that are kept as they came."""
+        """Live bytes: rows of K and V in use, scores and positions, keys that are kept as they came, and bounds."""
         row = self.row_format.nbytes(2, self.dtype) + (0 if self.score is None else 8)
         fixed = 0 if self.fixed_k is None else sum(min(n, self.fixed) for n in self.filled)
-        return self.shape.H * (sum(self.filled) * row + self.row_format.nbytes(fixed, self.dtype))
+        total = self.shape.H * (sum(self.filled) * row + self.row_format.nbytes(fixed, self.dtype))
+        if self.pages is not None:
+            pages = (PageBounds.nbytes(n, self.pages.page, self.shape.D, self.dtype) for n in self.filled)
+            total += self.shape.H * sum(pages)
+        return total
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
