@@ -7,6 +7,7 @@
 #include "products.h"
 #include "scratch_memory.h"
 #include "skimkv.h"
+#include "steps.h"
 #include "threads.h"
 
 namespace {
@@ -68,13 +69,13 @@ const char *layers_error(const skimkv_layers *op, const void *x, const void *cos
     return norm_error(op->norm, dtype);
 }
 
-// Whether a step of attention is that of n tokens as the layer gives them.
-const char *step_error(const skimkv_op *step, const skimkv_layer &layer, int64_t n) {
+// Whether a step of attention is one of tokens as the layer gives them.
+const char *step_error(const skimkv_op *step, const skimkv_layer &layer) {
     if (const char *error = skimkv_check(step)) return error;
     const skimkv_cache *c = step->cache;
     const Sizes q = sizes_of(layer.q);
     const int64_t keys = sizes_of(layer.k).out, D = layer.D, GD = c->G * D;
-    if (c->B != n || c->D != D || c->H * D != keys || c->H * GD != q.out) return "a cache does not fit its layer";
+    if (c->D != D || c->H * D != keys || c->H * GD != q.out) return "a cache does not fit its layer";
     if (step->dtype != q.dtype || c->dtype != q.dtype) return "a cache is not of its layer's dtype";
     if (step->q_b != q.out || step->q_h != GD || step->q_g != D || step->y_b != q.out || step->y_h != GD ||
         step->y_g != D || step->n_b != keys || step->n_h != D)
@@ -148,6 +149,26 @@ struct Run {
     }
 };
 
+// Gives the steps of a layer, which follow one another, their places in the states of n tokens. Returns NULL, or why
+// they do not fit.
+const char *place_steps(skimkv_op *const *steps, int64_t parts, const skimkv_layer &layer, const States &states,
+                        int64_t n) {
+    const Sizes q = sizes_of(layer.q);
+    const int64_t size = value_bytes(q.dtype), queries = q.out * size, keys = sizes_of(layer.k).out * size;
+    int64_t row = 0;
+    for (int64_t j = 0; j < parts; j++) {
+        skimkv_op *step = steps[j];
+        if (!step) return "a step is NULL, and there is no function that attends, or others of its layer are not";
+        if (parts > 1 && step->paged) return "a step of several must not be in blocks";
+        step->q = states.queries + row * queries, step->y = states.attended + row * queries;
+        step->k_new = states.keys + row * keys, step->v_new = states.values + row * keys;
+        if (const char *error = step_error(step, layer)) return error;
+        row += step->cache->B;
+        if (row > n) break;
+    }
+    return row == n ? nullptr : "a cache does not fit its layer";
+}
+
 // Queries, keys and values of the tokens x, normalised and rotated.
 void project(const Run &run, const skimkv_layer &layer, const void *x, const void *cos, const void *sin,
              const States &states) {
@@ -187,27 +208,32 @@ extern "C" {
 const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend, void *context,
                               const void *x, const void *cos, const void *sin, void *y, int64_t n, int threads,
                               skimkv_parallel parallel) {
+    return skimkv_layers_run_parts(op, steps, 1, attend, context, x, cos, sin, y, n, threads, parallel);
+}
+
+const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *steps, int64_t parts,
+                                    skimkv_attend attend, void *context, const void *x, const void *cos,
+                                    const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel) {
     if (const char *error = layers_error(op, x, cos, sin, y, n)) return error;
+    if (parts < 1 || parts > n) return "parts must be from 1 to n";
     const Run run{selected_kernels(), n, threads, parallel};
     if (!run.kernels) return NO_KERNELS;
     const States states = states_of(op, n);
     if (!states.queries) return NO_MEMORY;
     for (int64_t i = 0; steps && i < op->count; i++) {
-        if (!steps[i] && attend) continue;
-        if (!steps[i]) return "a step is NULL, and there is no function that attends";
-        steps[i]->q = states.queries, steps[i]->y = states.attended;
-        steps[i]->k_new = states.keys, steps[i]->v_new = states.values;
-        if (const char *error = step_error(steps[i], op->layers[i], n)) return error;
+        skimkv_op *const *own = steps + i * parts;
+        bool attends = false;
+        for (int64_t j = 0; j < parts; j++) attends |= own[j] != nullptr;
+        if (!attends && attend) continue;
+        if (const char *error = place_steps(own, parts, op->layers[i], states, n)) return error;
     }
     const Sizes first = sizes_of(op->layers->q);
     const void *now = x;
     for (int64_t i = 0; i < op->count; i++) {
         const skimkv_layer &layer = op->layers[i];
         project(run, layer, now, cos, sin, states);
-        if (steps && steps[i]) {
-            const char *error =
-                skimkv_step(steps[i], states.queries, states.attended, states.keys, states.values, threads, parallel);
-            if (error) return error;
+        if (steps && steps[i * parts]) {
+            if (const char *error = skimkv::run_steps(steps + i * parts, parts, threads, parallel)) return error;
         } else if (steps) {
             if (attend(context, i, states.queries, states.keys, states.values, states.attended))
                 return "attention of a layer failed";

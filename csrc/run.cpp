@@ -1,10 +1,12 @@
 // Runs attention and its like with the kernels of the instruction set in use, spread over the threads of the caller.
+#include <atomic>
 #include <cstring>
 
 #include "element_types.h"
 #include "kernel_table.h"
 #include "scratch_memory.h"
 #include "skimkv.h"
+#include "steps.h"
 #include "threads.h"
 
 namespace {
@@ -18,8 +20,38 @@ using skimkv::usable_threads;
 thread_local skimkv::ScratchMemory scratch;
 
 constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
+constexpr char NO_MEMORY[] = "no memory for the kernels' scratch space";
+
+// Scratch memory of the calling thread for a step on so many threads; NULL if there is none. If fewer threads than
+// asked for took part in the last step, its counters are not zero: they are cleared every time.
+void *work_of(const Kernels *kernels, const skimkv_op *op, int threads) {
+    void *work = scratch.get(kernels->attention_scratch_bytes(op, threads));
+    if (work) std::memset(work, 0, 64 + sizeof(int) * (size_t)op->cache->B * (size_t)op->cache->H);
+    return work;
+}
 
 }  // namespace
+
+const char *skimkv::run_steps(skimkv_op *const *steps, int64_t count, int threads, skimkv_parallel parallel) {
+    // Where every thread has steps of its own, none waits for another.
+    if (count == 1 || count < usable_threads(threads, parallel)) {
+        for (int64_t i = 0; i < count; i++) {
+            skimkv_op *op = steps[i];
+            if (const char *error = skimkv_step(op, op->q, op->y, op->k_new, op->v_new, threads, parallel))
+                return error;
+        }
+        return nullptr;
+    }
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return NO_KERNELS;
+    std::atomic<bool> has_memory{true};
+    for_each_task(count, threads, parallel, [&](int64_t i, int) {
+        void *work = work_of(kernels, steps[i], 1);
+        if (work) kernels->attention(steps[i], work, 0, 1);
+        else has_memory = false;
+    });
+    return has_memory ? nullptr : NO_MEMORY;
+}
 
 extern "C" {
 
@@ -36,10 +68,8 @@ int skimkv_run(const skimkv_op *op, int threads, skimkv_parallel parallel) {
     const Kernels *kernels = selected_kernels();
     if (!kernels) return -1;
     threads = usable_threads(threads, parallel);
-    void *work = scratch.get(kernels->attention_scratch_bytes(op, threads));
+    void *work = work_of(kernels, op, threads);
     if (!work) return -1;
-    // If fewer threads than asked for took part in the last step, its counters are not zero: clear them every time.
-    std::memset(work, 0, 64 + sizeof(int) * (size_t)op->cache->B * (size_t)op->cache->H);
     skimkv::on_every_thread(threads, parallel, [&](int thread) { kernels->attention(op, work, thread, threads); });
     return 0;
 }
@@ -54,7 +84,7 @@ const char *skimkv_step(skimkv_op *op, const void *q, void *y, const void *k_new
     if (skimkv::is_misaligned(q, type) || skimkv::is_misaligned(y, type) || skimkv::is_misaligned(k_new, cache_type) ||
         skimkv::is_misaligned(v_new, cache_type))
         return "q, y, k or v is not aligned to its elements";
-    return skimkv_run(op, threads, parallel) ? "no memory for the kernels' scratch space" : nullptr;
+    return skimkv_run(op, threads, parallel) ? NO_MEMORY : nullptr;
 }
 
 int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel) {

@@ -10,7 +10,8 @@ import torch
 
 import skimkv
 from skimkv.eval.answer import Question, answer_questions
-from skimkv.eval.shared_prompt import JointLayer, RecordedLayer, copy_rows, forward, joint_cache, record_prompt
+from skimkv.eval.shared_prompt import RecordedLayer, copy_rows, forward, record_prompt
+from skimkv.hf.joint import JointLayer, joint_cache
 from support.tiny_models import family, prompt, tokenizer
 
 SPECS = [

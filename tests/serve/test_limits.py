@@ -159,6 +159,26 @@ def test_no_other_origin_unless_it_is_named(server: Running, shared: Running) ->
     assert plain.status == 415 and "application/json" in message_of(plain)
 
 
+def test_a_key_that_requests_must_have() -> None:
+    key = {"Authorization": "Bearer one-two-three"}
+    with running(*tiny(), "tiny", "Dense()", cors=[ORIGIN], api_key="one-two-three") as guarded:
+        body = {"prompt": "w3", "max_tokens": 1}
+        for path, sent in (("/v1/completions", body), ("/v1/models", None), ("/metrics", None), ("/skimkv", None)):
+            for wrong in ({}, {"Authorization": "Bearer one-two-thre"}, {"Authorization": "Basic one-two-three"}):
+                refused = guarded.send(path, sent, wrong)
+                assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
+                assert "Bearer KEY" in message_of(refused)
+            assert guarded.send(path, sent, key).status == 200
+        assert guarded.send("/health").status == 200
+        ask = {
+            "Origin": ORIGIN,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        asked = guarded.send("/v1/completions", None, ask, "OPTIONS")  # a browser asks so, without the key
+        assert asked.status == 200 and asked.headers["Access-Control-Allow-Origin"] == ORIGIN
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_while_it_is_busy(sent: signal.Signals) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from skimkv import serve
-from skimkv.serve.generation import Answer, Prompt
+from skimkv.serve.generation import Open, Prompt
 from support import tiny_models
 from support.serving import Running, running
 
@@ -69,6 +70,45 @@ def test_the_official_client(server: Running) -> None:
     assert totals["conversations"] == 2 and totals["conversation_bytes"] > 0
 
 
+def numbers(server: Running) -> dict[str, float]:
+    """What /metrics tells."""
+    answer = server.send("/metrics")
+    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name.removeprefix("skimkv_"): float(number) for name, number in lines}
+
+
+def test_metrics(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first request waits for its second token, the second one waits for its turn."""
+    before, begin, started, go_on = numbers(server), server.generator.begin, threading.Event(), threading.Event()
+
+    def begin_and_wait(prompt: Prompt, cancelled: threading.Event, take: Any) -> Open | None:
+        def wait(tokens: Any) -> bool:
+            started.set()
+            assert go_on.wait(60)
+            return bool(take(tokens))
+
+        return begin(prompt, cancelled, wait)
+
+    monkeypatch.setattr(server.generator, "begin", begin_and_wait)
+    with ThreadPoolExecutor(2) as threads:
+        body = {"prompt": words(40, seed=7), "max_tokens": 5}
+        asked = [threads.submit(server.request, "/v1/completions", body) for _ in range(2)]
+        assert started.wait(60)
+        while (during := numbers(server))["requests_waiting"] < 1:
+            time.sleep(0.01)
+        go_on.set()
+        assert [each.result()[0] for each in asked] == [200, 200]
+    assert (during["requests_running"], during["requests_parallel"], before["requests_running"]) == (1, 1, 0)
+    one_token = 2 * 2 * 2 * 16 * 4  # K and V of 2 layers, 2 heads of 16 float32 numbers
+    assert during["running_cache_bytes"] >= 40 * one_token
+    after = numbers(server)
+    assert after["requests_waiting"] == after["requests_running"] == after["running_cache_bytes"] == 0
+    grown = [after[f"{name}_total"] - before[f"{name}_total"] for name in ("requests", "prompt_tokens", "new_tokens")]
+    assert grown == [2, 80, 10] and after["reused_tokens_total"] - before["reused_tokens_total"] == 38
+    assert after["tokens_per_second"] >= 1 and after["conversations"] >= 1 and after["conversation_cache_bytes"] > 0
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"prompt": words(160)}, "the prompt has 160 tokens; prompt and answer together have at most 160"),
     "too long, streamed": ({"prompt": words(160), "stream": True}, "the prompt has 160 tokens"),
@@ -105,10 +145,10 @@ def test_a_model_without_a_chat_template(server: Running, monkeypatch: pytest.Mo
 def test_an_error_while_an_answer_is_generated(
     server: Running, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int
 ) -> None:
-    def fail(*args: Any) -> Answer:
+    def fail(*args: Any) -> Open:
         raise error('the "cache"\nis full')
 
-    monkeypatch.setattr(server.generator, "generate", fail)
+    monkeypatch.setattr(server.generator, "begin", fail)
     request = {"model": NAME, "prompt": words(40)}
     found, answer = server.request("/v1/completions", request)
     assert found == status and answer["error"]["message"] == 'the "cache" is full'
@@ -132,6 +172,7 @@ def test_only_this_folder_imports_the_server_of_the_library() -> None:
         "serve/__init__.py": {"starlette"},
         "serve/application.py": {"starlette"},
         "serve/connections.py": {"starlette", "uvicorn"},
+        "serve/guard.py": {"starlette"},
         "serve/pieces.py": {"transformers.cli"},
     }
 
@@ -168,18 +209,18 @@ def test_twenty_clients_wait_for_their_turns(server: Running) -> None:
 def test_a_client_that_leaves(server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """The client leaves while its answer is generated: generation waits until the server has noticed that."""
     started, totals = threading.Event(), server.generator.totals
-    generate, before = server.generator.generate, vars(totals).copy()
+    begin, before = server.generator.begin, vars(totals).copy()
 
-    def wait_for_the_end(prompt: Prompt, cancelled: threading.Event, take: Any) -> Answer:
+    def wait_for_the_end(prompt: Prompt, cancelled: threading.Event, take: Any) -> Open | None:
         def wait(tokens: Any) -> bool:
             """The second token comes only when the client has gone."""
             started.set()
             assert cancelled.wait(60)
             return bool(take(tokens))
 
-        return generate(prompt, cancelled, wait)
+        return begin(prompt, cancelled, wait)
 
-    monkeypatch.setattr(server.generator, "generate", wait_for_the_end)
+    monkeypatch.setattr(server.generator, "begin", wait_for_the_end)
     body = json.dumps({"model": NAME, "prompt": words(40), "max_tokens": 100, "stream": stream}).encode()
     with socket.create_connection((server.host, server.port)) as connection:
         lines = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"

@@ -42,6 +42,12 @@ def _origins(values: list[str] | None) -> list[str] | None:
     return values
 
 
+def _key(value: str | None) -> str | None:
+    if value is not None and re.fullmatch(r"[!-~]{8,}", value) is None:
+        raise ValueError(f"--api-key has {len(value)} characters; it must be 8 or more, printable ASCII without spaces")
+    return value
+
+
 def serve(
     model: Annotated[
         str,
@@ -59,13 +65,34 @@ def serve(
         str,
         typer.Option(
             rich_help_panel=SERVER_OPTIONS,
-            help="The address to listen at. 0.0.0.0 lets other machines in; there is no password.",
+            help="The address to listen at. 0.0.0.0 lets other machines in; give an --api-key then.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
         int,
         typer.Option(min=0, max=65535, rich_help_panel=SERVER_OPTIONS, help="The port; 0 takes a free one."),
     ] = 8000,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            min=1, rich_help_panel=SERVER_OPTIONS,
+            help="How many requests are answered together at most, each with a cache of its own. Others wait.",
+        ),
+    ] = 4,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", rich_help_panel=SERVER_OPTIONS, callback=_key, envvar="SKIMKV_API_KEY", show_envvar=True,
+            help="Refuse requests without 'Authorization: Bearer KEY', but for /health.",
+        ),
+    ] = None,
+    grace: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="SECONDS", rich_help_panel=SERVER_OPTIONS,
+            help="How long answers on their way may take to end after SIGTERM or Ctrl-C.",
+        ),
+    ] = 5,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -100,14 +127,13 @@ def serve(
         size_option("The largest memory that the kept conversations take together, such as 500M or 2G.", REUSE_OPTIONS),
     ] = "1G",
 ) -> None:  # fmt: skip
-    """Serve a model to OpenAI clients on this machine, one request at a time.
+    """Serve a model to OpenAI clients on this machine.
 
     Example:
 
         skimkv serve Qwen/Qwen3-0.6B --method "Skim(k=128)"
 
-    A method's cache decodes. Requests that come at the same time wait for one another. For many clients, use skimkv in
-    vLLM.
+    A method's cache decodes. Up to --parallel requests are answered together. For many clients, use skimkv in vLLM.
     """
     from ..hf.load import load
 
@@ -128,13 +154,14 @@ def serve(
 
     kept = Conversations(conversations, number_of_bytes("--conversation-memory", conversation_memory))
     generator = Generator(network, parsed, kept, max_tokens, log=lambda line: print(line, file=sys.stderr, flush=True))
-    app = server.build_application(generator, tokenizer, model, cors or (), largest)
+    app = server.build_application(generator, tokenizer, model, cors or (), largest, parallel, api_key)
     opened = server.listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     print(f"skimkv serves {model} with {parsed} at http://{shown}:{opened.getsockname()[1]}/v1", flush=True)
-    print("It answers one request at a time; others wait for their turn. Ctrl-C ends it.", flush=True)
-    if host not in LOCAL and not host.startswith("127."):
-        print(
-            "skimkv: warning: whoever can reach this address can use the model: there is no password", file=sys.stderr
-        )
-    server.run(app, opened)
+    if parallel > 1 and generator.alone:
+        print(f"skimkv: --parallel {parallel} has no effect with this model: {generator.alone}", file=sys.stderr)
+    how_many = "one request" if parallel == 1 or generator.alone else f"up to {parallel} requests"
+    print(f"It answers {how_many} at a time; others wait for their turn. Ctrl-C ends it.", flush=True)
+    if api_key is None and host not in LOCAL and not host.startswith("127."):
+        print("skimkv: warning: whoever can reach this address can use the model: give an --api-key", file=sys.stderr)
+    server.run(app, opened, grace)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..hf.cache import Cache
+from ..hf.joint import joint_cache
 from ..hf.states import keeps_states
-from .shared_prompt import forward, joint_cache
+from .shared_prompt import forward
 from .traffic import Cost, RowCosts, depends_on_data
 
 BLOCK = 64  # tokens that are fed at once: the logits of all of them are in memory

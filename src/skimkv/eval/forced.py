@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..hf.cache import Cache
+from ..hf.joint import joint_cache
 from ..hf.layer import Layer
 from ..hf.states import keeps_states
 from ..methods import Dense
 from .generate import encode
-from .shared_prompt import RecordedPrompt, forward, joint_cache
+from .shared_prompt import RecordedPrompt, forward
 from .tasks import Example
 from .traffic import Cost, RowCosts, depends_on_data
 

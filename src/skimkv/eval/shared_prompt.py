@@ -1,7 +1,7 @@
 """One dense prompt for every method: the model reads it once, and each method takes from it what it keeps.
 
 This is exact because the prompt's attention is dense for all methods: `Method.prefill` is causal attention, then
-`Method.take`. Caches of several methods can also decode in one batch, so that the model's weights are read once.
+`Method.take`. Caches of several methods can also decode in one batch: hf/joint.py.
 """
 
 from __future__ import annotations
@@ -153,81 +153,8 @@ def copy_rows(cache: Cache, rows: Sequence[int]) -> Cache:
     return _with_layers(cache, layers)
 
 
-class JointLayer(AttentionLayer):  # type: ignore[no-untyped-call]
-    """The same layer of several caches as one layer: their rows follow one another in the batch.
-
-    Every part decodes its own rows, with its own method and store.
-    """
-
-    def __init__(self, parts: Sequence[Layer]) -> None:
-        self.parts: list[Layer] = []
-        super().__init__()
-        self.parts, self.seen, self.window = list(parts), parts[0].seen, parts[0].window
-
-    def reset(self) -> None:
-        """Forget all tokens, in every part."""
-        super().reset()
-        for part in self.parts:
-            part.reset()
-
-    @property
-    def cached_tokens(self) -> list[int] | None:
-        """How many tokens each row holds, padding not included, part after part."""
-        return [n for part in self.parts for n in part.cached_tokens or ()]
-
-    def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
-    ) -> Tensor:
-        """Let every part attend with its rows of the block. Shapes as in AttentionLayer.attend_block."""
-        y, start = [], 0
-        for part in self.parts:
-            rows = slice(start, start + len(part.cached_tokens or ()))
-            own_pad = None if pad is None else pad[rows]
-            part.given = None if self.given is None else self.given.part(rows)
-            y.append(part.attend_block(q[rows], k[rows], v[rows], pad=own_pad, **softmax))
-            start = rows.stop
-        self.seen += k.shape[2]
-        return torch.cat(y)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the cached tokens of all parts occupy."""
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def allocated(self) -> int:
-        """Bytes that are allocated for all parts, with room for growth."""
-        return sum(part.allocated for part in self.parts)
-
-
 class _RecordedLayerWithStates(KeepsStates, RecordedLayer):  # type: ignore[no-untyped-call]
     """A recorded layer that keeps states besides."""
-
-
-class _JointLayerWithStates(KeepsStates, JointLayer):  # type: ignore[no-untyped-call]
-    """A joint layer that keeps states besides, one for each of its rows."""
-
-
-def joint_cache(caches: Sequence[Cache]) -> Cache:
-    """Put caches that have read the same prompts into one batch, which holds the rows of the first, then the second's.
-
-    The caches' own stores take the new tokens, so that afterwards each cache can be looked at; feed them no more.
-    """
-    if len(caches) == 1:
-        return caches[0]
-    layers, rows = list[Any](), max((store.shape.B for store in caches[0].stores), default=0)
-    repeated = torch.arange(rows).repeat(len(caches))
-    for parts in zip(*(cache.layers for cache in caches), strict=True):
-        first: Any = parts[0]
-        if isinstance(first, LayerWithStates):
-            joint = _JointLayerWithStates(first.number_of_states, parts)
-            joint.take_states(first, repeated)
-            layers.append(joint)
-        elif isinstance(first, Layer):
-            layers.append(JointLayer(parts))
-        else:
-            layers.append(copy_library_rows(first, repeated))
-    return _with_layers(caches[0], layers)
 
 
 def _with_layers(cache: Cache, layers: list[Any]) -> Cache:

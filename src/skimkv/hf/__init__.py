@@ -3,6 +3,7 @@
     attach.py               attach a method to a model
     cache.py                the cache that generate() uses
     layer.py                one layer of that cache
+    joint.py                several caches as one batch
     installation.py         what both change on a model, and how it is undone
     attention_interface.py  the attention and mask functions that the model calls
     adapters.py             models of PEFT: the transformers model inside, and which adapters are refused

@@ -17,6 +17,7 @@ from ..stores.base import Store
 from .attention_interface import padding_counts
 from .layer import Layer
 
+_Kernel = tuple[CpuBackend, KernelStep]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 LIBRARY_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # which a cache of ours leaves to the library
 
@@ -45,21 +46,11 @@ class CacheStep:
 
     def _operation(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype, softmax: SoftmaxOptions) -> int | None:
         """The address of a layer's operation, and its store locked; None if the layer attends by itself."""
-        store = layer.store if type(layer) is Layer else None
-        if store is None or store.lengths != lengths or store.dtype != dtype or not _takes_a_token(layer, self.seen):
+        kernel = lock_kernel(layer, self.seen, lengths, dtype)
+        if kernel is None:
             return None
-        if not store.exclusive().begin_if_free():
-            return None
-        self._locked.append((layer, store))
-        backend, kernel = layer.method.kernel_of(store)
-        if isinstance(backend, CpuBackend) and isinstance(kernel, KernelStep) and backend.runs_in_library(kernel):
-            layer.given = self.cache.given
-            layer.place(1, None)
-            layer.method.prepare(store)
-            return backend.prepare(kernel, store, dtype, softmax["scale"], softmax.get("softcap"))
-        self._locked.pop()
-        store.exclusive().end()
-        return None
+        self._locked.append((layer, layer.store))
+        return prepare_step(layer, self.cache.given, kernel, dtype, softmax)
 
     def attend_by(self, name: str, modules: Sequence[nn.Module]) -> Attend | None:
         """How a layer attends by itself, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D).
@@ -104,6 +95,32 @@ class CacheStep:
         for _, store in self._locked:
             store.exclusive().end()
         self._locked = []
+
+
+def lock_kernel(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype) -> _Kernel | None:
+    """The kernel of the library for a layer's next token, and the layer's store locked; None if there is none.
+
+    seen, lengths: how many tokens the layer has seen, and those that its rows hold. dtype: of the token.
+    """
+    store = layer.store if type(layer) is Layer else None
+    if store is None or store.lengths != lengths or store.dtype != dtype or not _takes_a_token(layer, seen):
+        return None
+    if not store.exclusive().begin_if_free():
+        return None
+    backend, kernel = layer.method.kernel_of(store)
+    if isinstance(backend, CpuBackend) and isinstance(kernel, KernelStep) and backend.runs_in_library(kernel):
+        return backend, kernel
+    store.exclusive().end()
+    return None
+
+
+def prepare_step(layer: Layer, given: Any, kernel: _Kernel, dtype: torch.dtype, softmax: SoftmaxOptions) -> int:
+    """The address of the operation of a layer's next token. given: the positions of the forward's tokens."""
+    backend, step = kernel
+    layer.given = given
+    layer.place(1, None)
+    layer.method.prepare(layer.store)
+    return backend.prepare(step, layer.store, dtype, softmax["scale"], softmax.get("softcap"))
 
 
 def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:

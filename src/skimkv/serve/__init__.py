@@ -30,13 +30,20 @@ def check_installed() -> None:
 
 
 def build_application(
-    generator: Generator, tokenizer: Any, name: str, cors: Sequence[str] = (), max_body: int | None = None
+    generator: Generator,
+    tokenizer: Any,
+    name: str,
+    cors: Sequence[str] = (),
+    max_body: int | None = None,
+    parallel: int = 1,
+    api_key: str | None = None,
 ) -> Starlette:
     """Make the ASGI application that serves a model under this name.
 
-    It has OpenAI's routes for completions, chat completions, responses and models, /health, and GET /skimkv, which
-    tells what was generated and what is kept. cors: the origins whose pages may ask it. max_body: bytes of the largest
-    body of a request; None follows from the longest prompt.
+    It has OpenAI's routes for completions, chat completions, responses and models, /health, and /metrics and /skimkv,
+    which tell what was generated and what is kept. cors: the origins whose pages may ask it. max_body: bytes of the
+    largest body of a request; None follows from the longest prompt. parallel: how many answers are made together.
+    api_key: what a request needs in its header Authorization, but for /health; None: nothing.
 
     Raises ValueError, in one line, if a package is missing or the version of transformers is not one that is known.
     """
@@ -45,7 +52,7 @@ def build_application(
         from .application import application
     except ImportError as error:
         raise ValueError(f"{_unknown_version(importlib.metadata.version('transformers'))} ({error})") from error
-    return application(generator, tokenizer, name, cors, max_body)
+    return application(generator, tokenizer, name, cors, max_body, parallel, api_key)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -57,11 +64,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from None
 
 
-def run(app: Starlette, opened: socket.socket) -> None:
-    """Serve until Ctrl-C or a signal that ends the process."""
+def run(app: Starlette, opened: socket.socket, ending_seconds: int = 5) -> None:
+    """Serve until Ctrl-C or a signal that ends the process, which leave answers so many seconds to end."""
     from .connections import web_server
 
-    web_server(app).run(sockets=[opened])
+    web_server(app, ending_seconds).run(sockets=[opened])
 
 
 def _unknown_version(version: str) -> str:

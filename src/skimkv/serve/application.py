@@ -18,10 +18,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from . import chat_completions, completions, requests, responses
+from . import chat_completions, completions, metrics, requests, responses
 from .aside import Aside
 from .chats import chat_tokens, response_messages, used_tools
 from .generation import Generator
+from .guard import Guard
 from .pieces import response_parser
 from .requests import Refused, error_object
 from .worker import Task, Worker
@@ -40,13 +41,16 @@ T = TypeVar("T")
 class Server:
     """What serves one model: it turns requests into tasks for the worker, and the pieces of answers into responses.
 
-    name: of the model. max_body: bytes of the largest body; None follows from the longest prompt.
+    name: of the model. max_body: bytes of the largest body; None follows from the longest prompt. parallel: how many
+    answers are made together.
     """
 
-    def __init__(self, generator: Generator, tokenizer: Any, name: str, max_body: int | None = None) -> None:
+    def __init__(
+        self, generator: Generator, tokenizer: Any, name: str, max_body: int | None = None, parallel: int = 1
+    ) -> None:
         self.generator, self.tokenizer, self.name = generator, tokenizer, name
         self.max_body = max_body or max(LEAST_BODY, BYTES_A_TOKEN * (generator.max_tokens or 2**20))
-        self.worker, self.aside = Worker(generator, tokenizer), Aside()
+        self.worker, self.aside = Worker(generator, tokenizer, parallel), Aside()
 
     def completion_tasks(self, body: Body) -> list[Task]:
         """Return a task for each prompt of a completion."""
@@ -187,6 +191,10 @@ class Server:
             "conversations": len(kept), "conversation_bytes": kept.nbytes,
         })  # fmt: skip
 
+    async def metrics(self, request: Request) -> Response:
+        """Tell what the server did and holds, as Prometheus reads it."""
+        return Response(metrics.text(self.generator, self.worker), media_type=metrics.MEDIA_TYPE)
+
 
 class Kind(NamedTuple):
     """A kind of request: its fields, the one that it needs, its tasks, and the form of the answer."""
@@ -205,22 +213,29 @@ KINDS = {
 
 
 def application(
-    generator: Generator, tokenizer: Any, name: str, cors: Sequence[str] = (), max_body: int | None = None
+    generator: Generator,
+    tokenizer: Any,
+    name: str,
+    cors: Sequence[str] = (),
+    max_body: int | None = None,
+    parallel: int = 1,
+    api_key: str | None = None,
 ) -> Starlette:
     """Make the ASGI application that serves a model under a name. See `skimkv.serve.build_application`."""
-    server = Server(generator, tokenizer, name, max_body)
+    server = Server(generator, tokenizer, name, max_body, parallel)
     routes = [Route(path, server.answer(kind), methods=["POST"]) for path, kind in KINDS.items()]
     routes += [
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
         Route("/health", server.health),
         Route("/skimkv", server.totals),
+        Route("/metrics", server.metrics),
     ]
     sharing = Middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["GET", "POST"], allow_headers=["*"])
     return Starlette(
         routes=routes,
         lifespan=server.lifespan,
-        middleware=[sharing] if cors else [],
+        middleware=[*([sharing] if cors else []), *([Middleware(Guard, key=api_key)] if api_key else [])],
         exception_handlers={
             Refused: _tell, ValueError: _tell, HTTPException: _tell_http, ClientDisconnect: _nobody, Exception: _tell,
         },

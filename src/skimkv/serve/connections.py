@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 20.0  # within which the whole head of a request must have come
-ENDING_SECONDS = 5  # that answers on their way have to end when the server ends
 
 
 class LimitedProtocol(H11Protocol):
@@ -46,7 +45,7 @@ class LimitedProtocol(H11Protocol):
             self._timer = None
 
 
-def web_server(app: Starlette) -> uvicorn.Server:
-    """Make the server of an application."""
-    config = uvicorn.Config(app, http=LimitedProtocol, log_level="warning", timeout_graceful_shutdown=ENDING_SECONDS)
+def web_server(app: Starlette, ending_seconds: int = 5) -> uvicorn.Server:
+    """Make the server of an application. ending_seconds: that answers on their way have when the server shall end."""
+    config = uvicorn.Config(app, http=LimitedProtocol, log_level="warning", timeout_graceful_shutdown=ending_seconds)
     return uvicorn.Server(config)

@@ -1,13 +1,18 @@
-"""Generate the answer to one prompt with a method, starting from the cache of an earlier turn where there is one."""
+"""Generate answers to prompts with a method, each starting from the cache of an earlier turn where there is one.
+
+An answer of one row is an `Open` one: its prompt is read in pieces, and then a step gives every open answer its next
+token, all rows in one call of the model. Answers of other kinds, such as beams, are made by generate() on their own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..hf.cache import Cache
+from ..hf.joint import can_join, joint_requests
 from ..hf.positions import counts_in_cache, positions_of
 from ..methods.base import Method
 from .conversations import Conversations, can_crop
@@ -62,8 +68,9 @@ class Answer(NamedTuple):
 
 
 class Generator:
-    """Answers prompts with one model and one method, one after the other.
+    """Answers prompts with one model and one method. One thread uses it.
 
+    alone: why no answers can share steps with this model; None if they can.
     max_tokens: of a prompt and its answer together; None stands for the positions that the model was made for.
     log: is called with one line for each prompt that has been answered.
     Raises ValueError if max_tokens are more than these positions, or if the model is not supported.
@@ -84,7 +91,9 @@ class Generator:
             raise ValueError(f"max_tokens = {max_tokens}: {positions.name} was made for {most} positions")
         self.max_tokens = most if max_tokens is None else max_tokens
         self.vocabulary: int = model.config.get_text_config().vocab_size
-        Cache(model, method, self.max_tokens)
+        self.alone = _why_alone(model, Cache(model, method, self.max_tokens))
+        self._joint: Cache | None = None  # of these caches, which took the last step
+        self._stepped: list[Cache] = []
 
     def prompt(self, ids: Sequence[int], body: Mapping[str, Any], new_tokens: int | None) -> Prompt:
         """Prepare the answer to the tokens of a prompt, as the checked fields of a request say.
@@ -140,34 +149,98 @@ class Generator:
         return config
 
     def generate(self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]) -> Answer:
-        """Answer a prompt. `take` is given the tokens as they come, and says whether the answer is complete.
+        """Answer a prompt on its own. `take` is given the tokens as they come, and says whether the answer is complete.
 
         It ends early when `cancelled` is set. Raises ValueError if a setting cannot be combined with the method.
         """
         if cancelled.is_set():
             return Answer([], False, 0)
+        answer = self.begin(prompt, cancelled, take)
+        if answer is None:
+            return self._generate_by_library(prompt, cancelled, take)
+        while answer.is_open:
+            if answer.is_reading:
+                answer.read()
+            else:
+                answer.choose(*self.step([answer]))
+        return answer.end()
+
+    def begin(self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]) -> Open | None:
+        """Begin an answer that can share steps with others; None for one that `generate` has to make on its own.
+
+        take, cancelled: as of `generate`. Raises ValueError if a setting cannot be combined with the method.
+        """
+        return Open(self, prompt, cancelled, take) if self.alone is None and _is_plain(prompt.config) else None
+
+    @torch.no_grad()
+    def step(self, answers: Sequence[Open]) -> Sequence[Tensor]:
+        """Give the last tokens of open answers, whose prompts have been read, to the model, all in one call.
+
+        Returns the logits (1,V) of every answer's next token, in float32.
+        """
+        caches = [answer.cache for answer in answers]
+        if len(caches) != len(self._stepped) or any(a is not b for a, b in zip(caches, self._stepped, strict=True)):
+            self._joint, self._stepped = joint_requests(caches), caches
+        ids = torch.cat([answer.ids[:, -1:] for answer in answers])
+        positions = torch.tensor([[cache.get_seq_length()] for cache in caches], device=ids.device)
+        rows: Sequence[Tensor] = self._logits(self._joint, ids, positions).split(1)
+        return rows
+
+    def _logits(self, cache: Any, ids: Tensor, positions: Tensor) -> Tensor:
+        """The model's logits (B,V) after the tokens ids (B,n) at these positions (B,n), in float32."""
+        options: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        output = self.model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True, **options
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits.to(torch.float32, copy=True)
+
+    def _generate_by_library(
+        self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]
+    ) -> Answer:
         start, ids = time.perf_counter(), torch.tensor(prompt.ids)
         is_plain = _is_plain(prompt.config)
-        cache = self.conversations.take(ids) if is_plain else None
-        reused = 0 if cache is None else cache.get_seq_length()
-        cache = Cache(self.model, self.method, self.max_tokens) if cache is None else cache
+        cache, reused = self._cache(ids, is_plain)
         watch = _Watch(cancelled, take, len(ids), cache, self.conversations if is_plain else None)
-        inputs = ids[None].to(self.model.device)
         with contextlib.ExitStack() as stack:
             if prompt.seed is not None:
                 devices = [self.model.device] if self.model.device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
                 torch.manual_seed(prompt.seed)
-            output: Tensor = self.model.generate(
-                input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=prompt.config,
-                past_key_values=cache, logits_processor=LogitsProcessorList(prompt.changes),
-                stopping_criteria=StoppingCriteriaList([watch]),
-            )  # fmt: skip
+            output: Tensor = self._call_library(prompt, cache, stopping_criteria=StoppingCriteriaList([watch]))
         tokens: list[int] = output[0, len(ids) :].tolist()
         take(tokens[watch.taken :])
-        if watch.after_prompt is not None:
-            self.conversations.keep(ids, watch.after_prompt)
-        elif is_plain and can_crop(cache):
+        return self._finish(prompt, cache if is_plain else None, watch.after_prompt, tokens, reused, start)
+
+    def _cache(self, ids: Tensor, may_be_kept: bool = True) -> tuple[Cache, int]:
+        """The cache for a prompt, ids (n,), and how many of its tokens it holds already."""
+        kept = self.conversations.take(ids) if may_be_kept else None
+        cache = Cache(self.model, self.method, self.max_tokens) if kept is None else kept
+        return cache, 0 if kept is None else kept.get_seq_length()
+
+    def _call_library(self, prompt: Prompt, cache: Cache, **options: Any) -> Any:
+        """The result of the model's generate() for a prompt."""
+        inputs = torch.tensor(prompt.ids)[None].to(self.model.device)
+        return self.model.generate(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=prompt.config,
+            past_key_values=cache, logits_processor=LogitsProcessorList(prompt.changes), **options,
+        )  # fmt: skip
+
+    def _finish(
+        self,
+        prompt: Prompt,
+        cache: Cache | None,
+        after_prompt: Cache | None,
+        tokens: list[int],
+        reused: int,
+        start: float,
+    ) -> Answer:
+        """Keep the cache of an answer, or its copy after the prompt, count the tokens, and return the answer."""
+        self._joint, self._stepped = None, []  # whose memory ends here, unless it is kept
+        ids = torch.tensor(prompt.ids)
+        if after_prompt is not None:
+            self.conversations.keep(ids, after_prompt)
+        elif cache is not None and can_crop(cache):
             cache.crop(len(ids) - cache.get_seq_length())
             self.conversations.keep(ids, cache)
         self._count(len(ids), reused, len(tokens), time.perf_counter() - start)
@@ -180,6 +253,92 @@ class Generator:
         totals.reused_tokens += reused
         totals.new_tokens += new
         self.log(f"{prompt} prompt tokens, {reused} of them reused; {new} new tokens in {seconds:.1f} s")
+
+
+class Open:
+    """An answer that is being made: its prompt is read in pieces, then each step gives it a token.
+
+    ids (1,n): the tokens so far, those of the prompt first. cache: holds those that have been read.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompt: Prompt,
+        cancelled: threading.Event,
+        take: Callable[[Sequence[int]], bool],
+    ) -> None:
+        self.generator, self.prompt, self.cancelled, self.take = generator, prompt, cancelled, take
+        self.start, self.is_complete = time.perf_counter(), False
+        self.cache, self.reused = generator._cache(torch.tensor(prompt.ids))
+        self.read_tokens = self.reused
+        self._after_prompt: Cache | None = None
+        config = copy.copy(prompt.config)
+        config.prefill_chunk_size = len(prompt.ids)  # the cache is told where the prompt ends
+        call = replace(prompt, config=config)
+        self.ids, self._processors, self._criteria, config = generator._call_library(
+            call, self.cache, custom_generate=_prepared
+        )
+        self._samples: bool = config.do_sample
+        self._draws: torch.Generator | None = None
+        if prompt.seed is not None:
+            self._draws = torch.Generator(generator.model.device).manual_seed(prompt.seed)
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of the prompt have not been read."""
+        return len(self.prompt.ids) - self.read_tokens
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a part of the prompt has not been read."""
+        return self.unread > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a token may follow."""
+        return not (self.is_complete or self.cancelled.is_set())
+
+    @torch.no_grad()
+    def read(self, most: int | None = None) -> None:
+        """Read the next tokens of the prompt, at most so many, and choose the answer's first token after the last."""
+        start = self.read_tokens
+        end = len(self.prompt.ids) if most is None else min(start + most, len(self.prompt.ids))
+        positions = torch.arange(start, end, device=self.ids.device)[None]
+        logits = self.generator._logits(self.cache, self.ids[:, start:end], positions)
+        self.read_tokens = end
+        if self.is_reading:
+            return
+        if not can_crop(self.cache) and self.generator.conversations.can_keep(self.cache):
+            self._after_prompt = copy.deepcopy(self.cache)
+        self.choose(logits)
+
+    @torch.no_grad()
+    def choose(self, logits: Tensor) -> None:
+        """Choose the next token by logits (1,V), as generate() does, and hand it on."""
+        scores = self._processors(self.ids, logits)
+        if self._samples:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self._draws)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        self.ids = torch.cat([self.ids, token], 1)
+        is_last = bool(self._criteria(self.ids, None).all())
+        self.is_complete = self.take(token[0].tolist()) or is_last
+
+    def end(self) -> Answer:
+        """Keep the cache for the next turn, unless the prompt was not read to its end, and return the answer."""
+        if self.is_reading:
+            self.generator._count(self.read_tokens, self.reused, 0, time.perf_counter() - self.start)
+            return Answer([], False, self.reused)
+        tokens: list[int] = self.ids[0, len(self.prompt.ids) :].tolist()
+        return self.generator._finish(self.prompt, self.cache, self._after_prompt, tokens, self.reused, self.start)
+
+
+def _prepared(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+) -> tuple[Tensor, Any, Any, Any]:
+    """In the place of the library's loop: what it would choose tokens with."""
+    return input_ids, logits_processor, stopping_criteria, generation_config
 
 
 class _Watch(StoppingCriteria):
@@ -215,6 +374,15 @@ class _Watch(StoppingCriteria):
             self.taken += len(new)
             done |= self.take(new)
         return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
+
+
+def _why_alone(model: Any, cache: Cache) -> str | None:
+    """Why rows of a model cannot share steps, if that is so."""
+    if not can_join(cache):
+        return "some of its layers keep states"
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return "it counts positions itself"
+    return None
 
 
 def _end_tokens(config: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""One thread that answers prompts, one after the other, and hands pieces of text to the server's event loop."""
+"""One thread that makes all answers, some of them together, and hands pieces of text to the server's event loop."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import contextlib
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from .generation import Generator, Prompt
+from .generation import Answer, Generator, Open, Prompt
+from .pace import SHORTEST_PIECE, Meter, PieceLength
 from .pieces import Piece, Writer
 
 ENDING_SECONDS = 5.0
+# How long a piece of a prompt may take where others wait for their next tokens, and where nobody does. In that time a
+# request that comes, or a client that leaves, is not noticed.
+PIECE_SECONDS, LONE_PIECE_SECONDS = 0.2, 1.0
 
 
 class Task(NamedTuple):
@@ -33,15 +39,53 @@ class Ended(NamedTuple):
     new_tokens: int
 
 
-class Worker:
-    """Answers tasks in the order in which they come."""
+class _Request(NamedTuple):
+    """A task that waits, whether its client has gone, and where its pieces go."""
 
-    def __init__(self, generator: Generator, tokenizer: Any) -> None:
-        self.generator, self.tokenizer = generator, tokenizer
-        self._waiting: queue.SimpleQueue[tuple[Task, threading.Event, Callable[[Any], None]] | None]
-        self._waiting = queue.SimpleQueue()
+    task: Task
+    cancelled: threading.Event
+    put: Callable[[Any], None]
+
+
+class _Running(NamedTuple):
+    """A request whose answer is open."""
+
+    request: _Request
+    writer: Writer
+    answer: Open
+
+
+class Worker:
+    """Answers tasks in the order in which they come, up to `parallel` of them together.
+
+    In every round one piece of one prompt is read, and every answer whose prompt has been read gets its next token, all
+    in one call of the model. An answer that shares no steps is made on its own, and the others wait for its end.
+    meter: how many tokens were generated lately.
+    """
+
+    def __init__(self, generator: Generator, tokenizer: Any, parallel: int = 1) -> None:
+        self.generator, self.tokenizer, self.parallel = generator, tokenizer, 1 if generator.alone else parallel
+        self.meter = Meter()
+        self._piece, self._is_even_round = PieceLength(), False
+        self._running: list[_Running] = []
+        self._waiting: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="skimkv-worker", daemon=True)
         self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """How many tasks wait until an answer before them has ended."""
+        return self._waiting.qsize()
+
+    @property
+    def running(self) -> int:
+        """How many answers are open."""
+        return len(self._running)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the caches of open answers have allocated."""
+        return sum(running.answer.cache.allocated for running in list(self._running))
 
     async def answer(self, task: Task, cancelled: threading.Event) -> AsyncIterator[Piece | Ended]:
         """Yield the pieces of the answer to a task, and at last how it ended.
@@ -56,7 +100,7 @@ class Worker:
             if not cancelled.is_set():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        self._waiting.put((task, cancelled, put))
+        self._waiting.put(_Request(task, cancelled, put))
         piece: Any = None
         while not isinstance(piece, Ended):
             piece = await pieces.get()
@@ -76,16 +120,89 @@ class Worker:
 
     def _run(self) -> None:
         with contextlib.suppress(SystemExit):
-            while (waiting := self._waiting.get()) is not None:
-                task, cancelled, put = waiting
-                try:
-                    put(self._answer(task, cancelled, put))
-                except Exception as error:
-                    put(error)
+            while self._begin_those_that_wait():
+                self._read()
+                self._step()
 
-    def _answer(self, task: Task, cancelled: threading.Event, put: Callable[[Piece], None]) -> Ended:
-        writer = Writer(self.tokenizer, task.stops, task.parser, put)
-        answer = self.generator.generate(task.prompt, cancelled, writer.add)
-        writer.end()
-        by_length = not (writer.stopped or answer.at_end)
-        return Ended(by_length, len(task.prompt.ids), answer.reused, len(answer.tokens))
+    def _begin_those_that_wait(self) -> bool:
+        """Begin tasks while there is room, and wait for one if none is running; False when the thread shall end."""
+        while len(self._running) < self.parallel:
+            try:
+                request = self._waiting.get(block=not self._running)
+            except queue.Empty:
+                break
+            if request is None:
+                return False
+            if not request.cancelled.is_set():
+                self._begin(request)
+        return True
+
+    def _begin(self, request: _Request) -> None:
+        task, cancelled, put = request
+        try:
+            writer = Writer(self.tokenizer, task.stops, task.parser, put)
+
+            def take(tokens: Sequence[int]) -> bool:
+                """Count the tokens, and write them."""
+                self.meter.add(len(tokens))
+                return writer.add(tokens)
+
+            answer = self.generator.begin(task.prompt, cancelled, take)
+            if answer is None:
+                _end(request, writer, self.generator.generate(task.prompt, cancelled, take))
+            else:
+                self._running.append(_Running(request, writer, answer))
+        except Exception as error:
+            put(error)
+
+    def _read(self) -> None:
+        """Read a piece of a prompt: of the one that came first, and in every other round of the shortest one."""
+        reading = [running for running in self._running if running.answer.is_reading]
+        if not reading:
+            return
+        self._is_even_round = not self._is_even_round
+        running = min(reading, key=lambda one: one.answer.unread) if self._is_even_round else reading[0]
+        answer, start = running.answer, time.perf_counter()
+        most = None
+        if self.parallel > 1:
+            most = self._piece.within(PIECE_SECONDS if len(self._running) > len(reading) else LONE_PIECE_SECONDS)
+            if answer.unread - most < SHORTEST_PIECE:  # so few tokens would be multiplied by other kernels
+                most = None
+        before = answer.unread
+        self._go_on(running, lambda: answer.read(most))
+        self._piece.note(before - answer.unread, time.perf_counter() - start)
+
+    def _step(self) -> None:
+        """Give every answer whose prompt has been read its next token, and end those whose clients have gone."""
+        for running in [running for running in self._running if not running.answer.is_open]:
+            self._go_on(running, lambda: None)
+        ready = [running for running in self._running if not running.answer.is_reading]
+        if not ready:
+            return
+        try:
+            logits = self.generator.step([running.answer for running in ready])
+        except Exception as error:  # which leaves their caches half updated
+            for running in ready:
+                self._running.remove(running)
+                running.request.put(error)
+            return
+        for running, row in zip(ready, logits, strict=True):
+            self._go_on(running, partial(running.answer.choose, row))
+
+    def _go_on(self, running: _Running, work: Callable[[], None]) -> None:
+        """Do some work on an open answer; when that ends it, or fails, the answer is not running any more."""
+        try:
+            work()
+            if running.answer.is_open:
+                return
+            _end(running.request, running.writer, running.answer.end())
+        except Exception as error:
+            running.request.put(error)
+        self._running.remove(running)
+
+
+def _end(request: _Request, writer: Writer, answer: Answer) -> None:
+    """Hand on the end of an answer."""
+    writer.end()
+    by_length = not (writer.stopped or answer.at_end)
+    request.put(Ended(by_length, len(request.task.prompt.ids), answer.reused, len(answer.tokens)))

@@ -1,4 +1,4 @@
-"""The layers of a model as one operation in C++, for a decode step (csrc/layers.cpp: skimkv_layers_run)."""
+"""The layers of a model as one operation in C++, for a decode step (csrc/layers.cpp: skimkv_layers_run_parts)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Layers:
         self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
         self.op = CLayers(ctypes.addressof(self.list), self.count, norm.part(first.inputs, first.op.dtype))
         self.address, self.pool = ctypes.addressof(self.op), library.thread_pool()
-        self.run = library.library().skimkv_layers_run
+        self.run = library.library().skimkv_layers_run_parts
 
     def fits(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Whether cos and sin are (B,1,D) or (1,1,D) for x (B,1,in), and of its type on its device."""
@@ -93,24 +93,27 @@ class Layers:
     ) -> Tensor:
         """Compute all layers of x (B,1,in), which `fits` cos and sin, -> (B,1,in).
 
-        steps: the address of each layer's step of attention; None for a layer whose attention is `attend`. Without
-        steps attention gives zeros, so that the rest can be timed. Raises what `attend` raises, or ValueError with the
-        library's reason: before the first layer runs, unless memory ran out.
+        steps: the address of each layer's step of attention; None for a layer whose attention is `attend`. Where the
+        rows are those of several caches, each layer has a step of each, one after the other. Without steps attention
+        gives zeros, so that the rest can be timed. Raises what `attend` raises, or ValueError with the library's
+        reason: before the first layer runs, unless memory ran out.
         """
         B = x.shape[0]
         if cos.shape[0] != B:
             cos, sin = cos.expand(B, 1, self.D), sin.expand(B, 1, self.D)
         if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
             x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-        if steps is not None and len(steps) != self.count:
+        parts, more = (1, 0) if steps is None else divmod(len(steps), self.count)
+        if more or not parts:
+            assert steps is not None
             raise ValueError(f"there are {len(steps)} steps of attention for {self.count} layers")
         y = torch.empty_like(x)
-        addresses = None if steps is None else (c_void_p * self.count)(*steps)
+        addresses = None if steps is None else (c_void_p * len(steps))(*steps)
         raised: list[BaseException] = []
         function = CAttend() if attend is None else self._callback(attend, B, x.dtype, raised)
         threads = torch.get_num_threads() if self.pool else 1
         pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-        error = self.run(self.address, addresses, function, None, *pointers, B, threads, self.pool)
+        error = self.run(self.address, addresses, parts, function, None, *pointers, B, threads, self.pool)
         if raised:
             raise raised[0]
         library.raise_error(error)

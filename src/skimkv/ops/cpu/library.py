@@ -36,7 +36,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "skimkv_product_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
     "skimkv_matrix_expand": (c_char_p, c_void_p, c_void_p, c_int, c_void_p),
     "skimkv_rms_norm_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
-    "skimkv_layers_run": (c_char_p, c_void_p, c_void_p, CAttend, *[c_void_p] * 5, c_int64, c_int, c_void_p),
+    "skimkv_layers_run_parts": (
+        c_char_p,
+        c_void_p,
+        c_void_p,
+        c_int64,
+        CAttend,
+        *[c_void_p] * 5,
+        c_int64,
+        c_int,
+        c_void_p,
+    ),
 }
 
 
