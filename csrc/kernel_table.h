@@ -38,6 +38,9 @@ struct Kernels {
     size_t (*attention_scratch_bytes)(const skimkv_op *, int nth);
     void (*attention)(const skimkv_op *, void *scratch, int ith, int nth);
     void (*append)(const skimkv_tokens *, int64_t unit);
+    // Codes the tokens from .. to-1 of the tail, which is the last, incomplete group, by the scale of the group before
+    // it.
+    void (*code_open)(const skimkv_cache *, int64_t unit, int64_t from, int64_t to);
     // Products with matrices: one entry for every kind (kernels/matrix_kinds.h).
     const MatrixKind *matrix_kinds;
     int matrix_kind_count;

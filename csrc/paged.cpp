@@ -39,7 +39,7 @@ const char *validate_memory(const skimkv_cache *c, const skimkv_paged *p) {
     if (c->B < 1 || c->H < 1 || c->G < 1) return "B, H and G must be at least 1";
     if (c->D < 1 || c->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
     if (c->dtype < SKIMKV_F32 || c->dtype > SKIMKV_F16) return "cache dtype is unknown";
-    if (c->mean || c->projection || p->block.means) return "blocks have no mean, projection or means of groups";
+    if (c->mean || c->projection) return "the cache of blocks has no mean and no projection";
     if (p->block.start != 0) return "a block starts at 0";
     if (p->blocks < 1 || p->bytes < 1 || p->bytes % element_size(c->dtype))
         return "there must be blocks, and their distance must be a multiple of an element";
@@ -50,12 +50,15 @@ const char *validate_memory(const skimkv_cache *c, const skimkv_paged *p) {
 // Blocks of tokens that follow each other.
 const char *validate_blocks(const skimkv_cache *c, const skimkv_paged *p) {
     if (const char *error = validate_memory(c, p)) return error;
-    if (c->bits) return "blocks of tokens hold rows in the cache's dtype";
     if (p->block.cap < SKIMKV_GROUP || p->block.cap % SKIMKV_GROUP) return "blocks must be of a multiple of 256 tokens";
-    if (is_quantised(c) && !p->open) return "blocks of a quantised index need `open`";
+    if (is_quantised(c) && (!p->open || (p->o_r != p->block.cap && p->o_r != SKIMKV_GROUP)))
+        return "blocks of a quantised index need `open`, of a block or of a group";
     if ((is_quantised(c) || p->mean) && p->bytes % 4)
         return "blocks with an index or a mean need a distance that is a multiple of 4";
     if (!p->mean != !p->counts) return "mean and counts must be given together";
+    if (!p->block.means != !p->coded) return "means of groups and `coded` must be given together";
+    if (p->block.means && (c->channels != SKIMKV_INT4 || !p->mean))
+        return "means of groups are for blocks with an index of 4 bits and a mean";
     return nullptr;
 }
 
@@ -63,7 +66,8 @@ const char *validate_blocks(const skimkv_cache *c, const skimkv_paged *p) {
 const char *validate_slots(const skimkv_op *op, const skimkv_paged *p) {
     if (const char *error = validate_memory(op->cache, p)) return error;
     if (op->score && p->bytes % 4) return "blocks with scores need a distance that is a multiple of 4";
-    if (p->open || p->mean || p->counts) return "blocks of slots have no index and no mean";
+    if (p->open || p->mean || p->counts || p->block.means || p->coded)
+        return "blocks of slots have no index and no mean";
     if (!op->k_new || !op->v_new || !op->slot) return "a step over slots needs the new rows and their slots";
     if (is_misaligned(op->k_new, op->cache->dtype) || is_misaligned(op->v_new, op->cache->dtype))
         return "k_new or v_new is not aligned";
@@ -78,12 +82,13 @@ skimkv_chunk chunk_of_block(const skimkv_paged *p, int64_t number, int64_t start
     chunk.k = (const char *)chunk.k + at, chunk.v = (const char *)chunk.v + at;
     if (chunk.index) chunk.index = (const char *)chunk.index + at;
     if (chunk.scale) chunk.scale = (const float *)((const char *)chunk.scale + at);
+    if (chunk.means) chunk.means = (const char *)chunk.means + at;
     return chunk;
 }
 
 // The keys of the incomplete group of a quantised index that begins at position `at` of a block.
 const void *open_group_of_block(const skimkv_cache *c, const skimkv_paged *p, int64_t number, int64_t at) {
-    return (const char *)p->open + number * p->bytes + at * element_size(c->dtype);
+    return (const char *)p->open + number * p->bytes + at % p->o_r * element_size(c->dtype);
 }
 
 // The mean of V in block number i for head h, and how many tokens it is of.
@@ -92,6 +97,11 @@ float *mean_of_block(const skimkv_paged *p, int64_t number, int64_t h) {
 }
 int32_t *count_of_block(const skimkv_paged *p, int64_t number, int64_t h) {
     return (int32_t *)((char *)p->counts + number * p->bytes) + h * p->n_h;
+}
+
+// How many tokens of the first group of block number i have codes for head h.
+int32_t *coded_in_block(const skimkv_paged *p, int64_t number, int64_t h) {
+    return (int32_t *)((char *)p->coded + number * p->bytes) + h * p->n_h;
 }
 
 // Joins the means of the blocks of row b, which has n tokens, into mean [H,D].
@@ -115,6 +125,8 @@ skimkv_cache one_row(const skimkv_cache *c, const skimkv_paged *p) {
     row.B = 1, row.t_b = 0, row.t_h = p->o_h, row.t_r = p->o_r, row.tail = nullptr;
     return row;
 }
+
+bool needs_mean(const skimkv_op *op) { return op->use_mean || op->method == SKIMKV_SKIM; }
 
 struct Row {
     skimkv_cache cache;
@@ -166,14 +178,31 @@ const char *make_row(const skimkv_op *op, const skimkv_paged *p, int b, Row *row
         const int64_t number = p->table[b * p->table_b + count - 1], last = (n - 1) % cap / SKIMKV_GROUP * SKIMKV_GROUP;
         row->cache.tail = open_group_of_block(c, p, number, last);
     }
-    if (op->use_mean) {
-        if (!p->mean) return "use_mean needs blocks with a mean";
+    if (needs_mean(op)) {
+        if (!p->mean) return op->use_mean ? "use_mean needs blocks with a mean" : "Skim needs blocks with a mean";
         if (const char *error = join_means(c, p, b, n, mean)) return error;
         row->cache.mean = mean, row->cache.m_h = c->D;
     }
     row->op = part_of_row(op, b);
     row->op.cache = &row->cache;
     return skimkv_check(&row->op);
+}
+
+// Codes the new tokens of all rows whose last, incomplete group is the first one of its block, by the scale of the
+// group before it: only a step knows which block comes before.
+void code_open_groups(const Kernels *kernels, const skimkv_paged *p, const Row *rows, int B, int threads,
+                      skimkv_parallel parallel) {
+    const int64_t cap = p->block.cap, H = rows->cache.H;
+    const auto is_first_of_block = [&](int64_t n) { return n > cap && n % cap > 0 && n % cap < SKIMKV_GROUP; };
+    bool is_any = false;
+    for (int b = 0; b < B; b++) is_any |= is_first_of_block(rows[b].cache.lengths[0]);
+    if (!is_any) return;
+    skimkv::for_each_task(B * H, threads, parallel, [&](int64_t unit, int) {
+        const int64_t b = unit / H, h = unit % H, n = rows[b].cache.lengths[0], open = n % cap;
+        if (!is_first_of_block(n)) return;
+        int32_t *coded = coded_in_block(p, p->table[b * p->table_b + n / cap], h);
+        if (*coded < open) kernels->code_open(&rows[b].cache, h, n - open + *coded, n), *coded = (int32_t)open;
+    });
 }
 
 // Runs rows from .. to-1, whose scratch memory is `work`, on all threads at once.
@@ -203,6 +232,10 @@ bool append_run(const Kernels *kernels, const skimkv_cache *c, const skimkv_page
         else if (*count != run.at) return false;
         *count = (int32_t)(run.at + run.tokens.n);
     }
+    if (p->coded) {  // what was coded of a block is written anew
+        int32_t *coded = coded_in_block(p, run.number, h);
+        if (run.at == 0 || *coded > run.at) *coded = (int32_t)run.at;
+    }
     kernels->append(&run.tokens, h);
     return true;
 }
@@ -226,7 +259,7 @@ const char *skimkv::step_in_blocks(const skimkv_op *op, int threads, skimkv_para
         if (count > paged->table_b) return "a row has more tokens than its part of the table has blocks";
         blocks += count;
     }
-    const size_t means = op->use_mean ? (size_t)c->B * (size_t)c->H * (size_t)c->D * sizeof(float) : 0;
+    const size_t means = needs_mean(op) ? (size_t)c->B * (size_t)c->H * (size_t)c->D * sizeof(float) : 0;
     char *memory = (char *)rows_memory.get(c->B * sizeof(Row) + (size_t)blocks * sizeof(skimkv_chunk) + means);
     if (!kernels || !memory) return "no memory for the kernels' scratch space";
     Row *rows = (Row *)memory;
@@ -236,10 +269,11 @@ const char *skimkv::step_in_blocks(const skimkv_op *op, int threads, skimkv_para
         if (const char *error = slots ? make_row_of_slots(op, paged, b, rows + b, chunks)
                                       : make_row(op, paged, b, rows + b, chunks, mean))
             return error;
-        mean += op->use_mean ? c->H * c->D : 0;
+        mean += needs_mean(op) ? c->H * c->D : 0;
         rows[b].work_bytes = (kernels->attention_scratch_bytes(&rows[b].op, threads) + 4095) / 4096 * 4096;
         chunks += rows[b].cache.n_chunks;
     }
+    if (op->method == SKIMKV_SKIM) code_open_groups(kernels, paged, rows, c->B, threads, parallel);
     for (int from = 0, to; from < c->B; from = to) {
         size_t bytes = rows[from].work_bytes;
         for (to = from + 1; threads > 1 && to < c->B && bytes + rows[to].work_bytes <= WORK_AT_ONCE; to++)

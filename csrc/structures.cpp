@@ -21,7 +21,7 @@ static constexpr skimkv_field FIELDS[] = {
 #undef S
 #define S skimkv_paged
     WHOLE,       F(block),     F(bytes),  F(blocks),   F(table),      F(table_b), F(open),  F(o_h),      F(o_r),
-    F(mean),     F(counts),    F(m_h),    F(n_h),
+    F(mean),     F(counts),    F(m_h),    F(n_h),      F(coded),
 #undef S
 #define S skimkv_op
     WHOLE,       F(cache),     F(q),      F(y),        F(q_b),        F(q_h),     F(q_g),   F(y_b),      F(y_h),

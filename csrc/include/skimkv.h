@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 16
+#define SKIMKV_VERSION 17
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -97,8 +97,8 @@ typedef struct skimkv_cache {
 
 /* A cache in blocks that a serving engine owns. Every block has room for block.cap tokens, a multiple of 256, and a row
  * of the batch has some of the blocks, in any order. `block` describes block number 0; its `start` is 0 and its batch
- * strides are not used. Block number i lies i*bytes further, and so do its index and its scales. Of the cache, B, H, G,
- * D, R, dtype, channels and lengths are used; rows are of dtype.
+ * strides are not used. Block number i lies i*bytes further, and so do its index, its scales and its means. Of the
+ * cache, B, H, G, D, R, dtype, bits, channels and lengths are used.
  *
  * The tokens of a step are in the blocks already. But if op->keep is SKIMKV_SLOT, every row has one block of block.cap
  * slots, of any number, whose rows may be quantised: number table[b*table_b]. op->score and op->pos are those of block
@@ -108,15 +108,19 @@ typedef struct skimkv_paged {
     int64_t bytes, blocks;
     const int32_t *table; /* block i of row b is number table[b*table_b + i]; a row has room for table_b numbers */
     int64_t table_b;
-    /* For a quantised index: K of a block in dtype, channel by channel, open[h,c,p] at h*o_h + c*o_r + p. The last,
-     * incomplete group of a row is read from it, and full groups are quantised from it. */
+    /* For a quantised index: K in dtype, channel by channel, of a whole block (o_r = block.cap) or of its last group
+     * (o_r = 256): open[h,c,p] at h*o_h + c*o_r + p % o_r. The last, incomplete group of a row is read from it, and
+     * full groups are quantised from it. */
     const void *open;
     int64_t o_h, o_r;
     /* The mean of V over the tokens of a block, mean[h,d] at h*m_h + d, and how many these are, counts[h] at h*n_h; or
-     * NULL. SparQ's mean is made of them. */
+     * NULL. The mean of SparQ and Skim is made of them. */
     float *mean;
     int32_t *counts;
     int64_t m_h, n_h;
+    /* Where means of groups are kept: how many tokens of a block's first group have codes by the scale of the group
+     * before, which lies in another block, coded[h] at h*n_h; or NULL. A step makes the codes of those that follow. */
+    int32_t *coded;
 } skimkv_paged;
 
 /* One decode step of attention. */

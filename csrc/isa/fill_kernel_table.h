@@ -21,6 +21,7 @@ const Kernels kernels = {
     attention_scratch_bytes,
     attention,
     append,
+    code_open,
     matrix_kinds,
     (int)(sizeof matrix_kinds / sizeof matrix_kinds[0]),
     prompt_scratch_bytes,

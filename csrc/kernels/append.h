@@ -144,6 +144,18 @@ template <class T> static void prefetch_new_row(const skimkv_op *op, int64_t b, 
     }
 }
 
+// Codes the keys `rows` of n tokens from position p on, which are of a group that is not full, by the scale of the
+// group before it, which may lie in another chunk.
+template <class T>
+static void code_open_rows(const skimkv_cache *c, int64_t b, int64_t h, int64_t p, int64_t n, const T *const *rows) {
+    const int64_t group = p / GROUP;
+    const skimkv_chunk *chunk = chunk_of(c->chunks, p), *before = chunk_of(c->chunks, group * GROUP - 1);
+    const float *scale =
+        before->scale + b * before->s_b + h * before->s_h + (group - 1 - before->start / GROUP) * before->s_g;
+    uint8_t *codes = (uint8_t *)chunk->index + b * chunk->x_b + h * chunk->x_h + (group * GROUP - chunk->start) / 2;
+    code_open_tokens(rows, n, p % GROUP, c->R, codes, chunk->x_r, scale, before->s_r, before->s_z);
+}
+
 // Appends the tokens of unit (b, h).
 template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, int64_t h) {
     const skimkv_cache *c = a->cache;
@@ -186,12 +198,7 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
                 quantise_group(tail, c->t_r, R, bits, codes, chunk->x_r, scale, chunk->s_r, chunk->s_z);
                 if (chunk->means) average_group(tail, c->t_r, R, group_means<T>(chunk, b, h, at / GROUP));
             } else if (chunk->means && p >= GROUP) {
-                const skimkv_chunk *before = chunk_of(c->chunks, p / GROUP * GROUP - 1);
-                const float *scale = before->scale + b * before->s_b + h * before->s_h +
-                                     (p / GROUP - 1 - before->start / GROUP) * before->s_g;
-                uint8_t *codes =
-                    (uint8_t *)chunk->index + b * chunk->x_b + h * chunk->x_h + (p / GROUP * GROUP - chunk->start) / 2;
-                code_open_tokens(rows, stop - p, p % GROUP, R, codes, chunk->x_r, scale, before->s_r, before->s_z);
+                code_open_rows(c, b, h, p, stop - p, rows);
             }
         } else if (c->channels == SKIMKV_COPY) {
             transpose(rows, stop - p, R, (T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start,
@@ -210,6 +217,27 @@ static void append(const skimkv_tokens *a, int64_t unit) {
     if (a->cache->dtype == SKIMKV_F32) append_unit<float>(a, b, h);
     else if (a->cache->dtype == SKIMKV_BF16) append_unit<bf16>(a, b, h);
     else append_unit<f16>(a, b, h);
+}
+
+template <class T> static void code_open_unit(const skimkv_cache *c, int64_t b, int64_t h, int64_t from, int64_t to) {
+    const T *tail = (const T *)c->tail + b * c->t_b + h * c->t_h;
+    for (int64_t p = from; p < to; p += APPENDED_AT_ONCE) {
+        const int64_t n = min(to - p, APPENDED_AT_ONCE);
+        const T *rows[APPENDED_AT_ONCE];
+        T row[APPENDED_AT_ONCE][SKIMKV_MAX_HEAD];
+        for (int64_t i = 0; i < n; i++) {
+            for (int r = 0; r < c->R; r++) row[i][r] = tail[r * c->t_r + (p + i) % GROUP];
+            rows[i] = row[i];
+        }
+        code_open_rows(c, b, h, p, n, rows);
+    }
+}
+
+static void code_open(const skimkv_cache *c, int64_t unit, int64_t from, int64_t to) {
+    const int64_t b = unit / c->H, h = unit % c->H;
+    if (c->dtype == SKIMKV_F32) code_open_unit<float>(c, b, h, from, to);
+    else if (c->dtype == SKIMKV_BF16) code_open_unit<bf16>(c, b, h, from, to);
+    else code_open_unit<f16>(c, b, h, from, to);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -24,9 +24,9 @@ def tokens(n, dtype, seed):
     return torch.randn(2, n, H, D, generator=generator).to(dtype)
 
 
-def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1), mean=False):
+def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1), mean=False, group_means=False, kv=None):
     """Blocks in random order, filled piece by piece as prompts in chunks are, and the tokens of every row."""
-    layout = BlockLayout(size, D, dtype, channels, mean)
+    layout = BlockLayout(size, D, dtype, channels, mean, group_means, kv)
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // size) for n in lengths]
     order = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32)
@@ -39,19 +39,23 @@ def engine(dtype, channels, lengths, size=512, seed=0, pieces=(1000, 700, 1), me
     for row, (n, count) in enumerate(zip(lengths, counts, strict=True)):
         blocks.table[row, :count], order = order[:count], order[count:]
         k, v = tokens(n, dtype, 100 + row)
-        at = torch.arange(n)
-        slots = blocks.table[row, at // size].long() * size + at % size
         start = 0
         for piece in [*pieces, n]:
-            append_slots(blocks, k[start : start + piece], v[start : start + piece], slots[start : start + piece])
+            write(blocks, row, k, v, start, min(start + piece, n))
             start += piece
         rows.append((k, v))
     blocks.lengths = torch.tensor(lengths)
     return blocks, rows
 
 
-def in_one_piece(dtype, channels, k, v, mean=False):
-    store = Full(Shape(1, H, G, D), dtype, channels=channels, mean=mean)
+def write(blocks, row, k, v, start, stop):
+    """Write the tokens start .. stop-1 of a row to its blocks."""
+    size, at = blocks.layout.tokens, torch.arange(start, max(start, stop))
+    append_slots(blocks, k[start:stop], v[start:stop], blocks.table[row, at // size].long() * size + at % size)
+
+
+def in_one_piece(dtype, channels, k, v, **parts):
+    store = Full(Shape(1, H, G, D), dtype, channels=channels, **parts)
     store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
     return store
 
@@ -64,20 +68,30 @@ FORMS = [(s, "copy", torch.float32, threads) for s in SPECS for threads in (1, 2
     (SPECS[1], "int4", torch.bfloat16, 1),
     ("SparQ(r=8, k=24, mean_value=True)", "copy", torch.float32, 2),
     ("SparQ(r=8, k=24, mean_value=True)", "int8", torch.bfloat16, 1),
+    *((f"Skim(k={k}, r=8)", "int4", torch.float32, threads) for k in (4, 40) for threads in (1, 2)),
+    ("Skim(k=12, r=8)", "int4", torch.bfloat16, 2),
+    ("Skim(k=12, r=8)", "int4", torch.float16, 1),
+    ("Dense(kv='int8')", "none", torch.bfloat16, 2),
+    ("TopK(k=30, kv='int4')", "none", torch.float32, 1),
+    ("SparQ(r=8, k=24, kv='int8', mean_value=False)", "copy", torch.float32, 1),
+    ("SparQ(r=8, k=24, kv='int8', mean_value=True)", "int4", torch.float32, 2),
+    ("Skim(k=12, r=8, kv='int8')", "int4", torch.float32, 2),
 ]
 
 
 @pytest.mark.parametrize(("spec", "channels", "dtype", "threads"), FORMS, ids=str)
 def test_blocks_in_any_order_equal_a_cache_in_one_piece(spec, channels, dtype, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    mean = "mean_value=True" in spec
-    blocks, rows = engine(dtype, channels, LENGTHS, mean=mean)
+    method, skim = parse(spec), spec.startswith("Skim")
+    parts = {"mean": skim or "mean_value=True" in spec, "group_means": skim, "kv": method.kv}
+    blocks, rows = engine(dtype, channels, LENGTHS, **parts)
     q = torch.randn(len(LENGTHS), H, G, D).to(dtype)
-    method = parse(spec)
     y = by_kernel(method, blocks, q, scale=D**-0.5, softcap=20.0)
     for row, (k, v) in enumerate(rows):
-        store = in_one_piece(dtype, channels, k, v, mean)
+        store = in_one_piece(dtype, channels, k, v, **parts)
         expected = by_kernel(method, store, q[row : row + 1], scale=D**-0.5, softcap=20.0)
+        if skim:
+            assert torch.equal(blocks.rows_read[row], store.rows_read[0])
         torch.testing.assert_close(y[row : row + 1], expected, rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 4e-3)
 
 
@@ -97,6 +111,15 @@ def test_the_parts_of_a_block_are_those_of_a_store(channels):
         assert torch.equal(codes[..., :full], store.chunks[0].index[0, ..., :full])
         scales = parts.scales[table].permute(1, 0, 4, 3, 2).flatten(1, 2)  # (H,groups,2,D)
         assert torch.equal(scales[:, :4], store.chunks[0].scale[0, :, :4])
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_the_rows_of_a_sequence_are_those_of_a_store(kv):
+    blocks, rows = engine(torch.bfloat16, "int4", [700, 1100], kv=kv)
+    for row, n in ((1, 1100), (1, 513), (0, 512)):
+        store = in_one_piece(torch.bfloat16, "int4", *(x[:n] for x in rows[row]), kv=kv)
+        for mine, theirs in zip(blocks.rows(blocks.table[row], n), store.history(slice(0, 1)), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 def test_only_the_chosen_rows_and_channels_are_read():
@@ -151,6 +174,34 @@ def test_a_mean_grows_token_by_token_and_begins_anew_with_its_block():
         by_kernel(method, blocks, q, scale=1.0)
 
 
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_skim_reads_the_same_rows_whenever_the_tokens_of_a_block_came(kv):
+    """The first group of a block has codes by the last scale of another one: they are made step by step, and anew."""
+    parts, method, q = {"mean": True, "group_means": True, "kv": kv}, parse("Skim(k=6, r=8)"), torch.randn(2, H, G, D)
+    blocks, _ = engine(torch.float32, "int4", [700, 900], **parts)
+
+    def check(n, k, v):
+        blocks.lengths[0] = n
+        y = by_kernel(method, blocks, q, scale=D**-0.5)
+        store = in_one_piece(torch.float32, "int4", k[:n], v[:n], **parts)
+        torch.testing.assert_close(y[:1], by_kernel(method, store, q[:1], scale=D**-0.5), rtol=1e-5, atol=1e-6)
+        assert torch.equal(blocks.rows_read[0], store.rows_read[0]) and store.rows_read[0, 0] < H * n
+        codes = blocks.parts.codes[blocks.table[0, : -(-n // 512)].long()].permute(1, 2, 0, 3).flatten(2)
+        used = n // 128 * 64  # whole parts of 128 tokens
+        assert torch.equal(codes[..., :used], store.chunks[0].index[0, ..., :used])
+
+    for seed in (5, 6):  # two requests after each other in the same blocks
+        k, v = tokens(900, torch.float32, seed)
+        start = 0
+        for n in (512, 513, 514, 600, 601, 767, 768, 769, 900):
+            write(blocks, 0, k, v, start, n)
+            check(n, k, v)
+            start = n
+    k, v = (torch.cat([x[:520], x.flip(0)]) for x in (k, v))  # a block that is filled again without a step between
+    write(blocks, 0, k, v, 512, 650)
+    check(650, k, v)
+
+
 BAD = {
     "a block that does not exist": (lambda b: b.table.fill_(99), "names a block that does not exist"),
     "a row without tokens": (lambda b: b.lengths.zero_(), "a row has no token"),
@@ -180,6 +231,7 @@ def test_bad_slots_and_layouts_are_refused():
         (BlockLayout(512, 40, torch.float32, "copy"), "multiples of 32"),
         (BlockLayout(512, D, torch.float32, "none"), "channels = 'none'"),
         (BlockLayout(512, D, torch.float32, "int8"), "bytes for each token"),
+        (BlockLayout(512, D, torch.float32, "int8", True, True), "an index of 4 bits and a mean"),
     ):
         with pytest.raises(ValueError, match=message):
             Blocks(torch.zeros(2, H, 512, 3 * D), layout, H, G)

@@ -83,10 +83,34 @@ def generate(llm: Any, requests: list[list[int]], new_tokens: int) -> tuple[list
     return [list(a.outputs[0].token_ids) for a in answers], [a.num_cached_tokens or 0 for a in answers]
 
 
-def run(model: str, method: str | None, new_tokens: int = 12, rounds: int = 1, **changes: Any) -> dict[str, Any]:
-    """Generate from the prompts in a child: tokens of the last round, cached tokens, preemptions, counters."""
+def pretend_amx() -> None:
+    """Let vLLM choose the tiles of AMX in this process, for every type, and refuse its kernels of attention."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends import cpu_attn
+
+    def refuse(**_: Any) -> None:
+        """Stand in the place of vLLM's attention."""
+        raise AssertionError("vLLM's attention was called")
+
+    cpu_attn._get_attn_isa = lambda *_: "amx"
+    _custom_ops.cpu_attention_with_kv_cache = refuse
+
+
+def run(
+    model: str,
+    method: str | None,
+    new_tokens: int = 12,
+    rounds: int = 1,
+    before: Callable[[], None] = lambda: None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Generate from the prompts in a child: tokens of the last round, cached tokens, preemptions, counters.
+
+    before: called in the child, before the engine is made.
+    """
 
     def work() -> dict[str, Any]:
+        before()
         llm = engine(model, method, **changes)
         for _ in range(rounds):
             tokens, cached = generate(llm, prompts(), new_tokens)
@@ -100,8 +124,13 @@ def run(model: str, method: str | None, new_tokens: int = 12, rounds: int = 1, *
     return in_child(work)
 
 
-def tokens_of_skimkv(model: str, spec: str, requests: list[list[int]], new_tokens: int = 12) -> list[list[int]]:
-    """The greedy tokens that skimkv gives in transformers, from one batch whose rows are padded on the left."""
+def tokens_of_skimkv(
+    model: str, spec: str, requests: list[list[int]], new_tokens: int = 12, **options: Any
+) -> list[list[int]]:
+    """The greedy tokens that skimkv gives in transformers, from one batch whose rows are padded on the left.
+
+    options: of generate().
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -113,8 +142,9 @@ def tokens_of_skimkv(model: str, spec: str, requests: list[list[int]], new_token
     llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with skimkv.attach(llama, spec):
         out = llama.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
+            **options,
+        )  # fmt: skip
     return out[:, n:].tolist()
 
 

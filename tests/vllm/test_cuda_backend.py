@@ -62,7 +62,9 @@ REFUSED = {
     "H2O(k=64)": "H2O(k=64) has a budget, which is supported on CPUs only",
     "SparQ(r=16, k=64, channels='int8')": "channels = 'int8' must be one of none, copy in blocks",
     "SparQ(r=16, k=64, mean_value=True)": "in blocks on CUDA, which have no mean of the values: add mean_value=False",
-    "Quest(k=64, page=16)": "Quest(k=64, page=16) has no kernel, and only kernels read blocks",
+    "Dense(kv='int8')": "kv='int8' is not supported in blocks on CUDA",
+    "Skim(k=32)": "Skim(k=32) is supported in blocks on CPUs only",
+    "Quest(k=64, page=16)": "Quest(page=16, k=64) is not supported in blocks on CUDA",
     "LowRank(r=8, k=64)": "LowRank(r=8, k=64) is not supported in blocks on CUDA",
 }
 

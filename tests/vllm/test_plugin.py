@@ -62,6 +62,82 @@ def test_the_tokens_in_bfloat16_are_those_of_stock(model, stock):
     assert engines.run(model, EVERYTHING, dtype="bfloat16")["tokens"] == stock(dtype="bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("method", "dtype", "changes"),
+    [
+        (EVERYTHING, "float32", {"rounds": 2}),
+        ("Skim(k=100000)", "float32", {"max_num_batched_tokens": 96}),
+        ("Dense()", "bfloat16", {}),
+    ],
+)
+def test_where_vllm_would_use_amx_the_tokens_are_those_of_stock(model, stock, method, dtype, changes):
+    n = 12 if dtype == "float32" else 6  # in bfloat16 two tokens come to have the same logit soon
+    answer = engines.run(model, method, n, dtype=dtype, before=engines.pretend_amx, **changes)
+    assert answer["tokens"] == [ids[:n] for ids in stock(dtype=dtype)]
+    assert "rounds" not in changes or min(answer["cached"]) >= 256
+
+
+def test_skim_gives_the_tokens_of_stock_where_it_reads_all_rows(model, stock):
+    spec = "Skim(k=100000)"
+    answer, requests = engines.run(model, spec), engines.prompts()
+    assert answer["tokens"] == stock()
+    (counters,) = answer["counters"]
+    assert counters["bytes"] == engines.bytes_of_steps(spec, requests) + bytes_of_means(requests, H=2)
+
+
+def test_skim_draws_the_same_rows_with_prefixes_in_chunks_and_beside_other_requests(model, stock):
+    spec, requests = "Skim(k=12, r=16)", engines.prompts()
+    expected = engines.in_child(engines.tokens_of_skimkv, model, spec, requests)
+    answer = engines.run(model, spec, rounds=2)
+    assert answer["tokens"] == expected != stock() and min(answer["cached"]) >= 256
+    assert engines.run(model, spec, max_num_batched_tokens=96)["tokens"] == expected
+
+    def alone():
+        llm = engines.engine(model, spec)
+        return [engines.generate(llm, [ids], 12)[0][0] for ids in requests]
+
+    assert engines.in_child(alone) == expected
+
+
+QUANTISED = ["Dense(kv='int8')", "SparQ(r=16, k=48, kv='int8', mean_value=False)", "Skim(k=12, r=16, kv='int8')"]
+
+
+@pytest.mark.parametrize("spec", QUANTISED)
+def test_quantised_rows_give_the_tokens_of_skimkv_in_transformers(model, spec):
+    whole = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096}
+    answer = engines.run(model, spec, **whole)
+    assert answer["tokens"] == engines.tokens_of_skimkv(model, spec, engines.prompts())
+
+
+def test_a_prompt_in_chunks_is_read_against_quantised_rows(model):
+    spec, ids = QUANTISED[0], engines.prompts()[0]
+
+    def work(tokens_at_once):
+        llm = engines.engine(model, spec, max_num_batched_tokens=tokens_at_once)
+        return [engines.generate(llm, [ids], 12) for _ in range(2)]
+
+    ((in_chunks, _), _), (_, (after_prefix, cached)) = (engines.in_child(work, n) for n in (96, 4096))
+    assert in_chunks == engines.tokens_of_skimkv(model, spec, [ids], prefill_chunk_size=96)
+    assert cached == [256] and after_prefix == engines.tokens_of_skimkv(model, spec, [ids], prefill_chunk_size=256)
+
+
+def test_quantised_rows_take_half_the_memory(model):
+    def tokens(method):
+        llm = engines.engine(model, method, dtype="bfloat16", block_size=1024)
+        cache = llm.llm_engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
+
+    for quantised, other in (("Dense(kv='int8')", None), ("Skim(k=64, kv='int8')", "Skim(k=64)")):
+        assert engines.in_child(tokens, quantised) / engines.in_child(tokens, other) > 1.8
+
+
+def test_skim_is_preempted_and_gives_the_tokens_of_stock(model, stock):
+    memory = 11 * (2 * 2 * 256 * 1000)  # layers, heads, tokens, bytes: 11 of the blocks of about 900 bytes a token
+    answer = engines.run(model, "Skim(k=100000)", 300, kv_cache_memory_bytes=memory, max_model_len=1024)
+    assert answer["preemptions"] > 0
+    assert answer["tokens"] == stock(300)
+
+
 def test_a_small_budget_gives_the_tokens_of_skimkv_in_transformers(model, stock):
     spec = "SparQ(r=16, k=48, mean_value=False)"
     answer = engines.run(model, spec)["tokens"]
@@ -74,9 +150,13 @@ def test_a_model_without_grouped_queries_gets_the_mean_of_the_values(tmp_path):
     assert min(answer["cached"]) >= 256
     assert answer["tokens"] == engines.tokens_of_skimkv(model, spec, requests)
     (counters,) = answer["counters"]
-    # a block's mean for every block that a step reads, in two layers, four heads and float32
-    means = 2 * sum((len(ids) + i) // 256 + 1 for ids in requests for i in range(11)) * 4 * 64 * 4
-    assert counters["bytes"] == 2 * (engines.bytes_of_steps(spec, requests, H=4, G=1) + means)  # in two rounds
+    in_a_round = engines.bytes_of_steps(spec, requests, H=4, G=1) + bytes_of_means(requests, H=4)
+    assert counters["bytes"] == 2 * in_a_round
+
+
+def bytes_of_means(requests, H):
+    """A block's mean of the values for every block that a step reads, in two layers, H heads of 64 and float32."""
+    return 2 * sum((len(ids) + i) // 256 + 1 for ids in requests for i in range(11)) * H * 64 * 4
 
 
 def test_rows_that_a_step_must_not_read_may_hold_nan(model):

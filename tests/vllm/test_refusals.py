@@ -14,7 +14,7 @@ REFUSED = {
     "a name that is wrong": ("SparK(r=16)", {}, "unknown method 'SparK'; did you mean SparQ"),
     "too many channels": ("SparQ(r=65, k=64)", {}, "r = 65 must be at most 64"),
     "a method without a store in blocks": ("SnapKV(k=64)", {}, "SnapKV is not supported in blocks"),
-    "a kernel that reads no blocks": ("Skim(k=64)", {}, "Skim(k=64) is not supported in blocks"),
+    "a kernel that reads no blocks": ("Quest(k=64, page=16)", {}, "Quest(page=16, k=64) is not supported in blocks"),
     "a budget that is a share": ("H2O(k=0.2)", {}, "k = 0.2 is a share of the prompt"),
     "a budget without a kernel": ("TOVA(k=64)", {}, "TOVA(k=64) has no kernel"),
     "positions in the cache": ("StreamingLLM(k=64)", {}, "vLLM's attention layers do not have that rotation: use LMIn"),
@@ -25,7 +25,6 @@ REFUSED = {
     ),
     "blocks that are no budget": ("H2O(k=64)", {"block_size": 256}, "--block-size 256 must be 64"),
     "long prompts in pieces": ("H2O(k=64)", {"long_prefill_token_threshold": 64}, "--long-prefill-token-threshold 64"),
-    "quantised rows": ("Dense(kv='int8')", {}, "kv='int8' is not supported"),
     "channels of K itself": (
         "SparQ(r=16, k=64, channels='none')",
         {},

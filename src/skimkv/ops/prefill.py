@@ -39,6 +39,25 @@ def _attend_even_rows(
         past = store.history(rows)
         m = past[0].shape[2]
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+    return attend_after(m, q, k, v, scale=scale, softcap=softcap, sinks=sinks, scores=scores)
+
+
+def attend_after(
+    m: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scores: list[Tensor] | None = None,
+) -> Tensor:
+    """Compute causal attention of n queries after m earlier tokens: q (b,H,G,n,D) · k, v (b,H,m+n,D) -> (b,H,G,n,D).
+
+    By the CPU's library or PyTorch, whichever is faster here: PyTorch where a processor multiplies tiles of 16-bit
+    numbers. sinks, scores: as of `causal_attention`.
+    """
     if _attends_in_library(q, k, v, sinks):
         if scores is None:
             return prompt_attention.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)

@@ -1,10 +1,17 @@
-"""The attention backend on CPUs: prompts by vLLM's own kernel, decode rows by skimkv's on the same blocks."""
+"""The attention backend on CPUs: prompts by vLLM's own kernel, decode rows by skimkv's on the same blocks.
+
+On processors with AMX vLLM would put bfloat16 keys into tiles, which skimkv's kernels do not read. There blocks are as
+elsewhere, and skimkv's own attention of prompts takes the place of vLLM's, whose kernel for such blocks has no tiles.
+Quantised rows have no page of keys that vLLM could read, so their prompts are read by skimkv's attention too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config
@@ -16,10 +23,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from ..ops.cpu.run import CpuBackend, append_slots
+from ..ops.prefill import attend_after
 from ..stores.blocks import Blocks
 from ..stores.memory import request_huge_pages
 from .common import DecodeRows, Layer, NamedBackend, decode_rows
-from .options import ConfigurationError, Options
+from .options import PAGE, TILES, ConfigurationError, Options
 
 
 class DecodeBlocks(NamedTuple):
@@ -40,18 +48,38 @@ class PromptRows(NamedTuple):
     schedule: Tensor
 
 
+class Prompt(NamedTuple):
+    """Tokens of one prompt in the batch, how many are cached before them, and the row's blocks."""
+
+    tokens: slice
+    cached: int
+    blocks: Tensor
+
+
 @dataclass
 class Metadata(CPUAttentionMetadata):
-    """The metadata of a batch as vLLM makes it, split in rows that decode and others."""
+    """The metadata of a batch as vLLM makes it, split in rows that decode and others.
+
+    The others are in `prompt`, for vLLM's kernel, or in `prompts`, for skimkv's.
+    """
 
     decode: DecodeBlocks | None = None
     prompt: PromptRows | None = None
+    prompts: tuple[Prompt, ...] = ()
 
 
 class MetadataBuilder(CPUAttentionMetadataBuilder):
     """Splits every batch."""
 
     reorder_batch_threshold = 1  # asks vLLM for the rows of one token first
+    isa: str  # vLLM's word for how it lays out a block
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Whether skimkv's attention reads prompts, and not vLLM's.
+        self.reads_prompts = self.isa == TILES or not Options.of(vllm_config).has_page
+        self.isa = PAGE
+        self._set_isa_to_layers(layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """The metadata of one batch, for all layers of a group."""
@@ -66,9 +94,19 @@ class MetadataBuilder(CPUAttentionMetadataBuilder):
         decode, first = decode_rows(base.query_start_loc, lengths, prefilling)
         if decode is not None:
             metadata.decode = DecodeBlocks(decode, lengths[decode.rows].long(), base.block_table[decode.rows])
-        if first < rows:
+        if self.reads_prompts:
+            metadata.prompts = self._prompts(base, lengths.tolist(), prefilling.tolist())
+        elif first < rows:
             metadata.prompt = self._prompt_rows(base, first, rows)
         return metadata
+
+    def _prompts(self, base: CPUAttentionMetadata, lengths: list[int], prefilling: list[bool]) -> tuple[Prompt, ...]:
+        """The rows that do not decode: see `decode_rows`."""
+        starts, prompts = base.query_start_loc.tolist(), []
+        for row, (start, stop) in enumerate(pairwise(starts)):
+            if stop - start > 1 or (stop > start and prefilling[row]):
+                prompts.append(Prompt(slice(start, stop), lengths[row] - (stop - start), base.block_table[row]))
+        return tuple(prompts)
 
     def _prompt_rows(self, base: CPUAttentionMetadata, first: int, rows: int) -> PromptRows:
         starts, lengths = base.query_start_loc[first:], base.seq_lens[first:rows].contiguous()
@@ -120,9 +158,11 @@ class Implementation(Layer, CPUAttentionBackendImpl):
         metadata: Metadata,
         output: Tensor,
     ) -> None:
-        """Prompts by vLLM's kernel, rows that decode by skimkv's: query (tokens,heads,D) -> output."""
+        """Prompts by vLLM's kernel or by ours, rows that decode by ours: query (tokens,heads,D) -> output."""
         if metadata.prompt is not None:
             self._attend_prompts(layer, store, query, metadata, metadata.prompt, output)
+        for prompt in metadata.prompts:
+            self._attend_prompt(store, query, key, value, prompt, output)
         if metadata.decode is not None:
             self._decode(store, query, metadata.decode, output)
 
@@ -130,6 +170,7 @@ class Implementation(Layer, CPUAttentionBackendImpl):
         self, layer: Any, store: Blocks, query: Tensor, metadata: Metadata, prompt: PromptRows, output: Tensor
     ) -> None:
         tokens = slice(prompt.first_token, metadata.num_actual_tokens)
+        assert store.parts.channels is not None
         # vLLM's kernel takes its own page of keys as (blocks,H,tokens,D), though a "vec" page is [D,tokens].
         keys = store.parts.channels.flatten(2).unflatten(-1, (store.layout.tokens, self.head_size))
         _custom_ops.cpu_attention_with_kv_cache(
@@ -152,6 +193,17 @@ class Implementation(Layer, CPUAttentionBackendImpl):
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,
         )
+
+    def _attend_prompt(
+        self, store: Blocks, query: Tensor, key: Tensor, value: Tensor, prompt: Prompt, output: Tensor
+    ) -> None:
+        q = query[prompt.tokens].unflatten(1, (store.H, store.G)).permute(1, 2, 0, 3)[None]  # (1,H,G,n,D)
+        k, v = (x[prompt.tokens].transpose(0, 1)[None] for x in (key, value))
+        if prompt.cached:
+            k, v = (torch.cat(pair, 2) for pair in zip(store.rows(prompt.blocks, prompt.cached), (k, v), strict=True))
+        softcap = self.logits_soft_cap or None
+        y = attend_after(prompt.cached, q, k, v, scale=self.scale, softcap=softcap)
+        output[prompt.tokens] = y[0].permute(2, 0, 1, 3).flatten(1, 2)
 
     def _decode(self, store: Blocks, query: Tensor, blocks: DecodeBlocks, output: Tensor) -> None:
         rows, store.lengths, store.table = blocks

@@ -52,8 +52,22 @@ def decode_rows(
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _bytes_of_step(method: Method, n: int, shape: Shape, dtype: torch.dtype) -> int:
-    return method.traffic(n, shape, dtype).bytes
+def _bytes_of_step(method: Method, n: int, shape: Shape, dtype: torch.dtype, **read: int) -> int:
+    return method.traffic(n, shape, dtype, **read).bytes
+
+
+def bytes_of_steps(method: Method, sizes: list[int], shape: Shape, dtype: torch.dtype, rows_read: Tensor | None) -> int:
+    """The bytes of one step of each row, by Method.traffic.
+
+    sizes: the tokens that each row has, the current one included. shape: of one row. rows_read (rows,2): how many rows
+    of K and V each step read, for a method that reads as many as the data ask for.
+    """
+    if rows_read is None:
+        return sum(_bytes_of_step(method, n - 1, shape, dtype) for n in sizes)
+    none, one = ({"key_rows": count, "value_rows": 0} for count in (0, 1))
+    of_row = _bytes_of_step(method, 1, shape, dtype, **one) - _bytes_of_step(method, 1, shape, dtype, **none)
+    without = sum(_bytes_of_step(method, n - 1, shape, dtype, **none) for n in sizes)
+    return without + of_row * int(rows_read.sum())
 
 
 class Layer(AttentionImpl):
@@ -136,7 +150,7 @@ class Layer(AttentionImpl):
         output[rows.tokens] = backend.run(method.kernel(store), store, q, token, softmax).flatten(1, 2)
         self.steps += B
         self.rows += B * one.H
-        self.bytes += sum(_bytes_of_step(method, n - 1, one, query.dtype) for n in rows.sizes)
+        self.bytes += bytes_of_steps(method, rows.sizes, one, query.dtype, getattr(store, "rows_read", None))
 
 
 class NamedBackend(AttentionBackend):

@@ -24,6 +24,8 @@ from ..stores.slot_blocks import SlotBlocks, bytes_of_slot
 from ..stores.slots import Slots
 
 KEY = "skimkv"  # of vLLM's additional_config
+PAGE = "vec"  # vLLM's word for the layout of keys that skimkv's kernels read: a block channel by channel
+TILES = "amx"  # vLLM's word for the layout that it would choose for bfloat16 on CPUs with AMX, which they do not read
 SUPPORTED_VERSIONS = "vLLM 0.32"
 
 
@@ -116,7 +118,12 @@ class Options:
         store = self.store
         if isinstance(store, Full) and self._kernel().r:
             return store.channels
-        return "none" if self.on_cuda else "copy"
+        return "copy" if self.has_page else "none"
+
+    @property
+    def has_page(self) -> bool:
+        """Whether a block has the page of keys of vLLM's attention on CPUs; with quantised rows there is none."""
+        return not self.on_cuda and self.method.kv is None
 
     def check(self) -> None:
         """Raise ConfigurationError unless the engine can decode with the method."""
@@ -136,7 +143,10 @@ class Options:
 
     def layout(self, D: int, block_size: int, dtype: torch.dtype) -> BlockLayout:
         """The layout of blocks on CPUs. Raises ConfigurationError if there can be none."""
-        layout = BlockLayout(block_size, D, dtype, self.channels, self._kernel().mean_value)
+        store = self.store
+        means = isinstance(store, Full) and store.group_means
+        mean = means or self._kernel().mean_value
+        layout = BlockLayout(block_size, D, dtype, self.channels, mean, means, self.method.kv)
         with one_line():
             layout.check()
         return layout
@@ -200,12 +210,8 @@ class Options:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         isa = _get_attn_isa(model.dtype, self.BLOCK_SIZE, model.get_head_size(), cache.cache_dtype)
-        if isa == "amx":
-            raise ConfigurationError(
-                "this CPU has AMX, for which vLLM packs bfloat16 keys in tiles: use --dtype float16 or float32"
-            )
-        if isa != "vec":
-            raise ConfigurationError(f"vLLM's {isa!r} layout of keys is not supported, only 'vec' is")
+        if isa not in (PAGE, TILES):
+            raise ConfigurationError(f"vLLM's {isa!r} layout of keys is not supported, only {PAGE!r} is")
 
     def _check_method(self) -> None:
         store = self.store
@@ -223,6 +229,8 @@ class Options:
             raise ConfigurationError(launch.missing)
         if self.has_budget:
             raise ConfigurationError(f"{self.method!r} has a budget, which is supported on CPUs only")
+        if getattr(self.store, "group_means", False):
+            raise ConfigurationError(f"{self.method!r} is supported in blocks on CPUs only")
         dtype, device = self.vllm_config.model_config.dtype, torch.device("cuda")
         with one_line():
             launch.validate(tables.Batch(self._shape(), dtype, device, Workspace()))
@@ -246,8 +254,8 @@ class Options:
 
     def _check_tokens(self, store: Store) -> None:
         method, kernel = self.method, self._kernel()
-        if method.kv is not None:
-            raise ConfigurationError(f"kv={method.kv!r} is not supported: blocks hold keys and values as they are")
+        if self.on_cuda and method.kv is not None:
+            raise ConfigurationError(f"kv={method.kv!r} is not supported in blocks on CUDA")
         (_, H, G, D), tokens = store.shape, self.block_size
         if self.on_cuda:
             from ..ops.gpu.run import PagedBackend

@@ -204,16 +204,22 @@ class BlocksMemory(Memory):
         self.paged = p = CPaged(bytes=store.distance, blocks=store.count)
         p.block = _block_of_rows(layout.tokens, parts.k, parts.v)
         block = p.block
+        self.cache.bits = layout.row_format.bits or 0
         if parts.codes is None:
-            block.index = parts.channels.data_ptr()
-            _, block.x_h, block.x_r, _ = parts.channels.stride()
+            if parts.channels is not None:
+                block.index = parts.channels.data_ptr()
+                _, block.x_h, block.x_r, _ = parts.channels.stride()
         else:
-            assert parts.scales is not None
+            assert parts.scales is not None and parts.channels is not None
             block.index, block.scale = parts.codes.data_ptr(), parts.scales.data_ptr()
             _, block.x_h, block.x_r, _ = parts.codes.stride()
             _, block.s_h, block.s_r, block.s_z, block.s_g = parts.scales.stride()
             p.open = parts.channels.data_ptr()
             _, p.o_h, p.o_r, _ = parts.channels.stride()
+        if parts.means is not None:
+            assert parts.coded is not None
+            block.means, p.coded = parts.means.data_ptr(), parts.coded.data_ptr()
+            _, block.e_h, block.e_g, _ = parts.means.stride()
         if parts.mean is not None:
             assert parts.counts is not None
             p.mean, p.counts = parts.mean.data_ptr(), parts.counts.data_ptr()
@@ -234,6 +240,9 @@ class BlocksMemory(Memory):
         expect("table", table, (B, table.shape[1]), torch.int32)
         self.cache.B, self.cache.lengths = B, lengths.data_ptr()
         self.paged.table, self.paged.table_b = table.data_ptr(), table.stride(0)
+        if store.rows_read is not None:
+            expect("rows_read", store.rows_read, (B, 2), torch.int64)
+            self.op.rows_read = store.rows_read.data_ptr()
         return True
 
 

@@ -45,7 +45,7 @@ OPERATIONS = {
     "low_rank": Operation((Full,), 2),
     "top_k": Operation(TOKENS, 3),
     "oracle": Operation(TOKENS, 4),
-    "skim": Operation((Full,), 5),
+    "skim": Operation(TOKENS, 5),
     "quest": Operation((Full,), 6),
     "ring_slots": Operation(SLOTS, 0),
     "scored_slots": Operation(SLOTS, 0),
@@ -77,7 +77,9 @@ class CpuBackend:
         operation = OPERATIONS.get(step.operation)
         if operation is None or not isinstance(store, operation.stores):
             return False
-        return not (step.mean_value and isinstance(store, Blocks)) or store.layout.mean
+        if not isinstance(store, Blocks):
+            return True
+        return (store.layout.mean or not step.mean_value) and (store.group_means or step.operation != "skim")
 
     def run(self, step: KernelStep, store: Any, q: Tensor, token: Token | None, softmax: SoftmaxOptions) -> Tensor:
         """Take the current token, and attend: q (B,H,G,D) -> (B,H,G,D) in q's dtype.
@@ -155,7 +157,7 @@ class CpuBackend:
         if step.operation == "skim":
             if not store.group_means:
                 raise ValueError("Skim needs a store with the means of its groups, and this one has none")
-            if store.rows_read is None:
+            if store.rows_read is None or store.rows_read.shape[0] != store.shape.B:
                 store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64)
         memory = placed_memory(store, step.recent, more)
         if step.operation == "skim":

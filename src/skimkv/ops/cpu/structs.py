@@ -49,6 +49,7 @@ class CPaged(Structure):
         ("o_h o_r", c_int64),
         ("mean counts", c_void_p),
         ("m_h n_h", c_int64),
+        ("coded", c_void_p),
     )
 
 
