@@ -78,6 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--tasks", nargs="*", default=TASKS, help="the tasks, of which {0} becomes the length; none: divergences only"
     )
+    parser.add_argument("--shares", type=int, nargs="*", default=[8, 16, 32], help="16: a sixteenth of the bytes")
     parser.add_argument("--without", nargs="*", default=[], metavar="TEXT", help="leave out settings with this text")
     parser.add_argument("--batch", type=int, default=8, help="sequences that are decoded together")
     parser.add_argument("--model", default="builtin")
@@ -157,7 +158,10 @@ def run(arguments: argparse.Namespace) -> Results:
     document = first_document(setup, arguments)
     solved = _kept(out / "settings.json", lambda: solve_settings(setup, document))
     left_out = tuple(arguments.without)
-    settings = {spec: share for spec, share in solved.items() if not any(text in spec for text in left_out)}
+    shares = {1 / one for one in arguments.shares} | {1.0}
+    settings = {
+        spec: share for spec, share in solved.items() if share in shares and not any(text in spec for text in left_out)
+    }
     results, methods = str(out / "results.jsonl"), [part for spec in settings for part in ("--method", spec)]
     options = ["--model", arguments.model, "--dtype", arguments.dtype, "--out", results, *methods]
     options += ["--batch", str(arguments.batch)]
