@@ -112,7 +112,7 @@ def time_generations(
     against: a llama-bench, which reads a prompt of as many tokens of the same GGUF file, in turn with ours. Its rows
     have that time as first_ms, and no later tokens; that of the better setting has `better`, and `first_speedup_rival`
     of every row says how many times as fast as that it is.
-    Raises ValueError if there are fewer than two new tokens, if the model has not so many positions, or if a cache does
+    Raises ValueError if there are fewer than two new tokens, if the model has too few positions, or if a cache does
     not fit in memory.
     """
     if min(new for _, new in lengths) < 2:

@@ -282,7 +282,7 @@ def machine_for(device: torch.device) -> Machine:
 
 
 def read(buffer: Tensor, streams: int = 4) -> None:
-    """Read every byte of a contiguous CPU buffer, in so many streams per thread; without our library, sum it up."""
+    """Read every byte of a contiguous CPU buffer, in `streams` streams per thread; without our library, sum it up."""
     if ops.select_backend()[0] != "cpu":
         buffer.sum()
         return

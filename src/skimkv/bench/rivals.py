@@ -59,7 +59,7 @@ class Program(NamedTuple):
 
 
 def programs(kind: str, model: Path, tokens: int, threads: int, turns: int, group: int = 1) -> list[Program]:
-    """Return the ways to run a rival after so many tokens, for so many turns. kind: one of KINDS.
+    """Return the ways to run a rival after this number of tokens, for this number of turns. kind: one of KINDS.
 
     group: query heads that share a KV head in the model. llama-bench runs with flash attention and without; the fork
     runs dense and with SparQ(r=32, k=128). To get there llama-bench reads a prompt, and the fork fills its cache.
@@ -84,7 +84,7 @@ def programs(kind: str, model: Path, tokens: int, threads: int, turns: int, grou
 
 
 def prompt_programs(model: Path, tokens: int, threads: int, turns: int) -> list[Program]:
-    """Return the ways in which llama-bench reads a prompt of so many tokens, for so many turns."""
+    """Return the ways in which llama-bench reads a prompt of this length, for this number of turns."""
     repetitions = 2 * turns + 4  # each takes so long that it is stopped in time
     common = ["-m", str(model), "-t", str(threads), "-ngl", "0", "-r", str(repetitions)]
     common += ["-p", str(tokens), "-n", "0", "-o", "json", "--progress"]

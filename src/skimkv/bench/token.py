@@ -151,7 +151,7 @@ def time_tokens(
     and every row has `speedup_rivals`, how many times as fast it is as each of the rivals. Of llama.cpp's rows, that of
     the better setting has `better`.
     Raises ValueError if caches do not fit in memory, if random ones cannot stand for the model's (`check_fillable`), if
-    the model has not so many positions, or if a program cannot be run.
+    the model has too few positions, or if a program cannot be run.
     """
     model, against = subject.model, against or {}
     if subject.is_loaded:

@@ -129,7 +129,7 @@ def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:
 
 
 def _takes_a_token(layer: Layer, seen: int) -> bool:
-    """Whether a layer, which has seen so many tokens, only decodes the next one."""
+    """Whether a layer has seen this number of tokens and only decodes the next one."""
     return (
         layer.seen == seen
         and layer.pending is None

@@ -39,7 +39,7 @@ class SlotMethod(Method[Slots]):
         return 1
 
     def budget(self, prompt: int) -> int:
-        """Give k in tokens, for a prompt of so many tokens."""
+        """Give k in tokens, for a prompt of this length."""
         return max(self.least, budget_in_tokens(self.k, prompt))
 
     @property
@@ -48,7 +48,7 @@ class SlotMethod(Method[Slots]):
         return self.budget if isinstance(self.k, float) else None
 
     def slots(self, prompt: int) -> int:
-        """How many tokens the store keeps, for a prompt of so many tokens."""
+        """How many tokens the store keeps of a prompt of this length."""
         return self.budget(prompt)
 
     def step(self, store: Slots, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:
@@ -119,7 +119,7 @@ class ChoosingMethod(SlotMethod):
             store.replace(b, index, (keys, values, *more), seen[b])
 
     def make_room(self, store: Slots, candidates: Sequence[int], seen: Sequence[int]) -> None:
-        """Set the budgets of the rows of a batch, which have so many tokens to choose from and have seen so many."""
+        """Set the budgets of a batch's rows: candidates to choose from, and tokens seen, of each row."""
         store.set_budget([self.budget(length) for length in seen])
 
     @abc.abstractmethod
@@ -178,7 +178,7 @@ def check_at_most(name: str, value: int, low: int, k: int | float, less: int = 0
 
 
 def budget_in_tokens(k: int | float, prompt: int) -> int:
-    """The budget k in tokens: a whole number counts tokens, a fraction is a share of a prompt of so many tokens."""
+    """The budget k in tokens: a whole number counts tokens, a fraction is a share of the prompt's tokens."""
     return max(1, math.ceil(round(k * prompt, 6))) if isinstance(k, float) else k  # 0.07 of 100: 7
 
 

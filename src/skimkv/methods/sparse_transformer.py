@@ -105,7 +105,7 @@ class Strided(SlotMethod):
         return self.local or 1
 
     def slot(self, budget: int, p: int) -> int:
-        """The slot of token p where there are so many."""
+        """The slot of token p of a budget."""
         return strided(budget, max(1, budget // 2) if self.local is None else self.local)(p)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
@@ -139,7 +139,7 @@ class Fixed(SlotMethod):
         return self.l or 2 * (self.c or 0) or 1
 
     def slot(self, budget: int, p: int) -> int:
-        """The slot of token p where there are so many."""
+        """The slot of token p of a budget."""
         size = max(1, budget // 2) if self.l is None else self.l
         return fixed(budget, size, max(1, size // 16) if self.c is None else self.c)(p)
 

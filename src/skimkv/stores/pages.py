@@ -47,7 +47,7 @@ class PageBounds(Part):
         return new.numel() + read
 
     def reserve(self, pages: int) -> None:
-        """Make room for so many pages."""
+        """Make room for this number of pages."""
         have = sum(piece.shape[2] for piece in self.bounds)
         if pages > have:
             B, H, _, _, D = self.bounds[0].shape

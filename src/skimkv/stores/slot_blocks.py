@@ -104,7 +104,7 @@ def _parts_of(memory: Tensor, store: Slots) -> SlotParts:
     at = 0
 
     def take(count: int, kind: torch.dtype) -> Tensor:
-        """The next part of every block: so many numbers of this type."""
+        """The next `count` numbers of this type in every block."""
         nonlocal at
         at += count * kind.itemsize
         return flat[..., at - count * kind.itemsize : at].view(kind)

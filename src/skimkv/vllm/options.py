@@ -63,7 +63,7 @@ class Options:
     vllm_config: Any
 
     BLOCK_SIZE: ClassVar[int] = 1024  # tokens of a block on CPUs, unless the user asks for another size
-    CUDA_BLOCK_SIZE: ClassVar[int] = GROUP  # the same on CUDA, where kernels walk over pages of so many tokens anyway
+    CUDA_BLOCK_SIZE: ClassVar[int] = GROUP  # the same on CUDA, where kernels walk over pages of this size anyway
     SLOTS_TOGETHER: ClassVar[int] = 32  # a block of slots has a multiple, as vLLM on CPUs likes it
 
     @classmethod

@@ -46,7 +46,7 @@ class Conversation(NamedTuple):
 
 
 def make(rng: random.Random, lines: int, turns: int) -> Conversation:
-    """Make one conversation: so many lines in random order, of which all roads are one circle, and so many turns.
+    """Make one conversation of lines in random order, whose roads are one circle, and of turns.
 
     No line is asked for twice.
     """

@@ -40,7 +40,7 @@ class SplitLaunch:
 
     block: positions that a program takes at a time; fewer where a row of K is larger than ROW_BYTES.
     warps: of 32 threads each, in a program.
-    programs: wanted on each multiprocessor; positions are split until there are so many. None: as many as run at once.
+    programs: wanted on each multiprocessor; positions are split until there are that many. None: all that run at once.
     stages: the depth of the pipeline. There are buffers for stages - 1 blocks. Where a block's place is loaded from a
     table before it, there are half as many: 5 stages keep two blocks.
     """

@@ -50,7 +50,7 @@ class Footprint(NamedTuple):
 class SplitKernel(NamedTuple):
     """A kernel whose programs share the positions of each row and KV head, and what it is given.
 
-    arguments: those of a launch in which so many programs share a row and KV head. merges: the last of these programs
+    arguments: those of a launch, by how many programs share a row and KV head. merges: the last of these programs
     merges the parts of all, and is told their number, padded, as SP.
     """
 

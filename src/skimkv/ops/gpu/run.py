@@ -331,7 +331,7 @@ def _constants(batch: Batch, query: Query, settings: launch.SplitLaunch | launch
 
 
 def _splits(batch: Batch, count: int) -> Splits:
-    """Return scratch memory for so many splits."""
+    """Return scratch memory for `count` splits."""
     parts = scratch(batch, "parts", batch.heads * count * batch.shape.G * (batch.shape.D + 2))
     return Splits(parts, scratch(batch, "counter", batch.heads, torch.int32), count)
 

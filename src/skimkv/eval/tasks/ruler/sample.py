@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..base import Example
 
 CountTokens = Callable[[str], int]
-Make = Callable[[random.Random, int], "Sample"]  # out of a random generator, with so many pieces of hay
+Make = Callable[[random.Random, int], "Sample"]  # out of a random generator, with a number of pieces of hay
 MOST_PIECES = 10**7  # of hay, beyond the positions of any model
 
 
@@ -52,8 +52,9 @@ def fit(
 ) -> tuple[Sample, int]:
     """Make the sample with the most hay that has at most length - new tokens; return it and how many pieces of hay.
 
-    make: makes a sample with so many pieces of hay, always the same one for the same number. They are at least `least`
-    and at most `most`; guess: how many there might be. Raises TooShort if the sample with the least hay is too long.
+    make: makes a sample with a number of pieces of hay, always the same one for the same number. There are at least
+    `least` and at most `most`; guess: how many there might be. Raises TooShort if the sample with the least hay is too
+    long.
     """
     room = length - new
 
@@ -108,7 +109,7 @@ def fit_each(
         key = f"{seed} {i}"
 
         def with_hay(size: int, key: str = key, make: Make = maker(key)) -> Sample:  # noqa: B008
-            """Make the sample with so many pieces of hay."""
+            """Make the sample with this number of pieces of hay."""
             return make(random.Random(key), size)
 
         sample, size = fit(with_hay, length, new, count_tokens, least, guess, most)

@@ -125,7 +125,7 @@ def online_softmax(logits, v, maximum, total, values, DOT: tl.constexpr):
 
 @triton.jit
 def is_last_program(counter, programs):
-    """Return True in the program that arrives last of so many; what the others have stored is then visible to it."""
+    """Return True in the program that arrives last of all; what the others have stored is then visible to it."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1)
     is_last = arrived == programs - 1
