@@ -12,6 +12,7 @@ import pytest
 
 from skimkv import METHODS
 from skimkv.eval import text_demo
+from skimkv.eval.budgets import SLOW_REFERENCES
 from support.command_line import SKIMKV, answer, assert_mistake, run
 
 KEYS = (
@@ -28,7 +29,7 @@ def test_a_small_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
     rows = result["rows"]
     assert all(list(row) == KEYS for row in rows)
     assert rows[0]["method"] == "Dense()"
-    assert {row["method"].split("(")[0] for row in rows} == set(METHODS)
+    assert {row["method"].split("(")[0] for row in rows} == set(METHODS) - set(SLOW_REFERENCES)
     for row in rows:
         assert row["elements_predicted"] == row["elements_counted"], row["method"]
         assert row["bytes_per_step"] <= 1.05 * rows[0]["bytes_per_step"]
@@ -45,12 +46,10 @@ def test_a_small_demo_of_a_text(
     dense, *others = result["rows"]
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
     assert dense["method"] == "Dense()" and dense["agrees"] == dense["share_of_dense"] == 1 and dense["kl"] < 1e-6
-    assert len({row["method"].split("(")[0] for row in others}) >= len(METHODS) - 3
+    assert len({row["method"].split("(")[0] for row in others}) >= len(METHODS) - len(SLOW_REFERENCES) - 3
     for row in others:
         assert row["kl"] > 0 and 0 <= row["agrees"] <= 1 and row["ms_per_token"] > 0
-        assert 0 < row["share_of_dense"] < 0.3 and row["bytes_per_step"] > 0
-        if not row["method"].startswith(("TopP", "VAttention")):  # of these one step may read more than the mean does
-            assert row["bytes_per_step"] < 0.3 * dense["bytes_per_step"]
+        assert 0 < row["share_of_dense"] < 0.3 and 0 < row["bytes_per_step"] < 0.3 * dense["bytes_per_step"]
 
 
 def test_which_model_is_taken(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,22 +26,27 @@ SLACK = 1.05  # a method whose least useful setting reads this much over the sha
 MEASURED_STEPS = 8  # after the prompt, over which the bytes of a method are averaged that depend on the data
 MOST_SIXTEENTHS = 160  # of a power of two: with p the smallest share of the weights that is left out is 2**-10
 GRID = 1.02  # the ratio of neighbouring settings that are tried where bytes are measured
+SLOW_REFERENCES = ("TopP", "SANTA", "VAttention", "RocketKV")  # no kernels: for `eval`, and too slow for a demo
 
 MeanShare = Callable[[Method], float]  # the share of dense's bytes that a method's steps read on average
 
 
 def matched_methods(
-    dense: Sequence[Store], mean_share: MeanShare | None = None, shares: Sequence[float] = SHARES
+    dense: Sequence[Store],
+    mean_share: MeanShare | None = None,
+    shares: Sequence[float] = SHARES,
+    without: Collection[str] = (),
 ) -> tuple[list[tuple[Method, float]], list[str]]:
     """Every method at these shares of dense's bytes, as (method, share), Dense first; and what has no such form.
 
-    `dense`: the stores of a cache that Dense has prefilled, with one row. mean_share: as of `at_share`.
+    `dense`: the stores of a cache that Dense has prefilled, with one row. mean_share: as of `at_share`. without: the
+    names of methods that are left out.
     """
     matched: list[tuple[Method, float]] = [(Dense(), 1.0)]
     left_out = []
     for share in shares:
         for name, method in METHODS.items():
-            if method is Dense:
+            if method is Dense or name in without:
                 continue
             fitting = at_share(method, share, dense, mean_share)
             if fitting is None:

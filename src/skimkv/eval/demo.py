@@ -93,7 +93,7 @@ class Demo:
     def plan(self) -> tuple[list[tuple[Method, float]], list[str]]:
         """The methods at 1, 1/2, 1/4 and 1/8 of dense's bytes, as (method, share), and what cannot reach a share."""
         mean_share = budgets.measured_share(self._prompt, self.questions[:QUESTIONS_AT_ONCE])
-        return budgets.matched_methods(self._prompt.cache(Dense()).stores, mean_share)
+        return budgets.matched_methods(self._prompt.cache(Dense()).stores, mean_share, without=budgets.SLOW_REFERENCES)
 
     @torch.inference_mode()
     def rows(self, plan: list[tuple[Method, float]], on_answers: Callable[[int], None] = lambda new: None) -> list[Row]:

@@ -108,7 +108,9 @@ class TextDemo:
     def plan(self) -> tuple[list[tuple[Method, float]], list[str]]:
         """The methods at these shares of dense's bytes, as (method, share), and what cannot reach a share."""
         mean_share = budgets.measured_share(self._prompt, [self._question])
-        return budgets.matched_methods(self._prompt.cache(Dense()).stores, mean_share, SHARES)
+        return budgets.matched_methods(
+            self._prompt.cache(Dense()).stores, mean_share, SHARES, without=budgets.SLOW_REFERENCES
+        )
 
     @torch.inference_mode()
     def rows(self, plan: list[tuple[Method, float]], on_method: Callable[[], None] = lambda: None) -> list[Row]:
