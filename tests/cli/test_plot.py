@@ -329,3 +329,10 @@ def test_settings_that_are_solved_for_each_task_stand_on_one_line(tmp_path, caps
     path.write_text("".join(record(task, spec, 0, 1.0, 0.25, 500) for task, own in specs.items() for spec in own))
     plot(path, capsys)
     assert [[name for name, *_ in panel[1]] for panel in drawn["scores"]] == [["SparQ", "SparQ", "Quest"]] * 2
+
+
+def test_the_demo_where_no_method_has_a_kernel(tmp_path):
+    """As on a machine for which the library was not built."""
+    points = [figures.DemoPoint(name, 1.0, 1.0, 4.0, True, False) for name in ("Dense", "SparQ")]
+    figures.demo(points, tmp_path / "d.png", 1000, "title", "subtitle")
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")

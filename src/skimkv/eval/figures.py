@@ -122,7 +122,8 @@ def demo(
         ax.set_title(what, loc="left", fontsize=10.5, pad=12)
     score_panel.set_ylim(0, 1)
     score_panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-    time_panel.set_ylim(0, 1.06 * max(point.ms for point in (dense, *points) if point.has_kernel))
+    timed = [point.ms for point in (dense, *points) if point.has_kernel]
+    time_panel.set_ylim(0, 1.06 * max(timed, default=dense.ms))
     fig.legend(handles=handles, loc="center left", bbox_to_anchor=(0.845, 0.47), frameon=False, fontsize=10,
                handlelength=3, labelspacing=0.75)  # fmt: skip
     fig.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=12.5, weight="bold")
