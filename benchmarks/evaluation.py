@@ -275,7 +275,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
         f"## At {name} of dense's bytes\n\n{table(results, specs)}"
         + (f"\n\n{table_of_tasks(results, specs)}" if results.tasks else "")
         for share, name in SHARES.items()
-        if (specs := at(results, share))
+        if len(specs := at(results, share)) > 1
     ]
     machine = f"Times are of a whole token, in turns, on {machine_for(torch.device('cpu')).name}."
     (out / "tables.md").write_text("\n\n".join([*sections, machine, ""]))
