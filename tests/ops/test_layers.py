@@ -278,10 +278,10 @@ def test_the_library_validates_all_layers_before_the_first_runs():
     y, pointers = torch.empty_like(x), [tensor.data_ptr() for tensor in (x, cos, cos)]
     for place, message in enumerate(("x or y is NULL", "cos or sin is NULL", "cos or sin is NULL")):
         broken = [None if i == place else pointer for i, pointer in enumerate(pointers)]
-        error = every.run(every.address, None, CAttend(), None, *broken, y.data_ptr(), 2, 1, None)
+        error = every.run(every.address, None, 1, CAttend(), None, *broken, y.data_ptr(), 2, 1, None)
         assert message in error.decode()
     for n, message in ((0, "n must be at least 1"), (65, "n must be from 1 to 64")):
-        error = every.run(every.address, None, CAttend(), None, *pointers, y.data_ptr(), n, 1, None)
+        error = every.run(every.address, None, 1, CAttend(), None, *pointers, y.data_ptr(), n, 1, None)
         assert message in error.decode()
     lengths = [list(store.lengths) for store in stores]
     of_one_row, of_halves = stores_of(1, torch.float32, Dense()), stores_of(2, torch.bfloat16, Dense())

@@ -139,6 +139,7 @@ def say(server: Running, monkeypatch: pytest.MonkeyPatch, text: str, at_end: boo
             take([token])
         return Answer(tokens, at_end, 0)
 
+    monkeypatch.setattr(server.generator, "begin", lambda *request: None)  # so that none joins a batch
     monkeypatch.setattr(server.generator, "generate", generate)
 
 
