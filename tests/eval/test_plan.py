@@ -77,6 +77,14 @@ def test_matched_methods_read_the_share_they_should():
     assert all("1/" in note and job.task.spec in note for note in notes)
 
 
+@pytest.fixture
+def two_methods(monkeypatch):
+    """Methods that are solved by their closed form alone, which is quick."""
+    quick = {name: skimkv.METHODS[name] for name in ("SparQ", "StreamingLLM")}
+    monkeypatch.setattr(budgets, "METHODS", quick)
+
+
+@pytest.mark.usefixtures("two_methods")
 def test_the_matched_sweep_runs_sparq_with_and_without_the_mean_value():
     """The bundled model has two query heads for each KV head: SparQ's step 3 is off there unless it is asked for."""
     setup, job = small_job("record(lines=60, asked=1)", specs=(), limit=1)
@@ -89,6 +97,7 @@ def test_the_matched_sweep_runs_sparq_with_and_without_the_mean_value():
     assert beside == with_mean, "each form stands beside the other"
 
 
+@pytest.mark.usefixtures("two_methods")
 def test_the_matched_sweep_leaves_out_what_the_model_cannot_do(monkeypatch):
     """A model without rotary embeddings: no method can count positions in the cache."""
 
