@@ -35,7 +35,7 @@ def test_a_small_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     assert rows[0].startswith("| method | bytes | right, blind | right, aware | KL at 300, ")
     assert "`Dense()` | 100.0%" in rows[2] and len(rows) == 5
     assert all("—" not in row for row in rows), "every cell is measured"
-    assert files["tables.md"].decode().count("## At ") == 3
+    assert files["tables.md"].decode().count("## At ") == 1, "only shares that some setting was solved for"
     script.main(command)
     assert len(solved) == 1
     for name in ("results.jsonl", "times.json", "tables.md"):
