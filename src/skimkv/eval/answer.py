@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..hf.cache import Cache
 from ..hf.joint import joint_cache
+from ..hf.layer import Layer
 from ..hf.states import keeps_states
-from .shared_prompt import forward
+from .shared_prompt import copy_rows, forward
 from .traffic import Cost, RowCosts, depends_on_data
 
 BLOCK = 64  # tokens that are fed at once: the logits of all of them are in memory
+MOST_OPEN = 3 / 4  # of a batch's answers: where no more are open, the rows of the others leave it
 
 
 class Question(NamedTuple):
@@ -133,32 +135,67 @@ def answer_questions(
     caches: of different methods behind the same prompts, with a row for every question; they are used up. logits
     (questions,V) and mask (questions,n), where rows are padded on the left, are those of the prompts.
     """
-    joint, times = joint_cache(caches), len(caches)
-    answers = [_OpenAnswer(question) for _ in caches for question in questions]
-    costs = [(RowCosts(cache), row) for cache in caches for row in range(len(questions))]
-    logits, mask = logits.repeat(times, 1)[:, None], None if mask is None else mask.repeat(times, 1)
+    answers = [[_OpenAnswer(question) for question in questions] for _ in caches]
+    logits = logits.repeat(len(caches), 1)[:, None]
+    batch = _Batch(
+        list(zip(caches, answers, strict=True)), logits, None if mask is None else mask.repeat(len(caches), 1)
+    )
     end_tokens, start = find_end_tokens(model, tokenizer), 0
-    # of some methods a step's cost could not be told after the steps that follow
-    one_by_one = any(map(depends_on_data, caches)) or keeps_states(joint)
     while True:
-        n = 1 if one_by_one else _tokens_at_once(questions, start)
-        for answer, before in zip(answers, logits, strict=True):
+        n = 1 if batch.one_by_one else _tokens_at_once(questions, start)
+        tokens = []
+        for answer, before in zip(batch.answers, batch.logits, strict=True):
             answer.score(start, before[-1:])
-        tokens = [
-            answer.next_tokens(start, n, before[-1], tokenizer, end_tokens)
-            for answer, before in zip(answers, logits, strict=True)
-        ]
-        if all(answer.ended for answer in answers):
+            tokens.append(answer.next_tokens(start, n, before[-1], tokenizer, end_tokens))
+        open_rows = [row for row, answer in enumerate(batch.answers) if not answer.ended]
+        if not open_rows:
             break
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(answers), n)], 1)
-        logits = forward(model, joint, torch.tensor(tokens, device=logits.device), mask).float()
-        for answer, after, (cache_costs, row) in zip(answers, logits, costs, strict=True):
+        if len(open_rows) <= MOST_OPEN * len(tokens) and batch.can_lose_rows:
+            batch, tokens = batch.keep(open_rows), [tokens[row] for row in open_rows]
+        batch.feed(model, tokens)
+        for answer, after, (costs, row) in zip(batch.answers, batch.logits, batch.costs, strict=True):
             answer.score(start + 1, after[:-1])
-            answer.add_steps(n, cache_costs, row)
+            answer.add_steps(n, costs, row)
         start += n
-    closed = [answer.close() for answer in answers]
-    return [closed[i : i + len(questions)] for i in range(0, len(closed), len(questions))]
+    return [[answer.close() for answer in own] for own in answers]
+
+
+class _Batch:
+    """Caches that decode together, and the answers of all their rows, those of the first cache first.
+
+    parts: each cache, and the answers of its rows. logits (rows,m,V): after the tokens that were fed last. mask
+    (rows,tokens): of all tokens so far, where some are padding.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Cache, Sequence[_OpenAnswer]]], logits: Tensor, mask: Tensor | None
+    ) -> None:
+        caches = [cache for cache, _ in parts]
+        self.parts, self.logits, self.mask = parts, logits, mask
+        self.answers = [answer for _, own in parts for answer in own]
+        self.costs = [(costs, row) for cache, own in parts for costs in [RowCosts(cache)] for row in range(len(own))]
+        self.joint = joint_cache(caches)
+        # of some methods a step's cost could not be told after the steps that follow
+        self.one_by_one = any(map(depends_on_data, caches)) or keeps_states(self.joint)
+        # the joint cache has the library's layers of all rows, and the caches then have not
+        self.can_lose_rows = len(caches) == 1 or all(type(layer) is Layer for layer in caches[0].layers)
+
+    def feed(self, model: Any, tokens: Sequence[Sequence[int]]) -> None:
+        """Decode the next tokens of every row."""
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), len(tokens[0]))], 1)
+        self.logits = forward(model, self.joint, torch.tensor(tokens, device=self.logits.device), self.mask).float()
+
+    def keep(self, rows: Sequence[int]) -> _Batch:
+        """A batch of these rows only, in the same order."""
+        parts, first = list[tuple[Cache, Sequence[_OpenAnswer]]](), 0
+        for cache, answers in self.parts:
+            own = [row - first for row in rows if first <= row < first + len(answers)]
+            if own:
+                kept = cache if len(own) == len(answers) else copy_rows(cache, own)
+                parts.append((kept, [answers[row] for row in own]))
+            first += len(answers)
+        return _Batch(parts, self.logits[rows], None if self.mask is None else self.mask[rows])
 
 
 def _tokens_at_once(questions: Sequence[Question], start: int) -> int:

@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from ..ops import SoftmaxOptions
 from ..stores.base import Store
+from .attention_interface import left_padding
 from .cache import Cache
 from .cache_step import LIBRARY_LAYERS, Attend, lock_kernel, prepare_step
 from .layer import AttentionLayer, Layer
@@ -201,14 +202,21 @@ class JointCache(Cache):
     def begin_step(
         self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions]
     ) -> Any:
-        """Begin a decode step of all layers at once, as Cache does; None where a row may have padding."""
+        """Begin a decode step of all layers at once, as Cache does; None where the mask does not fit the rows."""
         layers: list[Any] = self.layers
-        if attention_mask is not None or len(layers) != len(softmax):
+        if not layers or len(layers) != len(softmax):
             return None
         if any(type(layer) not in (JointLayer, JointLibraryLayer) or layer.pending is not None for layer in layers):
             return None
-        if any(len(layer.cached_tokens) != rows for layer in layers[:1]):
+        first = layers[0]
+        if len(first.cached_tokens) != rows:
             return None
+        if attention_mask is not None:
+            pads, error = left_padding(attention_mask, first.seen + 1, rows)
+            if error or any(type(layer) is JointLibraryLayer for layer in layers):
+                return None
+            if [first.seen - pad for pad in pads] != first.cached_tokens:
+                return None
         return _JointStep(self, dtype, softmax)
 
 
