@@ -91,6 +91,40 @@ def test_a_joint_batch_answers_as_each_cache_does_alone(model):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(("name", "shrinks"), [("llama", True), ("gemma3", False)])
+def test_answers_that_have_ended_leave_the_batch(monkeypatch, name, shrinks):
+    """Three left padded rows that end after 2, 9 and 20 tokens: answers and costs are those of each row alone.
+
+    Where the library's own layers hold rows of all caches the batch stays whole.
+    """
+    model, words, ids = family(name), tokenizer(), prompt(3, 24)
+    monkeypatch.setattr("skimkv.eval.answer.find_end_tokens", lambda model, tokenizer: set())
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    recorded = record_prompt(model, ids, mask)
+    methods = [skimkv.parse(spec) for spec in ("Dense()", "SparQ(r=4, k=8)", "H2O(k=8)", "Skim(k=4)")]
+    questions = [Question([5, 6], new_tokens=2), Question([9, 4], new_tokens=20), Question([9, 4], new_tokens=9)]
+    rows, run = list[int](), forward
+
+    def counted(model: Any, cache: Any, ids: torch.Tensor, mask: Any) -> torch.Tensor:
+        rows.append(len(ids))
+        return run(model, cache, ids, mask)
+
+    monkeypatch.setattr("skimkv.eval.answer.forward", counted)
+    caches = [recorded.cache(method) for method in methods]
+    joint = answer_questions(model, words, caches, recorded.logits, questions, mask)
+    assert [answer.tokens for answer in joint[0]] == [2, 20, 9]
+    assert rows[0] == 12 and rows == sorted(rows, reverse=True) and (rows[-1] == 4) == shrinks
+    for method, answers in zip(methods, joint, strict=True):
+        for row, answer in enumerate(answers):
+            own = [row]
+            cache = copy_rows(recorded.cache(method), own)
+            ((alone,),) = answer_questions(model, words, [cache], recorded.logits[own], [questions[row]], mask[own])
+            assert answer == alone, (method, row)
+    skimkv.detach(model)
+
+
+@torch.inference_mode()
 def test_layers_know_what_they_hold():
     """Bytes of a recorded prompt are those of q, k and v; those of a joint layer are its parts'."""
     llama = family("llama")
