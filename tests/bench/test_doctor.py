@@ -12,10 +12,10 @@ import torch
 from skimkv import Dense, SparQ
 from skimkv.bench import doctor
 from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
-from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.ops.cpu import library
 from support.command_line import answer, assert_mistake, run
 from support.instruction_sets import NATIVE
+from support.random_models import random_model, tiny_configuration
 
 NAMES = ["processor", "kernels", "threads", "other work", "PyTorch", "memory"]
 OF_MODEL = ["model", "decode step", "fits", "speed"]

@@ -12,9 +12,9 @@ import torch
 from skimkv.bench import generate as bench
 from skimkv.bench.machine import Cpu
 from skimkv.bench.models import loaded_subject, random_llama
-from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import parse
 from support.gguf_files import tiny, write
+from support.random_models import random_model, tiny_configuration
 from support.rival_programs import write_program
 from support.stand_in_machine import StandInGpu
 from support.tiny_models import FAMILIES, build, prompt, tokenizer

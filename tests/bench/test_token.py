@@ -15,10 +15,10 @@ from skimkv.bench.machine import Cpu
 from skimkv.bench.rivals import KINDS
 from skimkv.bench.rounds import SELDOM
 from skimkv.bench.shapes import MODELS, reads_of_sizes
-from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
 from support.gguf_files import tiny, write
+from support.random_models import random_model, tiny_configuration
 from support.rival_programs import write_program
 from support.stand_in_machine import StandInGpu
 from support.tiny_models import FAMILIES, VOCAB, build, tokenizer

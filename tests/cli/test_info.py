@@ -14,8 +14,8 @@ import torch
 
 from skimkv import METHODS, Dense, Method, attach, spec
 from skimkv.cli.options import check_method
-from skimkv.hf.tiny_models import random_model, tiny_configuration
 from support.command_line import answer, run
+from support.random_models import random_model, tiny_configuration
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,13 +95,6 @@ def test_model_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"Found with transformers {listed['transformers']}" in out
 
 
-def test_families_are_run_when_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skimkv.hf.tiny_models.families", lambda: ["llama", "mamba"])
-    listed = answer(capsys, "info", "--models", "--run")
-    found = [(family["name"], family["status"], family["why"]) for family in listed["families"]]
-    assert found == [("llama", "equal", ""), ("mamba", "refused", "it has no layer of full attention")]
-
-
 def test_generate_decodes_the_layers_that_info_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In a model like Gemma 3 the same layers at any length, also where the window covers all tokens."""
     model = random_model(tiny_configuration("gemma3_text"))
@@ -126,7 +119,6 @@ def test_the_layers_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (told["architecture"], told["decoded"], told["layers"], told["window"]) == ("Gemma3ForCausalLM", 1, 6, 8)
     assert told["summary"].startswith("the method decodes 1 of 6 layers; the others see only the last 8 tokens")
     for arguments, message in (
-        (["--run"], "--run belongs to --models"),
         (["--models", "--model", "builtin"], "not both"),
         (["--model", str(tmp_path / "none")], "no such folder"),
     ):

@@ -11,8 +11,8 @@ import skimkv
 from skimkv.eval import tasks
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import record_prompt
-from skimkv.hf.tiny_models import random_model, tiny_configuration
 from support.evaluation import builtin
+from support.random_models import random_model, tiny_configuration
 from support.tiny_models import prompt, tokenizer
 
 

@@ -16,9 +16,9 @@ from skimkv.eval.plan import Plan, Setup, plan_job
 from skimkv.eval.results import Results, summary
 from skimkv.eval.run import Run, run_evaluation
 from skimkv.eval.shared_prompt import record_prompt
-from skimkv.hf.tiny_models import random_model, tiny_configuration
 from skimkv.methods import Dense, LMInfinite
 from support.evaluation import builtin
+from support.random_models import random_model, tiny_configuration
 from support.tiny_models import family, prompt
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 import skimkv
 from skimkv.eval.tasks import record
 from skimkv.hf.load import BUILTIN
-from skimkv.hf.tiny_models import random_model, tiny_configuration
+from support.random_models import random_model, tiny_configuration
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 

@@ -10,28 +10,15 @@ from transformers import DynamicCache
 from transformers.generation import candidate_generator
 
 import skimkv
-from benchmarks.models import to_json, to_markdown
+from benchmarks.models import GREEDY, PROMPT, prompt, run, run_all, to_json, to_markdown
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import copy_rows, record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
-from skimkv.hf.families import (
-    DIFFERS,
-    EQUAL,
-    GREEDY,
-    PARTLY,
-    PROMPT,
-    Family,
-    counts,
-    prompt,
-    recorded,
-    remarks,
-    run,
-    run_all,
-)
+from skimkv.hf.families import DIFFERS, EQUAL, PARTLY, Family, counts, recorded, remarks
 from skimkv.hf.layer import Layer
 from skimkv.hf.states import state_tensors
 from skimkv.hf.supported import attends, describe_layers, model_layers
-from skimkv.hf.tiny_models import random_model, tiny_configuration
+from support.random_models import random_model, tiny_configuration
 from support.tiny_models import tokenizer
 
 # With scikit-learn transformers adapts a draft's threshold, which fails on some models of one kind of layer.

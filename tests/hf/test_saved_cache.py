@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import skimkv
 from skimkv.hf import saved_cache
-from skimkv.hf.tiny_models import random_model, tiny_configuration
+from support.random_models import random_model, tiny_configuration
 from support.specs import EACH
 from support.tiny_models import FAMILIES, build, family, prompt
 

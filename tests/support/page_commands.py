@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import skimkv
 from skimkv.hf.load import BUILTIN
-from skimkv.hf.tiny_models import random_model, tiny_configuration
+from support.random_models import random_model, tiny_configuration
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 RUN = """

@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.generation import candidate_generator
 
-from skimkv.hf.tiny_models import random_model
+from support.random_models import random_model
 
 # With scikit-learn transformers adapts a draft's threshold, and 5.17 then fails on the draft's own sliding cache.
 candidate_generator.is_sklearn_available = lambda: False

@@ -22,7 +22,7 @@ from ..hf.decode_step import step_forward
 from ..hf.load import check_source
 from ..hf.structure import empty_model
 from ..hf.supported import decoder_of, describe_layers, model_layers
-from ..hf.tiny_models import SIZES
+from ..hf.tiny_sizes import SIZES
 from ..methods import Dense
 from ..methods.base import Method
 from ..ops.cpu import library

@@ -13,7 +13,6 @@ from . import output
 from .options import Json, check_model, quiet
 
 if TYPE_CHECKING:
-    from ..hf.families import Record
     from ..methods.base import Method
 
 
@@ -26,10 +25,6 @@ def _model(value: str | None) -> str | None:
 def info(
     models: Annotated[
         bool, typer.Option("--models", help="List the model families that are supported, and why others are refused.")
-    ] = False,
-    run: Annotated[
-        bool,
-        typer.Option("--run", help="Run every family of the installed transformers now, for minutes. Needs --models."),
     ] = False,
     model: Annotated[
         str | None,
@@ -49,10 +44,8 @@ def info(
     """
     if models and model is not None:
         raise ValueError("give --models or --model, not both")
-    if run and not models:
-        raise ValueError("--run belongs to --models")
     if models:
-        _list_families(run, as_json)
+        _list_families(as_json)
     elif model is not None:
         _describe_model(model, as_json)
     elif as_json:
@@ -61,14 +54,14 @@ def info(
         _print(collect())
 
 
-def _list_families(run: bool, as_json: bool) -> None:
-    """Print which model families are supported: as recorded, or found by running them."""
+def _list_families(as_json: bool) -> None:
+    """Print which model families are supported."""
     import importlib.metadata
 
     from ..hf import families
 
     installed = importlib.metadata.version("transformers")
-    record = _run_families() if run else families.recorded()
+    record = families.recorded()
     if as_json:
         kept = [family._asdict() for family in record.families]
         output.print_json({
@@ -91,23 +84,7 @@ def _list_families(run: bool, as_json: bool) -> None:
             )
     print(f"Found with transformers {record.transformers}, on tiny random models.")
     if installed != record.transformers:
-        print(f"This installation has transformers {installed}: `skimkv info --models --run` asks its own families.")
-
-
-def _run_families() -> Record:
-    """Run all families of the installed transformers, with a progress bar."""
-    from ..hf.families import run_all
-    from ..hf.tiny_models import families
-
-    names = families()
-    with output.progress_bar() as bar:
-        task = bar.add_task("", total=len(names))
-
-        def tick(name: str) -> None:
-            """Show the family that runs next."""
-            bar.update(task, description=name, completed=names.index(name))
-
-        return run_all(names, tick)
+        print(f"This installation has transformers {installed}, whose models `skimkv info --model MODEL` looks at.")
 
 
 def _describe_model(model: str, as_json: bool) -> None:
