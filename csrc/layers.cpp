@@ -142,7 +142,7 @@ struct Run {
         multiply(kernels, matrices, tokens, count, inputs, threads_for(products, threads, parallel), parallel);
     }
 
-    // Normalises `tokens` times x of so many values.
+    // Normalises x (tokens,size) row by row.
     void normalise(const skimkv_norm &norm, int64_t size, int dtype, const void *x, void *y, int64_t tokens) const {
         const skimkv_rms_norm op{norm.w, size, norm.eps, dtype};
         kernels->rms_norm(&op, {x, y, tokens}, 0, tokens);

@@ -29,10 +29,10 @@ const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens);
 // Bytes of n tokens' inputs in the form in which a matrix, which is valid, multiplies them.
 int64_t input_bytes(const skimkv_matrix &m, int64_t n);
 
-// The threads of an operation of so many products.
+// How many threads an operation of this number of products uses.
 int threads_for(int64_t products, int threads, skimkv_parallel parallel);
 
-// The parts of so many units of an operation of so many products: several a thread, so that one that was interrupted
+// Into how many parts the units of an operation are split: several a thread, so that a thread that was interrupted
 // takes fewer, but none so short that its stream of memory is over before it is fast.
 int64_t parts_of(int64_t units, int64_t products, int threads);
 

@@ -22,7 +22,7 @@ thread_local skimkv::ScratchMemory scratch;
 constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
 constexpr char NO_MEMORY[] = "no memory for the kernels' scratch space";
 
-// Scratch memory of the calling thread for a step on so many threads; NULL if there is none. If fewer threads than
+// Scratch memory of the calling thread for a step on these threads; NULL if there is none. If fewer threads than
 // asked for took part in the last step, its counters are not zero: they are cleared every time.
 void *work_of(const Kernels *kernels, const skimkv_op *op, int threads) {
     void *work = scratch.get(kernels->attention_scratch_bytes(op, threads));

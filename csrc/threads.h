@@ -36,22 +36,22 @@ inline bool has_lost_core() {
 
 // How many threads the operations of a calling thread use while other processes take cores.
 //
-// An operation ends when its last thread does, and threads of OpenMP wait awake. Where another process keeps a core
-// busy, two threads of an operation share one: then the thread that has no work keeps the core for the rest of its time
-// slice, some milliseconds, while the one that has work waits for it. One thread alone would be done much earlier. So
-// after an operation whose threads waited for a core, the next ones use a thread less for a while. The thread that is
-// left out goes to sleep, and its core is free for the others. The while is longer if the trouble is still there after
-// it.
+// An operation ends when its last thread does, and a thread of OpenMP that waits keeps its core busy. Where another
+// process has one of the cores, two threads of an operation share the other: then the thread that has no work keeps that
+// core for the rest of its time slice, some milliseconds, while the one that has work waits for it. One thread alone
+// would be done much earlier. So after an operation whose threads waited for a core, the next operations use one thread
+// fewer for a pause. The thread that is left out sleeps, and its core is free for others. The next pause is longer if
+// threads wait again right after this one.
 class ThreadLimit {
    public:
     static constexpr int64_t SHORT = 200000;  // an operation that is shorter teaches nothing
 
-    // Of so many threads, those that an operation that begins now shall use.
+    // How many of `threads` an operation that begins now shall use.
     int use_of(int threads, int64_t now) {
         if (fewer && now >= until) fewer--, until = now + pause, is_trial = true;
         return fewer < threads ? threads - fewer : 1;
     }
-    // Learns from an operation of several threads that lasted from began to ended; one of them waited so long.
+    // Learns from an operation of several threads that lasted from began to ended; one of them waited for `waited`.
     void learn(int threads, int64_t waited, int64_t began, int64_t ended) {
         if (ended - began < SHORT) return;
         const bool is_trouble = waited >= LEAST && waited >= (ended - began) / 4;

@@ -16,7 +16,7 @@ class NextRows {
     int64_t bytes, count = 0, share = 0, at = 0;  // count, share and at are lines, or rows if these are apart
 
    public:
-    // `next` are n rows of so many bytes, or nullptr; prefetch_share is called `calls` times, or more often.
+    // `next` are n rows of `bytes` each, or nullptr; prefetch_share is called `calls` times, or more often.
     template <class R>
     NextRows(const R *const *next, int n, int64_t bytes, int calls) : rows((const char *const *)next), bytes(bytes) {
         if (!next) return;

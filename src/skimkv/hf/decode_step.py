@@ -29,7 +29,7 @@ from .matrix_modules import MatrixModule
 from .norms import NormForward, eps_of, is_close, replace_norms
 from .watch import NotesChanges, Watch
 
-MOST_TOKENS = 15  # more rows are so many that products are worth a call each
+MOST_TOKENS = 15  # with more rows a call for each product costs little beside the product
 MODEL_PARTS = "embed_tokens", "layers", "norm", "rotary_emb"
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"  # of a layer, all that it has
 # By how much results may differ, of the largest: by another order of sums, or where products round their inputs.

@@ -343,7 +343,7 @@ def can_join(cache: Cache) -> bool:
 
 
 def _rows(counts: Iterator[int]) -> Iterator[slice]:
-    """Where parts of so many rows stand that follow one another."""
+    """The rows of parts that follow one another, with these numbers of rows."""
     start = 0
     for count in counts:
         yield slice(start, start + count)
