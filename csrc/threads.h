@@ -37,11 +37,11 @@ inline bool has_lost_core() {
 // How many threads the operations of a calling thread use while other processes take cores.
 //
 // An operation ends when its last thread does, and a thread of OpenMP that waits keeps its core busy. Where another
-// process has one of the cores, two threads of an operation share the other: then the thread that has no work keeps that
-// core for the rest of its time slice, some milliseconds, while the one that has work waits for it. One thread alone
-// would be done much earlier. So after an operation whose threads waited for a core, the next operations use one thread
-// fewer for a pause. The thread that is left out sleeps, and its core is free for others. The next pause is longer if
-// threads wait again right after this one.
+// process has one of the cores, two threads of an operation share the other: then the thread that has no work keeps
+// that core for the rest of its time slice, some milliseconds, while the one that has work waits for it. One thread
+// alone would be done much earlier. So after an operation whose threads waited for a core, the next operations use one
+// thread fewer for a pause. The thread that is left out sleeps, and its core is free for others. The next pause is
+// longer if threads wait again right after this one.
 class ThreadLimit {
    public:
     static constexpr int64_t SHORT = 200000;  // an operation that is shorter teaches nothing
