@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ from support.gguf_files import tiny, write
         (
             ["builtin", "--conversation-memory", "much"],
             "--conversation-memory 'much' must be a number of bytes such as",
+        ),
+        (["builtin", "--cache-dir", __file__], f"--cache-dir {__file__}: File exists; give a folder"),
+        (["builtin", "--cache-dir", "d", "--cache-dir-size", "9X"], "--cache-dir-size '9X' must be a number of bytes"),
+        (
+            ["builtin", "--cache-dir", "d", "--conversations", "0"],
+            "--cache-dir with --conversations 0: nothing is kept",
         ),
         ([], "MODEL"),
     ],
@@ -115,6 +122,29 @@ def test_the_command(tmp_path: Path) -> None:
         *[f"{tokens} prompt tokens, {tokens - 2} of them reused"] * 2,
     ]
     assert (server.status, lines[3:]) == (-signal.SIGTERM, [])
+
+
+@pytest.mark.slow
+def test_conversations_survive_a_kill(tmp_path: Path) -> None:
+    """The first server is killed when the file is there, and the second one is told to end."""
+    pytest.importorskip("uvicorn")
+    prompt = "".join(f"stone-{i}: {10000 + 37 * i}\n" for i in range(30)) + "stone-7: "
+    argv = "builtin", "--method", "Skim(k=16)", "--cache-dir", str(tmp_path / "kept")
+    answers = []
+    for kill in (True, False):
+        with Server(*argv) as server:
+            answers.append(server.complete(model="builtin", prompt=prompt, max_tokens=8))
+            while kill and not list((tmp_path / "kept").glob("*.safetensors")):
+                time.sleep(0.05)
+            if kill:
+                server.process.kill()
+    assert answers[0]["choices"] == answers[1]["choices"]
+    tokens = answers[1]["usage"]["prompt_tokens"]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, tokens - 2]
+    lines = server.errors.splitlines()
+    assert lines[0].startswith(f"{tmp_path / 'kept'} holds 1 conversations of this use, and ")
+    assert lines[1].startswith(f"{tokens} prompt tokens, {tokens - 2} of them reused from a file; 8 new tokens")
+    assert server.status == -signal.SIGTERM
 
 
 @pytest.mark.slow

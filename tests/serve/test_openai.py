@@ -1,4 +1,7 @@
-"""What OpenAI documents of its endpoints, asked of ours with the bundled model: by formula, by field, by error."""
+"""What OpenAI documents of its endpoints, asked of ours with the bundled model: by formula, by field, by error.
+
+The requests that vLLM's server answers as well stand in `support.openai_requests`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,12 @@ import pytest
 import torch
 
 import skimkv
+from support.openai_requests import ANSWER, CASES, NAME, PROMPT, TEMPLATE, Case, Formula, check, describe
 from support.serving import Running, running
 
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-NAME = "builtin"
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-PROMPT, ANSWER = "red-fox: 31425\nold-oak: 27182\nred-fox: ", "31425"
 ROUTES = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 6},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6},
@@ -55,60 +56,23 @@ def tokens_of(server: Running, text: str, chat: bool = False) -> list[int]:
     return list(server.tokenizer(text, add_special_tokens=not chat).input_ids)
 
 
-def by_formula(
-    server: Running, ids: list[int], new: int, frequency: float = 0, presence: float = 0, bias: Any = ()
-) -> list[int]:
-    """Tokens by OpenAI's formula, one by one: mu[j] - c[j] * frequency - (c[j] > 0) * presence, and bias[j] on top.
+@pytest.fixture(scope="module")
+def formula(server: Running) -> Formula:
+    return Formula(server.generator.model, server.tokenizer)
 
-    c[j] is how often token j was sampled before the current position.
-    """
-    sampled: list[int] = []
-    ends = server.generator.model.generation_config.eos_token_id
-    for _ in range(new):
-        with torch.no_grad():
-            logits = server.generator.model(torch.tensor([ids + sampled]), use_cache=False).logits[0, -1].double()
-        for token in set(sampled):
-            logits[token] -= sampled.count(token) * frequency + presence
-        for token, value in dict(bias).items():
-            logits[token] += value
-        sampled.append(int(logits.argmax()))
-        if sampled[-1] == ends:
-            break
-    return sampled
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_what_clients_send(server: Running, formula: Formula, case: Case) -> None:
+    check(server, formula, case)
 
 
 # ---- penalties and biases
-
-
-@pytest.mark.parametrize("path", WITH_SCORES)
-@pytest.mark.parametrize(
-    "fields",
-    [*({"frequency_penalty": f} for f in (0.1, 0.5, 1, 2, -2)), {"presence_penalty": 2}, {"presence_penalty": -1}],
-    ids=str,
-)
-def test_penalties_follow_the_formula(server: Running, path: str, fields: dict[str, float]) -> None:
-    ids = tokens_of(server, PROMPT, "chat" in path)
-    frequency, presence = fields.get("frequency_penalty", 0), fields.get("presence_penalty", 0)
-    right = server.tokenizer.decode(by_formula(server, ids, 6, frequency, presence), skip_special_tokens=True)
-    assert text_of(ask(server, path, **fields)) == right
 
 
 def test_a_penalty_does_not_count_the_tokens_of_the_prompt(server: Running) -> None:
     """Every digit of the right answer stands in the prompt, and comes once in the answer."""
     for penalty in (0.1, 0.5, 1, 2):
         assert text_of(ask(server, "/v1/completions", frequency_penalty=penalty)).startswith(ANSWER)
-
-
-@pytest.mark.parametrize("path", WITH_SCORES)
-def test_a_bias_is_added_to_the_logits(server: Running, path: str) -> None:
-    ids = tokens_of(server, PROMPT, "chat" in path)
-    first = by_formula(server, ids, 1)[0]
-    for bias in ({first: -100}, {first: -100.0, 7: 3}, {321: 100}):
-        right = server.tokenizer.decode(by_formula(server, ids, 6, bias=bias), skip_special_tokens=True)
-        assert text_of(ask(server, path, logit_bias={str(token): value for token, value in bias.items()})) == right
-    assert text_of(ask(server, path, logit_bias={})) == text_of(ask(server, path))
-    status, answer = server.request(path, {**ROUTES[path], "logit_bias": {"2048": 1}})
-    assert status == 400 and answer["error"]["param"] == "logit_bias" and "2048" in answer["error"]["message"]
 
 
 def test_penalties_count_in_every_way_to_generate(server: Running) -> None:
@@ -280,31 +244,6 @@ def test_messages_and_items(server: Running) -> None:
 
 
 # ---- how an answer ends
-
-
-@pytest.mark.parametrize("path", WITH_SCORES)
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_before_the_stop_string(server: Running, path: str, stream: bool) -> None:
-    tokens = by_formula(server, tokens_of(server, PROMPT, "chat" in path), 20)
-    texts = [server.tokenizer.decode(tokens[:n], skip_special_tokens=True) for n in range(1, 21)]
-    whole, body = texts[-1], {**ROUTES[path], "max_tokens": 20}
-    for stop in (whole[2], whole[2:5], [whole[6:8], whole[3]], ["never there", whole[:1]], [whole[4:9], whole[5]]):
-        stops = stop if isinstance(stop, list) else [stop]
-        stopped = next(text for text in texts if any(s in text for s in stops))
-        right = stopped[: min(place for s in stops if (place := stopped.find(s)) >= 0)]
-        if stream:
-            choices = [
-                json.loads(event[6:])["choices"][0] for event in server.events(path, {**body, "stop": stop})[:-1]
-            ]
-            text = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
-            reason = choices[-1]["finish_reason"]
-        else:
-            answer = ask(server, path, max_tokens=20, stop=stop)
-            text, reason = text_of(answer), answer["choices"][0]["finish_reason"]
-        assert (text, reason) == (right, "stop"), stop
-    assert text_of(ask(server, path, max_tokens=20, stop=["never there", whole + "x"])) == whole
-    early = ask(server, path, max_tokens=20, stop=whole[1])
-    assert early["usage"]["completion_tokens"] < 20
 
 
 def test_the_finish_reason_is_what_ended_the_answer(server: Running) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -126,6 +128,17 @@ def serve(
         str,
         size_option("The largest memory that the kept conversations take together, such as 500M or 2G.", REUSE_OPTIONS),
     ] = "1G",
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", rich_help_panel=REUSE_OPTIONS,
+            help="Keep conversations in files of this folder too, from which a server that is started again goes on.",
+        ),
+    ] = None,
+    cache_dir_size: Annotated[
+        str,
+        size_option("The most bytes of these files; those that were used longest ago go first.", REUSE_OPTIONS),
+    ] = "10G",
 ) -> None:  # fmt: skip
     """Serve a model to OpenAI clients on this machine.
 
@@ -145,23 +158,40 @@ def serve(
     server.check_installed()
     check_environment()
     quiet(model)
+    memory, disk = (
+        number_of_bytes(name, size)
+        for name, size in (("--conversation-memory", conversation_memory), ("--cache-dir-size", cache_dir_size))
+    )
+    if cache_dir is not None and conversations == 0:
+        raise ValueError(
+            "--cache-dir with --conversations 0: nothing is kept that could be written; leave one of them out"
+        )
     from ..methods import parse
-
-    parsed = parse(method)
-    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device), fast=fast)
     from ..serve.conversations import Conversations
+    from ..serve.folder import Folder, claim
     from ..serve.generation import Generator
 
-    kept = Conversations(conversations, number_of_bytes("--conversation-memory", conversation_memory))
-    generator = Generator(network, parsed, kept, max_tokens, log=lambda line: print(line, file=sys.stderr, flush=True))
-    app = server.build_application(generator, tokenizer, model, cors or (), largest, parallel, api_key)
-    opened = server.listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    print(f"skimkv serves {model} with {parsed} at http://{shown}:{opened.getsockname()[1]}/v1", flush=True)
-    if parallel > 1 and generator.alone:
-        print(f"skimkv: --parallel {parallel} has no effect with this model: {generator.alone}", file=sys.stderr)
-    how_many = "one request" if parallel == 1 or generator.alone else f"up to {parallel} requests"
-    print(f"It answers {how_many} at a time; others wait for their turn. Ctrl-C ends it.", flush=True)
-    if api_key is None and host not in LOCAL and not host.startswith("127."):
-        print("skimkv: warning: whoever can reach this address can use the model: give an --api-key", file=sys.stderr)
-    server.run(app, opened, grace)
+    parsed = parse(method)
+
+    def log(line: str) -> None:
+        """Write a line to stderr."""
+        print(line, file=sys.stderr, flush=True)
+
+    with contextlib.ExitStack() as stack:
+        if cache_dir is not None:
+            stack.enter_context(claim(cache_dir))
+        network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device), fast=fast)
+        generator = Generator(network, parsed, Conversations(conversations, memory), max_tokens, log)
+        if cache_dir is not None:
+            generator.folder = Folder(cache_dir, disk, memory, network, parsed, generator.max_tokens, log)
+        app = server.build_application(generator, tokenizer, model, cors or (), largest, parallel, api_key)
+        opened = server.listen(host, port)
+        shown = f"[{host}]" if ":" in host else host
+        print(f"skimkv serves {model} with {parsed} at http://{shown}:{opened.getsockname()[1]}/v1", flush=True)
+        if parallel > 1 and generator.alone:
+            log(f"skimkv: --parallel {parallel} has no effect with this model: {generator.alone}")
+        how_many = "one request" if parallel == 1 or generator.alone else f"up to {parallel} requests"
+        print(f"It answers {how_many} at a time; others wait for their turn. Ctrl-C ends it.", flush=True)
+        if api_key is None and host not in LOCAL and not host.startswith("127."):
+            log("skimkv: warning: whoever can reach this address can use the model: give an --api-key")
+        server.run(app, opened, grace)

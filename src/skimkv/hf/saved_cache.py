@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,8 +37,14 @@ OF_THE_CACHE = frozenset(
 )
 
 
-def save(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None) -> None:
-    """Write a cache of this model to a file: see Cache.save."""
+def save(
+    cache: Any,
+    path: str | Path,
+    model: Any,
+    tokens: Sequence[int] | None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a cache of this model to a file: see Cache.save. more: what the file's header says besides."""
     path, tensors, layers = Path(path), list[Tensor](), []
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, Layer):
@@ -53,10 +60,11 @@ def save(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None)
             layers.append({"own": own, "shape": shape, "store": fields})
         else:
             layers.append({"own": pack_fields(layer, tensors)})
-    tensors, described = [tensor.contiguous().clone() for tensor in tensors], json.dumps(layers)
+    tensors, described = _apart(tensors), json.dumps(layers)
     header = {
-        **_belongs_to(cache, model), "tokens": _digest(tokens), "count": str(cache.get_seq_length()),
+        **belongs_to(cache, model), "tokens": digest_of_tokens(tokens), "count": str(cache.get_seq_length()),
         "max_tokens": json.dumps(cache.max_tokens), "layers": described, "contents": _contents(described, tensors),
+        **more,
     }  # fmt: skip
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
@@ -68,17 +76,25 @@ def save(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None)
         new.unlink(missing_ok=True)
 
 
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """These tensors, of which no two share memory, as a file of safetensors needs them; few of them are copied."""
+    seen, apart = set[int](), []
+    for tensor in tensors:
+        own = tensor.contiguous()
+        address = own.untyped_storage().data_ptr()
+        apart.append(own.clone() if address in seen else own)
+        seen.add(address)
+    return apart
+
+
 def load(cache: Any, path: str | Path, model: Any, tokens: Sequence[int] | None) -> None:
     """Fill a new cache of this model, without layers, from a file: see Cache.load."""
+    header = read_header(path)
+    expected = belongs_to(cache, model) | ({} if tokens is None else {"tokens": digest_of_tokens(tokens)})
+    if differs := difference(header, expected):
+        raise ValueError(f"{path}: a cache of another use: {differs}")
     try:
         with safe_open(path, "pt") as file:
-            header: dict[str, str] = file.metadata() or {}
-            expected = _belongs_to(cache, model) | ({} if tokens is None else {"tokens": _digest(tokens)})
-            for name, value in expected.items():
-                if header.get(name) != value:
-                    raise ValueError(
-                        f"{path}: a cache of another use: its {name} is {header.get(name)!r}, not {value!r}"
-                    )
             tensors = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a saved cache: {error}") from None
@@ -110,15 +126,33 @@ def _fill(cache: Any, saved: Sequence[dict[str, Any]], tensors: list[Tensor], de
 
 def contents(path: str | Path) -> tuple[Method, int]:
     """The method whose cache is in a file, and how many tokens it holds. Raises ValueError if it is none."""
+    header = read_header(path)
+    return parse(header["method"]), int(header["count"])
+
+
+def read_header(path: str | Path) -> dict[str, str]:
+    """What the header of a file says; none of its tensors is read. Raises ValueError if it is no saved cache."""
     try:
         with safe_open(path, "pt") as file:
             header: dict[str, str] = file.metadata() or {}
-        return parse(header["method"]), int(header["count"])
-    except (SafetensorError, OSError, KeyError) as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a saved cache: {error}") from None
+    if missing := [
+        name for name in ("method", "count", "tokens", "max_tokens", "layers", "contents") if name not in header
+    ]:
+        raise ValueError(f"{path}: not a saved cache: its header has no {missing[0]}")
+    return header
 
 
-def _belongs_to(cache: Any, model: Any) -> dict[str, str]:
+def difference(header: Mapping[str, str], expected: Mapping[str, str]) -> str | None:
+    """What a header says otherwise than expected, in words; None if there is nothing."""
+    for name, value in expected.items():
+        if header.get(name) != value:
+            return f"its {name} is {header.get(name)!r}, not {value!r}"
+    return None
+
+
+def belongs_to(cache: Any, model: Any) -> dict[str, str]:
     """What a file must name to be a cache of this model and method."""
     from .. import __version__
 
@@ -137,7 +171,7 @@ def _contents(layers: str, tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _digest(tokens: Sequence[int] | None) -> str:
+def digest_of_tokens(tokens: Sequence[int] | None) -> str:
     """The digest of the tokens' ids; "" where nobody said them."""
     if tokens is None:
         return ""

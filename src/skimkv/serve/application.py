@@ -161,9 +161,11 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Run with the application; what is still generated afterwards is given up."""
+        """Run with the application; what is still generated afterwards is given up, and what waits is written."""
         yield
         await asyncio.to_thread(self.worker.end)
+        if self.generator.folder is not None:
+            await asyncio.to_thread(self.generator.folder.end)
 
     async def models(self, request: Request) -> Response:
         """Tell which models there are: one."""
@@ -185,10 +187,11 @@ class Server:
 
     async def totals(self, request: Request) -> Response:
         """Tell what was generated so far, and what is kept."""
-        kept = self.generator.conversations
+        kept, folder = self.generator.conversations, self.generator.folder
         return JSONResponse({
             "model": self.name, "method": repr(self.generator.method), **vars(self.generator.totals),
             "conversations": len(kept), "conversation_bytes": kept.nbytes,
+            "stored_conversations": folder.count if folder else 0, "stored_bytes": folder.nbytes if folder else 0,
         })  # fmt: skip
 
     async def metrics(self, request: Request) -> Response:

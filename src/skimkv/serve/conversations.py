@@ -7,7 +7,7 @@ part of the next prompt. So every token of a prompt is read with dense attention
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +22,20 @@ LEAST_READ = 2  # tokens of a prompt that are read anew at least: a single one w
 FEW = 32
 
 
-class Conversation(NamedTuple):
-    """A prompt, ids (n,), and the cache that holds its tokens."""
+@dataclass(eq=False)
+class Conversation:
+    """A prompt, ids (n,), and the cache that holds its tokens.
+
+    in_use: whether another thread reads the cache, or is about to: then it must not change.
+    """
 
     ids: Tensor
     cache: Cache
+    in_use: bool = False
+
+    def usable(self, ids: Tensor) -> int:
+        """How many tokens of a prompt, ids (n,), the cache can stand for."""
+        return usable(self.ids, ids, can_crop(self.cache))
 
 
 class Conversations:
@@ -47,39 +56,45 @@ class Conversations:
         """Bytes that the kept caches have allocated."""
         return sum(conversation.cache.allocated for conversation in self._kept)
 
+    def held(self, ids: Tensor) -> int:
+        """How many tokens of a prompt, ids (n,), a kept cache can stand for."""
+        return max((conversation.usable(ids) for conversation in self._kept), default=0)
+
     def take(self, ids: Tensor) -> Cache | None:
         """Find the kept cache that shares the longest beginning with a prompt, ids (n,), and cut it to that beginning.
 
         The caller may change the result. None if nothing that is kept helps. The conversation that the prompt continues
         is kept no longer; one that only begins like it stays, and a copy of its cache is the result.
         """
-        usable = [_usable(conversation, ids) for conversation in self._kept]
-        best = max(range(len(usable)), key=usable.__getitem__, default=None)
-        if best is None or usable[best] < FEW:
+        best = max(self._kept, key=lambda conversation: conversation.usable(ids), default=None)
+        if best is None or (tokens := best.usable(ids)) < FEW:
             return None
-        conversation, shared = self._kept[best], usable[best]
-        forgotten = len(conversation.ids) - shared
-        if forgotten <= FEW:
-            del self._kept[best]
-            cache = conversation.cache
-        else:
-            self._kept.append(self._kept.pop(best))
-            cache = copy.deepcopy(conversation.cache)
-        if forgotten:
-            cache.crop(-forgotten)
-        return cache
+        self._kept.remove(best)
+        is_continued = len(best.ids) - tokens <= FEW
+        if not is_continued:
+            self._kept.append(best)
+        return cut(copy.deepcopy(best.cache) if best.in_use or not is_continued else best.cache, tokens)
 
     def can_keep(self, cache: Cache) -> bool:
         """Whether a cache is worth keeping: there is room for it, and it can go on with a block of several tokens."""
         return self.count > 0 and cache.allocated <= self.limit and not keeps_states(cache)
 
-    def keep(self, ids: Tensor, cache: Cache) -> None:
-        """Keep a cache that holds exactly the tokens ids (n,), and drop what then is too much."""
+    def keep(self, ids: Tensor, cache: Cache) -> Conversation | None:
+        """Keep a cache that holds exactly the tokens ids (n,), and drop what then is too much; None if it cannot be."""
         if not self.can_keep(cache):
-            return
-        self._kept.append(Conversation(ids, cache))
+            return None
+        conversation = Conversation(ids, cache)
+        self._kept.append(conversation)
         while len(self._kept) > self.count or self.nbytes > self.limit:
             del self._kept[0]
+        return conversation
+
+
+def cut(cache: Cache, tokens: int) -> Cache:
+    """Let a cache forget all but its first tokens, so many, and return it."""
+    if forgotten := cache.get_seq_length() - tokens:
+        cache.crop(-forgotten)
+    return cache
 
 
 def can_crop(cache: Cache) -> bool:
@@ -87,12 +102,17 @@ def can_crop(cache: Cache) -> bool:
     return all(isinstance(x, Layer) and x.is_croppable and isinstance(x.store, Full) for x in cache.layers)
 
 
-def _usable(conversation: Conversation, ids: Tensor) -> int:
-    """How many tokens of a prompt a kept cache can stand for. One that cannot be cropped: all of its own, or none."""
-    own = conversation.ids
-    n = min(len(own), len(ids) - LEAST_READ)
-    if n <= 0:
-        return 0
-    differs = torch.nonzero(own[:n] != ids[:n])
-    shared = int(differs[0]) if len(differs) else n
-    return shared if shared == len(own) or can_crop(conversation.cache) else 0
+def usable(own: Tensor, ids: Tensor, can_crop: bool) -> int:
+    """How many tokens of a prompt, ids (n,), a cache of the tokens own (m,) can stand for.
+
+    One that cannot be cropped stands for all of its own, or for none.
+    """
+    n = min(shared(own, ids), len(ids) - LEAST_READ)
+    return max(n, 0) if can_crop or n == len(own) else 0
+
+
+def shared(a: Tensor, b: Tensor) -> int:
+    """How many tokens the texts a (m,) and b (n,) have in common at their beginning."""
+    n = min(len(a), len(b))
+    differs = torch.nonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n

@@ -12,6 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from ..hf.cache import Cache
 from ..hf.joint import can_join, joint_requests
 from ..hf.positions import counts_in_cache, positions_of
 from ..methods.base import Method
-from .conversations import Conversations, can_crop
+from .conversations import Conversation, Conversations, can_crop, cut
+from .folder import Folder
 from .logits import BiasAndPenalties
 from .requests import Refused, generation_settings
 
@@ -34,11 +36,15 @@ GREEDY_BELOW = 1e-6  # a temperature below this one leaves only the most probabl
 
 @dataclass
 class Totals:
-    """What was generated so far. reused_tokens: those of the prompts that a kept cache stood for."""
+    """What was generated so far.
+
+    reused_tokens: those of the prompts that a kept cache stood for. loaded_tokens: those of them from a file.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    loaded_tokens: int = 0
     new_tokens: int = 0
 
 
@@ -47,13 +53,15 @@ class Prompt:
     """The tokens of a prompt, and how its answer is generated.
 
     config: settings of the Transformers library. seed: of this answer alone; None goes on with the numbers that were
-    drawn before. changes: of the logits, before temperature and sampling.
+    drawn before. changes: of the logits, before temperature and sampling. loaded: what `Generator.fetch` found, whose
+    cache the answer may change.
     """
 
     ids: Sequence[int]
     config: Any
     seed: int | None = None
     changes: Sequence[LogitsProcessor] = field(default=())
+    loaded: Conversation | None = None
 
 
 class Answer(NamedTuple):
@@ -67,12 +75,21 @@ class Answer(NamedTuple):
     reused: int
 
 
+class Start(NamedTuple):
+    """The cache with which a prompt begins, how many of its tokens that holds, and how many of those from a file."""
+
+    cache: Cache
+    reused: int
+    loaded: int
+
+
 class Generator:
     """Answers prompts with one model and one method. One thread uses it.
 
     alone: why no answers can share steps with this model; None if they can.
     max_tokens: of a prompt and its answer together; None stands for the positions that the model was made for.
     log: is called with one line for each prompt that has been answered.
+    folder: keeps conversations in files, once it is set.
     Raises ValueError if max_tokens are more than these positions, or if the model is not supported.
     """
 
@@ -91,6 +108,7 @@ class Generator:
             raise ValueError(f"max_tokens = {max_tokens}: {positions.name} was made for {most} positions")
         self.max_tokens = most if max_tokens is None else max_tokens
         self.vocabulary: int = model.config.get_text_config().vocab_size
+        self.folder: Folder | None = None
         self.alone = _why_alone(model, Cache(model, method, self.max_tokens))
         self._joint: Cache | None = None  # of these caches, which took the last step
         self._stepped: list[Cache] = []
@@ -148,6 +166,14 @@ class Generator:
             config.temperature = config.top_k = config.top_p = config.min_p = config.typical_p = None
         return config
 
+    def fetch(self, prompt: Prompt) -> Future[Conversation | None] | None:
+        """Begin to load the file that holds more of a prompt than memory does; None if there is none."""
+        if self.folder is None or not _is_plain(prompt.config):
+            return None
+        ids = torch.tensor(prompt.ids)
+        file = self.folder.find(ids, self.conversations.held(ids))
+        return None if file is None else self.folder.load(file)
+
     def generate(self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]) -> Answer:
         """Answer a prompt on its own. `take` is given the tokens as they come, and says whether the answer is complete.
 
@@ -200,7 +226,8 @@ class Generator:
     ) -> Answer:
         start, ids = time.perf_counter(), torch.tensor(prompt.ids)
         is_plain = _is_plain(prompt.config)
-        cache, reused = self._cache(ids, is_plain)
+        begun = self._start(prompt, is_plain)
+        cache = begun.cache
         watch = _Watch(cancelled, take, len(ids), cache, self.conversations if is_plain else None)
         with contextlib.ExitStack() as stack:
             if prompt.seed is not None:
@@ -210,13 +237,18 @@ class Generator:
             output: Tensor = self._call_library(prompt, cache, stopping_criteria=StoppingCriteriaList([watch]))
         tokens: list[int] = output[0, len(ids) :].tolist()
         take(tokens[watch.taken :])
-        return self._finish(prompt, cache if is_plain else None, watch.after_prompt, tokens, reused, start)
+        return self._finish(prompt, begun, cache if is_plain else None, watch.after_prompt, tokens, start)
 
-    def _cache(self, ids: Tensor, may_be_kept: bool = True) -> tuple[Cache, int]:
-        """The cache for a prompt, ids (n,), and how many of its tokens it holds already."""
+    def _start(self, prompt: Prompt, may_be_kept: bool = True) -> Start:
+        """Find the cache with which a prompt begins: a kept one, or the loaded one where it holds more."""
+        ids, loaded = torch.tensor(prompt.ids), prompt.loaded
+        tokens = 0 if loaded is None else loaded.usable(ids)
+        if loaded is not None and tokens > self.conversations.held(ids):
+            return Start(cut(loaded.cache, tokens), tokens, tokens)
         kept = self.conversations.take(ids) if may_be_kept else None
-        cache = Cache(self.model, self.method, self.max_tokens) if kept is None else kept
-        return cache, 0 if kept is None else kept.get_seq_length()
+        if kept is None:
+            return Start(Cache(self.model, self.method, self.max_tokens), 0, 0)
+        return Start(kept, kept.get_seq_length(), 0)
 
     def _call_library(self, prompt: Prompt, cache: Cache, **options: Any) -> Any:
         """The result of the model's generate() for a prompt."""
@@ -229,30 +261,36 @@ class Generator:
     def _finish(
         self,
         prompt: Prompt,
+        begun: Start,
         cache: Cache | None,
         after_prompt: Cache | None,
         tokens: list[int],
-        reused: int,
         start: float,
     ) -> Answer:
         """Keep the cache of an answer, or its copy after the prompt, count the tokens, and return the answer."""
         self._joint, self._stepped = None, []  # whose memory ends here, unless it is kept
         ids = torch.tensor(prompt.ids)
+        kept = None
         if after_prompt is not None:
-            self.conversations.keep(ids, after_prompt)
+            kept = self.conversations.keep(ids, after_prompt)
         elif cache is not None and can_crop(cache):
-            cache.crop(len(ids) - cache.get_seq_length())
-            self.conversations.keep(ids, cache)
-        self._count(len(ids), reused, len(tokens), time.perf_counter() - start)
-        return Answer(tokens, bool(tokens) and tokens[-1] in _end_tokens(prompt.config), reused)
+            kept = self.conversations.keep(ids, cut(cache, len(ids)))
+        if kept is not None and self.folder is not None:
+            self.folder.add(kept)
+        self._count(len(ids), begun, len(tokens), start)
+        return Answer(tokens, bool(tokens) and tokens[-1] in _end_tokens(prompt.config), begun.reused)
 
-    def _count(self, prompt: int, reused: int, new: int, seconds: float) -> None:
-        totals = self.totals
+    def _count(self, prompt: int, begun: Start, new: int, start: float) -> None:
+        totals, seconds = self.totals, time.perf_counter() - start
         totals.requests += 1
         totals.prompt_tokens += prompt
-        totals.reused_tokens += reused
+        totals.reused_tokens += begun.reused
+        totals.loaded_tokens += begun.loaded
         totals.new_tokens += new
-        self.log(f"{prompt} prompt tokens, {reused} of them reused; {new} new tokens in {seconds:.1f} s")
+        from_file = " from a file" if begun.loaded else ""
+        self.log(
+            f"{prompt} prompt tokens, {begun.reused} of them reused{from_file}; {new} new tokens in {seconds:.1f} s"
+        )
 
 
 class Open:
@@ -270,8 +308,8 @@ class Open:
     ) -> None:
         self.generator, self.prompt, self.cancelled, self.take = generator, prompt, cancelled, take
         self.start, self.is_complete = time.perf_counter(), False
-        self.cache, self.reused = generator._cache(torch.tensor(prompt.ids))
-        self.read_tokens = self.reused
+        self._begun = generator._start(prompt)
+        self.cache, self.read_tokens = self._begun.cache, self._begun.reused
         self._after_prompt: Cache | None = None
         config = copy.copy(prompt.config)
         config.prefill_chunk_size = len(prompt.ids)  # the cache is told where the prompt ends
@@ -328,10 +366,10 @@ class Open:
     def end(self) -> Answer:
         """Keep the cache for the next turn, unless the prompt was not read to its end, and return the answer."""
         if self.is_reading:
-            self.generator._count(self.read_tokens, self.reused, 0, time.perf_counter() - self.start)
-            return Answer([], False, self.reused)
+            self.generator._count(self.read_tokens, self._begun, 0, self.start)
+            return Answer([], False, self._begun.reused)
         tokens: list[int] = self.ids[0, len(self.prompt.ids) :].tolist()
-        return self.generator._finish(self.prompt, self.cache, self._after_prompt, tokens, self.reused, self.start)
+        return self.generator._finish(self.prompt, self._begun, self.cache, self._after_prompt, tokens, self.start)
 
 
 def _prepared(

@@ -9,14 +9,19 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent import futures
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from .conversations import Conversation
 from .generation import Answer, Generator, Open, Prompt
 from .pace import SHORTEST_PIECE, Meter, PieceLength
 from .pieces import Piece, Writer
 
-ENDING_SECONDS = 5.0
+# At the end: how long answers that were given up may take to end by themselves, and how long the thread may take then.
+LEAVING_SECONDS, ENDING_SECONDS = 1.0, 5.0
+LOADING_SECONDS = 0.05  # how often the worker looks for new requests while nothing but files is being loaded
 # How long a piece of a prompt may take where others wait for their next tokens, and where nobody does. In that time a
 # request that comes, or a client that leaves, is not noticed.
 PIECE_SECONDS, LONE_PIECE_SECONDS = 0.2, 1.0
@@ -55,11 +60,19 @@ class _Running(NamedTuple):
     answer: Open
 
 
+class _Loading(NamedTuple):
+    """A request whose conversation is being loaded from a file."""
+
+    request: _Request
+    loaded: futures.Future[Conversation | None]
+
+
 class Worker:
     """Answers tasks in the order in which they come, up to `parallel` of them together.
 
-    In every round one piece of one prompt is read, and every answer whose prompt has been read gets its next token, all
-    in one call of the model. An answer that shares no steps is made on its own, and the others wait for its end.
+    A task whose conversation is in a file begins when that has been loaded, and the others go on meanwhile. In every
+    round one piece of one prompt is read, and every answer whose prompt has been read gets its next token, all in one
+    call of the model. An answer that shares no steps is made on its own, and the others wait for its end.
     meter: how many tokens were generated lately.
     """
 
@@ -68,6 +81,7 @@ class Worker:
         self.meter = Meter()
         self._piece, self._is_even_round = PieceLength(), False
         self._running: list[_Running] = []
+        self._loading: list[_Loading] = []
         self._waiting: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="skimkv-worker", daemon=True)
         self._thread.start()
@@ -79,8 +93,8 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """How many answers are open."""
-        return len(self._running)
+        """How many answers are open, or wait for a file."""
+        return len(self._running) + len(self._loading)
 
     @property
     def cache_bytes(self) -> int:
@@ -111,34 +125,49 @@ class Worker:
     def end(self) -> None:
         """End the thread, whatever it does: native code in it must not outlive the interpreter.
 
-        It leaves a prompt at the next operation; one that takes longer than ENDING_SECONDS is left alone.
+        Answers that were given up end first, so that their conversations are kept. It leaves a prompt at the next
+        operation; one that takes longer than ENDING_SECONDS is left alone.
         """
         self._waiting.put(None)
-        raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        raise_in_thread(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit))
-        self._thread.join(ENDING_SECONDS)
+        self._thread.join(LEAVING_SECONDS)
+        if self._thread.is_alive():  # its number may belong to another thread otherwise
+            raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in_thread(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit))
+            self._thread.join(ENDING_SECONDS)
 
     def _run(self) -> None:
         with contextlib.suppress(SystemExit):
             while self._begin_those_that_wait():
-                self._read()
-                self._step()
+                if self._running:
+                    self._read()
+                    self._step()
+                else:
+                    futures.wait([loading.loaded for loading in self._loading], LOADING_SECONDS, "FIRST_COMPLETED")
+            self._end_those_that_left()
 
     def _begin_those_that_wait(self) -> bool:
-        """Begin tasks while there is room, and wait for one if none is running; False when the thread shall end."""
-        while len(self._running) < self.parallel:
+        """Begin tasks while there is room, and wait for one if there is none; False when the thread shall end."""
+        for loading in [loading for loading in self._loading if loading.loaded.done()]:
+            self._loading.remove(loading)
+            self._begin(loading.request, loading.loaded)
+        while self.running < self.parallel:
             try:
-                request = self._waiting.get(block=not self._running)
+                request = self._waiting.get(block=not self.running)
             except queue.Empty:
                 break
             if request is None:
                 return False
             if not request.cancelled.is_set():
-                self._begin(request)
+                loaded = self.generator.fetch(request.task.prompt)
+                if loaded is None:
+                    self._begin(request)
+                else:
+                    self._loading.append(_Loading(request, loaded))
         return True
 
-    def _begin(self, request: _Request) -> None:
+    def _begin(self, request: _Request, loaded: futures.Future[Conversation | None] | None = None) -> None:
         task, cancelled, put = request
+        prompt = task.prompt
         try:
             writer = Writer(self.tokenizer, task.stops, task.parser, put)
 
@@ -147,9 +176,11 @@ class Worker:
                 self.meter.add(len(tokens))
                 return writer.add(tokens)
 
-            answer = self.generator.begin(task.prompt, cancelled, take)
+            if loaded is not None:
+                prompt = replace(prompt, loaded=loaded.result())
+            answer = self.generator.begin(prompt, cancelled, take)
             if answer is None:
-                _end(request, writer, self.generator.generate(task.prompt, cancelled, take))
+                _end(request, writer, self.generator.generate(prompt, cancelled, take))
             else:
                 self._running.append(_Running(request, writer, answer))
         except Exception as error:
@@ -174,8 +205,7 @@ class Worker:
 
     def _step(self) -> None:
         """Give every answer whose prompt has been read its next token, and end those whose clients have gone."""
-        for running in [running for running in self._running if not running.answer.is_open]:
-            self._go_on(running, lambda: None)
+        self._end_those_that_left()
         ready = [running for running in self._running if not running.answer.is_reading]
         if not ready:
             return
@@ -188,6 +218,10 @@ class Worker:
             return
         for running, row in zip(ready, logits, strict=True):
             self._go_on(running, partial(running.answer.choose, row))
+
+    def _end_those_that_left(self) -> None:
+        for running in [running for running in self._running if not running.answer.is_open]:
+            self._go_on(running, lambda: None)
 
     def _go_on(self, running: _Running, work: Callable[[], None]) -> None:
         """Do some work on an open answer; when that ends it, or fails, the answer is not running any more."""
