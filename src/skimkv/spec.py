@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import math
 import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,6 +47,13 @@ def check_whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
         raise ValueError(f"{name} = {value!r} must be an integer of at least {low}")
     if value > high:
         raise ValueError(f"{name} = {value} must be at most {high}")
+
+
+def check_positive(name: str, value: Any, below: float) -> None:
+    """Raise ValueError unless value is a number above 0 and below the bound."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+        limit = "" if below == math.inf else f" and below {below}"
+        raise ValueError(f"{name} = {value!r} must be a number above 0{limit}")
 
 
 def parse_call(text: object, kind: str, example: str) -> Call:

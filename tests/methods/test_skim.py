@@ -16,6 +16,7 @@ from skimkv.methods.skim import (
     draw,
     estimated_logits,
     key_probability,
+    rows_for_error,
     shrink,
     value_probability,
 )
@@ -223,3 +224,61 @@ def test_shrink_lowers_the_error_of_diffuse_heads() -> None:
     top = SparQ(16, 60, mean_value=False, channels="int4")
     best = decode(top, prompt(top, flat.tokens(0, 980)), flat.tokens(980, 1000))
     assert float((y - dense).norm()) < 0.5 * float((best - dense).norm())
+
+
+def test_each_head_has_a_k_of_its_own() -> None:
+    """k larger for one head: its probabilities rise, so that the smaller sample is contained in the larger."""
+    score = torch.rand(2, 3, 300, generator=torch.Generator().manual_seed(0)).pow(9)
+    score /= score.sum(-1, keepdim=True)
+    k = torch.tensor([4, 9, 300]).expand(2, 3)[..., None]
+    n = lengths(300, 280)
+    p = key_probability(score, n, k)
+    for h, each in enumerate((4, 9, 300)):
+        assert torch.equal(p[:, h], key_probability(score, n, each)[:, h])
+    assert bool((p >= key_probability(score, n, 4)).all()) and bool((p[0, 2] == 1).all())
+
+
+def test_rows_for_an_error_by_hand() -> None:
+    """Row 0 is read for certain, rows 30 and 31 with k / 20 and k / 80, unless they are among the k best.
+
+    With k = 10, V = .2^2 .5 (1 / pi' - 1) 3^2 + .1^2 .125 (1 / pi' - 1) 4^2, pi' being those of another k.
+    """
+    weights, y = torch.tensor([[[[0.7, 0.2, 0.1]]]]), torch.tensor([[[[1.0]]]])
+    values, probability = torch.tensor([[[[0.0], [4.0], [5.0]]]]), torch.tensor([[[1.0, 0.5, 0.125]]])
+    score = torch.zeros(1, 1, 1000)
+    score[..., 30], score[..., 31], score[..., 100:200] = 1 / 20, 1 / 80, 1.0
+
+    def variance(k: int) -> float:
+        return 0.04 * 0.5 * 9 * max(0, 20 / k - 1) + 0.01 * 0.125 * 16 * max(0, 80 / k - 1)
+
+    def needed(error: float, n: int = 1000, scale: float = 1, score: torch.Tensor = score) -> int:
+        rows = torch.tensor([[[0, 30, 31]]])
+        sample = scale * weights, values, probability, rows, scale * y
+        return int(rows_for_error(*sample, score[..., :n], lengths(n), 10, error))
+
+    for k, more in ((10, 15), (15, 20), (20, 30), (30, 40), (40, 60), (60, 80)):
+        just = 1.959964 * variance(k) ** 0.5
+        assert (needed(just * 1.001), needed(just * 0.999)) == (k, more)
+    assert needed(1e-9) == 80 and needed(0.1, scale=0) == 10, "nothing to err by"
+    assert needed(1e-9, n=50) == 40, "there row 31 is among the ten best, and its value is read with 2k .0125"
+
+
+@pytest.mark.parametrize("error", [0.1, 0.4])
+@pytest.mark.parametrize("heads", ["flat", "peaked", "outlier"])
+def test_errors_exceed_the_one_asked_for_as_seldom_as_promised(heads: str, error: float) -> None:
+    """512 query heads over 900 tokens; values do not cancel. Flat heads attend to all, peaked ones to few.
+
+    In the last case two channels of K are ten times as large, and the query is small there.
+    """
+    x = Sequences.random(Shape(1, 256, 2, 16), 901, seed=3)
+    size, scale = {"flat": 0.2, "peaked": 2.5, "outlier": 1.0}[heads], torch.ones(16)
+    if heads == "outlier":
+        scale[[2, 9]] = 10
+    x = x._replace(q=size * x.q / scale, k=x.k * scale, v=x.v + 1)
+    last = x.tokens(900, 901)
+    dense = decode(Dense(), prompt(Dense(), x.tokens(0, 900)), last)
+    method = Skim(error=error)
+    store = prompt(method, x.tokens(0, 900))
+    relative = (decode(method, store, last) - dense).norm(dim=-1) / dense.norm(dim=-1)
+    assert float((relative > error).double().mean()) <= 0.05
+    assert store.observed()["key_rows"] < 0.7 * 900 * 256

@@ -280,6 +280,7 @@ def test_budgets_are_positive_whole_numbers(method, name, bad):
         ("SubGenStream(delta=1e999, t=1, s=1)", "delta"),
         ("SubGenStream(delta=1, t=1, s=1, seed=0.5)", "seed"),
         ("Skim(r=0)", "r = 0"),
+        *((f"Skim(error={x})", f"error = {x} must be a number above 0 and below 1") for x in (0, 1, -0.1, True, "'a'")),
         ("SANTA(s=0)", "s = 0"),
         ("SANTA(s=4, draws='random')", "draws = 'random' must be one of stratified, systematic, independent"),
         ("VAttention(epsilon=0)", "epsilon = 0 must be a number above 0$"),

@@ -19,7 +19,7 @@ SMALL = [
     "TOVA(k=0.2)", "TopK(k=12, mean_value=True)", "SubGen(k=10, recent=8)", "SubGenStream(delta=2.0, t=3, s=8)",
     "TopP(p=0.6)", "SANTA(s=12)", "SANTA(s=12, draws='systematic')", "VAttention(epsilon=0.5, k=12, base=8, local=3)",
     "VAttention(epsilon=0.9, k=5, base=20, r=7, verified='output')", "RocketKV(k=40, top=16)",
-    "RocketKV(k=0.4, window=4, pool=3, page=5, top=12, r=7)",
+    "RocketKV(k=0.4, window=4, pool=3, page=5, top=12, r=7)", "Skim(k=3, error=0.3)",
 ]  # fmt: skip
 QUANTISED = [
     "Dense(kv='int4')", "Dense(kv='int8')", "SparQ(r=4, k=16, kv='int4')",
@@ -31,7 +31,7 @@ QUANTISED = [
     "H2O(k=0.2, kv='int4')", "Quest(page=8, k=24, kv='int4')", "SnapKV(k=24, kv='int8')",
     "StreamingLLM(k=20, kv='int8')", "TOVA(k=24, kv='int4')", "SubGen(k=10, recent=8, kv='int4')",
     "TopP(p=0.7, kv='int8')", "SANTA(s=12, kv='int4')", "VAttention(epsilon=0.5, k=12, base=8, kv='int8')",
-    "RocketKV(k=40, top=16, kv='int4')",
+    "RocketKV(k=40, top=16, kv='int4')", "Skim(k=2, r=7, error=0.5, kv='int8')",
 ]  # fmt: skip
 SMALL += QUANTISED
 FULL = [

@@ -23,6 +23,7 @@ from typing_extensions import TypeVar, Unpack
 from .. import ops
 from ..ops import Backend, KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import check_sinks
+from ..spec import check_positive as check_positive
 from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
 from ..stores.quantise import RowFormat, check_kv

@@ -21,7 +21,7 @@ from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
 from ..stores.channel_index import IndexFormat
 from ..stores.full import Full
-from .base import Method, Traffic, check_whole
+from .base import Method, Traffic, check_positive, check_whole
 from .skim import compact, estimated_logits
 from .sparq import approximate_scores
 
@@ -180,13 +180,6 @@ class VAttention(Method[Full]):
         """The bytes of K and V, and of the index with its scales, means and open group."""
         rows = self.row_format(shape.D).nbytes(2 * n, dtype)
         return shape.B * shape.H * (rows + self._index(shape.D).bound(n, dtype))
-
-
-def check_positive(name: str, value: float, below: float) -> None:
-    """Raise ValueError unless value is a number above 0 and below the bound."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        limit = "" if below == math.inf else f" and below {below}"
-        raise ValueError(f"{name} = {value!r} must be a number above 0{limit}")
 
 
 def certain_rows(score: Tensor, lengths: Tensor, sinks: int, local: int, k: int) -> Tensor:
