@@ -44,7 +44,7 @@ test-oldest: $(VENV)/oldest/.installed
 
 # What needs the extra `eval`: lm-evaluation-harness through the adapter, and ROUGE.
 test-eval: $(VENV)/.dev
-	$(PIP) --editable '.[test,eval]'
+	$(PIP) 'skimkv[test,eval]'
 	$(TEST) tests/eval/test_lm_eval.py tests/eval/test_tasks.py tests/eval/test_task_runs.py $(ARGS)
 
 # skimkv inside vLLM's build for CPUs, which brings its own versions of everything: 3.5 GB in an environment of its own.
@@ -95,7 +95,7 @@ docs: $(VENV)/.docs
 # What a release uploads, for this machine: the source distribution and the wheel that is built from it, in dist. The
 # wheel gets the tag of the oldest Linux that it runs on, which auditwheel reads from its symbols. Then both are tested.
 wheel: $(VENV)/.dev
-	$(PIP) --editable '.[release]'
+	$(PIP) 'skimkv[release]'
 	rm -rf dist build/dist
 	$(BIN)/python -m build --outdir build/dist
 	if [ "$$(uname)" = Linux ]; then \
@@ -123,13 +123,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)/python
-	$(PIP) --editable '.[test,lint]'
-	@touch $(VENV)/.installed $@
+# By its name, skimkv is installed already: only what the extras need is added, and nothing is compiled again.
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) 'skimkv[test,lint]'
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(PIP) --editable '.[docs]'
-	@touch $(VENV)/.installed $(VENV)/.dev $@
+	$(PIP) 'skimkv[docs]'
+	@touch $@
 
 OLDEST = $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)
 $(VENV)/oldest/.installed: $(VENV)/.dev
