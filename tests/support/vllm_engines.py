@@ -83,6 +83,24 @@ def generate(llm: Any, requests: list[list[int]], new_tokens: int) -> tuple[list
     return [list(a.outputs[0].token_ids) for a in answers], [a.num_cached_tokens or 0 for a in answers]
 
 
+def logits_of_stock(model: str, new_tokens: int, dtype: str) -> list[list[tuple[int, dict[int, float]]]]:
+    """What vLLM without skimkv generates from every prompt: each token, and the logits of all tokens in its place."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True  # the ranks of tokens would be compiled, for a minute
+    llm = engine(model, dtype=dtype, logprobs_mode="raw_logits", max_logprobs=256)
+    options = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=256)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], options, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return [
+        [
+            (token, {i: one.logprob for i, one in step.items()})
+            for token, step in zip(o.token_ids, o.logprobs, strict=True)
+        ]
+        for o in outputs
+    ]
+
+
 def pretend_amx() -> None:
     """Let vLLM choose the tiles of AMX in this process, for every type, and refuse its kernels of attention."""
     from vllm import _custom_ops

@@ -6,6 +6,7 @@ Run by `make test-vllm`, which has an environment of its own with vLLM's build f
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -58,8 +59,15 @@ def test_a_request_that_is_preempted_gives_the_same_tokens(model, stock):
     assert answer["tokens"] == stock(300)
 
 
-def test_the_tokens_in_bfloat16_are_those_of_stock(model, stock):
-    assert engines.run(model, EVERYTHING, dtype="bfloat16")["tokens"] == stock(dtype="bfloat16")
+def test_the_tokens_in_bfloat16_are_those_of_stock(model):
+    """Up to the first one that differs, whose logit in stock vLLM is at most one number of bfloat16 below the best."""
+    found = engines.run(model, EVERYTHING, dtype="bfloat16")["tokens"]
+    for ours, steps in zip(found, engines.in_child(engines.logits_of_stock, model, 12, "bfloat16"), strict=True):
+        for token, (best, logits) in zip(ours, steps, strict=True):
+            if token != best:
+                spacing = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(math.log2(abs(logits[best])))
+                assert logits[best] - logits[token] <= spacing
+                break
 
 
 @pytest.mark.parametrize(
