@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 17
+#define SKIMKV_VERSION 18
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -75,8 +75,11 @@ typedef struct skimkv_chunk {
  * Rows of K and V are of type dtype or, if `bits` is 8 or 4, quantised. A quantised row begins with the ranges: for
  * every 64 channels the smallest value `low` and the largest one `high`, as float16. After them come the codes, for
  * every 64 channels (or the rest, n channels) n*bits/8 bytes; a channel is low + code * (high - low) / (2^bits - 1). Of
- * 4 bits, the low nibble of byte i is channel i, and the high nibble is channel i + n/2; D must then be even. The index
- * and the mean are made of the dequantised rows, and a new row is attended to as the cache will hold it. */
+ * 4 bits, the low nibble of byte i is channel i, and the high nibble is channel i + n/2; D must then be even. Before a
+ * row is quantised to 4 bits, every 64 channels are multiplied by Sylvester's Hadamard matrix of that size, divided by
+ * its root; of n channels that rest, every m, which is the largest power of two that divides n. The matrix is its own
+ * inverse: the index and the mean are made of the rows that it makes of the dequantised ones. A new row is attended to
+ * as the cache will hold it. */
 typedef struct skimkv_cache {
     int32_t B, H, G, D, R;
     int32_t dtype, channels, n_chunks;

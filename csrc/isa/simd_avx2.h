@@ -53,6 +53,10 @@ static inline vf magic_floor(vf x) { return vmax(splat(-126.f), x) - splat(0.5f)
 static inline vf fraction(vf x) { return vmax(splat(-126.f), x) - (magic_floor(x) - splat(12582912.f)); }
 static inline vf times_power(vf p, vf x) { return (vf)((vi)p + ((vi)magic_floor(x) << 23)); }
 
+static inline void interleave(vf a, vf b, vf &first, vf &second) {
+    const vf low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    first = _mm256_permute2f128_ps(low, high, 0x20), second = _mm256_permute2f128_ps(low, high, 0x31);
+}
 template <class T> static inline void load_pair(const T *p, vf &a, vf &b) { a = load(p), b = load(p + W); }
 template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 static inline void load_pair(const bf16 *p, vf &even, vf &odd) {
@@ -60,10 +64,7 @@ static inline void load_pair(const bf16 *p, vf &even, vf &odd) {
     even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
     odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
 }
-static inline void restore_order(const bf16 *, vf &a, vf &b) {
-    vf low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
-    a = _mm256_permute2f128_ps(low, high, 0x20), b = _mm256_permute2f128_ps(low, high, 0x31);
-}
+static inline void restore_order(const bf16 *, vf &a, vf &b) { interleave(a, b, a, b); }
 
 static inline vf sums_of(const vf *x) {
     vf a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));

@@ -61,6 +61,13 @@ static inline unsigned at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _C
 static inline vf fraction(vf x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
 static inline vf times_power(vf p, vf x) { return _mm512_scalef_ps(p, x); }
 
+// The lanes of a and b in turns: a[0], b[0], a[1], b[1], ...
+static inline void interleave(vf a, vf b, vf &first, vf &second) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    first = _mm512_permutex2var_ps(a, low, b), second = _mm512_permutex2var_ps(a, high, b);
+}
+
 // Loads 2*W elements into two vectors, in an order that restore_order turns into the natural one. Elements of bfloat16
 // are cheapest to convert as the two halves of 32-bit words, that is, as even and odd elements.
 template <class T> static inline void load_pair(const T *p, vf &a, vf &b) { a = load(p), b = load(p + W); }
@@ -71,12 +78,7 @@ static inline void load_pair(const bf16 *p, vf &even, vf &odd) {
     even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
     odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
 }
-static inline void restore_order(const bf16 *, vf &a, vf &b) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    vf x = _mm512_permutex2var_ps(a, low, b);
-    b = _mm512_permutex2var_ps(a, high, b), a = x;
-}
+static inline void restore_order(const bf16 *, vf &a, vf &b) { interleave(a, b, a, b); }
 
 // The sums of the lanes of four vectors, in four parts: lane 4*l + j of the result is that of x[j]'s 128-bit lane l.
 static inline vf sums_of_four(const vf *x) {

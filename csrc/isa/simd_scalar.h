@@ -72,6 +72,9 @@ static inline vf magic_floor(vf x) { return vmax(splat(-126.f), x) - splat(0.5f)
 static inline vf fraction(vf x) { return vmax(splat(-126.f), x) - (magic_floor(x) - splat(12582912.f)); }
 static inline vf times_power(vf p, vf x) { return (vf)((vi)p + ((vi)magic_floor(x) << 23)); }
 
+static inline void interleave(vf a, vf b, vf &first, vf &second) {
+    first = vf{a[0], b[0], a[1], b[1]}, second = vf{a[2], b[2], a[3], b[3]};
+}
 template <class T> static inline void load_pair(const T *p, vf &a, vf &b) { a = load(p), b = load(p + W); }
 template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 

@@ -79,8 +79,10 @@ static void choose_channels(const skimkv_op *op, Unit &u) {
         else if (op->temperature == SKIMKV_COVERAGE && chosen_norm > 0) factor = __builtin_sqrtf(norm / chosen_norm);
         for (int i = 0; i < r; i++) weight[i] *= factor;
         if (op->cache->channels != SKIMKV_NONE) continue;  // only whole rows need the masked query
-        for (int i = 0; i < P; i++) u.masked_query[g * P + i] = 0;
-        for (int i = 0; i < r; i++) u.masked_query[g * P + u.channel[i]] = weight[i];
+        float *masked = u.masked_query + g * P;
+        for (int i = 0; i < P; i++) masked[i] = 0;
+        for (int i = 0; i < r; i++) masked[u.channel[i]] = weight[i];
+        if (is_rotated(op->cache->bits)) rotate_row(masked, D);
     }
 }
 

@@ -1,10 +1,11 @@
 // Quantised rows of K and V, in 8 or 4 bits. A row is quantised when it enters the cache.
 //
 // Every 64 channels share a range from `low` to `high` (float16), and channel x is low + code * (high - low) / (2^bits
-// - 1). skimkv.h describes the bytes.
+// - 1). Rows of 4 bits are rotated before that. skimkv.h describes the bytes.
 #pragma once
 #include <stdint.h>
 
+#include "kernels/hadamard.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
 
@@ -23,6 +24,9 @@ template <int BITS> constexpr int row_bits<QuantisedRow<BITS>> = BITS;
 // The number of steps from the smallest value of a span to the largest.
 template <int BITS> constexpr float LEVELS = (1 << BITS) - 1;
 
+// Whether rows of so many bits are rotated.
+static inline bool is_rotated(int bits) { return bits == 4; }
+
 // Spans of a row of D channels.
 static inline int spans_of(int D) { return (D + SPAN_CHANNELS - 1) / SPAN_CHANNELS; }
 // Bytes of the ranges at the beginning of a row, and of the whole row.
@@ -32,12 +36,15 @@ static inline int64_t quantised_row_bytes(int D, int bits) { return ranges_bytes
 // Quantises the D channels of x into the row at `to`.
 template <class T> static void quantise_row(const T *x, int D, int bits, uint8_t *to) {
     const float levels = (float)((1 << bits) - 1);
+    float row[SKIMKV_MAX_HEAD];
     uint8_t *byte = to + ranges_bytes(D);
+    to_float(x, row, D);
+    if (is_rotated(bits)) rotate_row(row, D);
     for (int from = 0; from < D; from += SPAN_CHANNELS, to += 4) {
         const int n = (int)min(D - from, SPAN_CHANNELS), half = n / 2;
-        float value[SPAN_CHANNELS], range[2];
+        const float *value = row + from;
+        float range[2];
         uint8_t code[SPAN_CHANNELS];
-        to_float(x + from, value, n);
         float low = value[0], high = value[0];
         for (int i = 1; i < n; i++) {
             low = value[i] < low || value[i] != value[i] ? value[i] : low;
@@ -81,7 +88,7 @@ template <int BITS> static inline void dequantise_rest(const uint8_t *code, int 
     }
 }
 
-// Dequantises one row of D channels.
+// Dequantises one row of D channels; if it is rotated, so is the result.
 template <int BITS> static inline void dequantise_row(const QuantisedRow<BITS> *row, int D, float *to) {
     const uint8_t *ranges = (const uint8_t *)row, *code = ranges + ranges_bytes(D);
     for (int at = 0; at < D; at += SPAN_CHANNELS, ranges += 4, code += SPAN_CHANNELS * BITS / 8) {
@@ -98,6 +105,7 @@ template <class T> static inline void read_back_row(const uint8_t *row, int D, i
     float x[SKIMKV_MAX_HEAD];
     if (bits == 8) dequantise_row((const QuantisedRow<8> *)row, D, x);
     else dequantise_row((const QuantisedRow<4> *)row, D, x);
+    if (is_rotated(bits)) rotate_row(x, D);
     from_float(x, to, D);
 }
 

@@ -50,7 +50,7 @@ static inline void dot_block(const float *q, int P, int D, const T *const *rows,
     for (int g = 0; g < GB; g++) store(s + g * ld, sums_of(part[g]));
 }
 
-// |row - x|^2.
+// |row - x|^2; x is rotated as the row is.
 template <class R> static inline float squared_distance(const R *row, const float *x, int D) {
     if constexpr (row_bits<R> != 0) {
         float values[SKIMKV_MAX_HEAD];

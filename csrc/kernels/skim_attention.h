@@ -177,7 +177,8 @@ template <class R, int D_>
 static void attend_drawn(const skimkv_op *op, const Unit &u, const SelectionScratch &s, const SkimScratch &x) {
     const skimkv_cache *c = op->cache;
     const int G = c->G, D = c->D, P = padded_head(D);
-    const float *mean = c->mean + u.b * c->m_b + u.h * c->m_h;
+    float memory[SKIMKV_MAX_HEAD];
+    const float *mean = mean_of_values(c, u.b, u.h, memory);
     for (int g = 0; g < G; g++) x.drawn[g] = x.variance[g] = 0;
     for (int64_t i = 0; i < (int64_t)G * P; i++) x.certain[i] = x.uncertain[i] = 0;
     for (int random = 0; random < 2; random++) {

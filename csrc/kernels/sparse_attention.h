@@ -212,12 +212,13 @@ static void attend_selected(const skimkv_op *op, Unit &u, const Scores &z, const
                                   in_turn ? v + ROWS_AHEAD : nullptr);
         }
     }
+    float memory[SKIMKV_MAX_HEAD];
+    const float *mean = op->use_mean ? mean_of_values(c, u.b, u.h, memory) : nullptr;
     for (int g = 0; g < G; g++) {
         const float alpha = op->use_mean ? u.alpha[g] : 1;
         float scale = alpha / (keeps_weights ? 1 : o.l[g] + sink_weight(op->sinks, u.h * G + g, o.m[g]));
         // A NaN logit at any position makes the result NaN, as in dense attention.
         if (u.l[g] != u.l[g]) scale = u.l[g];
-        const float *mean = op->use_mean ? c->mean + u.b * c->m_b + u.h * c->m_h : nullptr;
         for (int i = 0; i < c->D; i++) o.acc[g * P + i] = o.acc[g * P + i] * scale + (mean ? (1 - alpha) * mean[i] : 0);
     }
     store_result(op, u.b, u.h, o.acc, P);

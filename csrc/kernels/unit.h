@@ -55,10 +55,12 @@ static inline uint32_t word_of_unit(const Unit &u, uint32_t stream) {
 static inline int padded_head(int D) { return (int)round_up(D, 16); }
 static inline int padded_bf16(int D) { return (int)round_up(D, 32); }
 
-// Floats of a unit's query and, behind it, of its bfloat16 copy, or of what quantised rows need.
+// Floats of a unit's query and, behind it, of its bfloat16 copy, or of what quantised rows need: its rotated copy, if
+// they are rotated, and what is prepared.
 static inline int64_t query_floats(const skimkv_cache *c) {
-    const int64_t more = c->bits ? prepared_floats(c->G, c->D, c->bits) : c->G * padded_bf16(c->D) / 2;
-    return c->G * padded_head(c->D) + more;
+    const int64_t query = c->G * padded_head(c->D);
+    if (!c->bits) return query + c->G * padded_bf16(c->D) / 2;
+    return query + (is_rotated(c->bits) ? query : 0) + prepared_floats(c->G, c->D, c->bits);
 }
 
 // Memory for the scores of n positions.
@@ -130,6 +132,18 @@ static void load_bf16_query([[maybe_unused]] const skimkv_op *op, Unit &u) {
 #endif
 }
 
+// Prepares the query for the products with quantised rows.
+static void prepare_query_of_rows(const skimkv_cache *c, Unit &u) {
+    const int P = padded_head(c->D);
+    float *q = u.q, *memory = u.q + c->G * P;
+    if (is_rotated(c->bits)) {
+        q = memory, memory += c->G * P;
+        __builtin_memcpy(q, u.q, c->G * P * sizeof(float));
+        for (int g = 0; g < c->G; g++) rotate_row(q + g * P, c->D);
+    }
+    u.prepared = prepare_query(q, P, c->G, c->D, c->bits, memory);
+}
+
 // Makes u the unit of row b and KV head h, and loads its query.
 static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
     const int D = op->cache->D, P = padded_head(D);
@@ -140,7 +154,7 @@ static void load_query(const skimkv_op *op, Unit &u, int64_t b, int64_t h) {
         for (int i = 0; i < D; i++) q[i] *= op->scale * LOG2E;
         for (int i = D; i < P; i++) q[i] = 0;
     }
-    if (op->cache->bits) u.prepared = prepare_query(u.q, P, op->cache->G, D, op->cache->bits, u.q + op->cache->G * P);
+    if (op->cache->bits) prepare_query_of_rows(op->cache, u);
     load_bf16_query(op, u);
 }
 
@@ -161,10 +175,21 @@ static void dot_query_with_keys(const skimkv_op *op, const Unit &u, const R *con
     else dot_rows<R, D_>(u.q, padded_head(D), G, D, rows, n, s, ld, next);
 }
 
-// Rounds the result of a unit, y [G][P], into the operation's y.
-static void store_result(const skimkv_op *op, int64_t b, int64_t h, const float *y, int P) {
-    for (int g = 0; g < op->cache->G; g++)
-        from_float(op->dtype, y + g * P, op->y, b * op->y_b + h * op->y_h + g * op->y_g, op->cache->D);
+// The mean of V of row b and KV head h, rotated as the values are: in the cache, or in `memory`.
+static const float *mean_of_values(const skimkv_cache *c, int64_t b, int64_t h, float (&memory)[SKIMKV_MAX_HEAD]) {
+    const float *mean = c->mean + b * c->m_b + h * c->m_h;
+    if (!is_rotated(c->bits)) return mean;
+    __builtin_memcpy(memory, mean, c->D * sizeof(float));
+    rotate_row(memory, c->D);
+    return memory;
+}
+
+// Rounds the result of a unit, y [G][P], into the operation's y; where values are rotated, y is rotated back first.
+static void store_result(const skimkv_op *op, int64_t b, int64_t h, float *y, int P) {
+    for (int g = 0; g < op->cache->G; g++, y += P) {
+        if (is_rotated(op->cache->bits)) rotate_row(y, op->cache->D);
+        from_float(op->dtype, y, op->y, b * op->y_b + h * op->y_h + g * op->y_g, op->cache->D);
+    }
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -74,8 +74,8 @@ FORMS = [(s, "copy", torch.float32, threads) for s in SPECS for threads in (1, 2
     ("Dense(kv='int8')", "none", torch.bfloat16, 2),
     ("TopK(k=30, kv='int4')", "none", torch.float32, 1),
     ("SparQ(r=8, k=24, kv='int8', mean_value=False)", "copy", torch.float32, 1),
-    ("SparQ(r=8, k=24, kv='int8', mean_value=True)", "int4", torch.float32, 2),
-    ("Skim(k=12, r=8, kv='int8')", "int4", torch.float32, 2),
+    ("SparQ(r=8, k=24, kv='int4', mean_value=True)", "int4", torch.float32, 2),
+    ("Skim(k=12, r=8, kv='int4')", "int4", torch.float32, 2),
 ]
 
 
@@ -113,7 +113,7 @@ def test_the_parts_of_a_block_are_those_of_a_store(channels):
         assert torch.equal(scales[:, :4], store.chunks[0].scale[0, :, :4])
 
 
-@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("kv", [None, "int8", "int4"])
 def test_the_rows_of_a_sequence_are_those_of_a_store(kv):
     blocks, rows = engine(torch.bfloat16, "int4", [700, 1100], kv=kv)
     for row, n in ((1, 1100), (1, 513), (0, 512)):

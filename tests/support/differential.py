@@ -348,19 +348,20 @@ def _weights_of_positions(method: Method, store: Full, q: Tensor, softmax: dict[
         probe.mean.value.zero_()
     size = 2.0**15 if q.dtype == torch.float16 or store.row_format.bits or store.dtype == torch.float16 else 2.0**60
     weights = torch.zeros(*store.shape[:3], N, dtype=torch.float64)
+    at_once = 1 if store.row_format.bits == 4 else D  # rotated values of several positions do not cancel exactly
     eye = probe.row_format.encode(size * torch.eye(D, dtype=store.dtype))
     nothing = probe.row_format.encode(torch.zeros(D, dtype=store.dtype))
     for chunk in probe.chunks:
         chunk.v[:] = nothing
-    for start in range(0, N, D):
-        for p in range(start, min(N, start + D)):
+    for start in range(0, N, at_once):
+        for p in range(start, min(N, start + at_once)):
             chunk = next(c for c in probe.chunks if c.start <= p < c.start + c.cap)
             chunk.v[:, :, p - chunk.start] = eye[p - start]
-        y = method.attend(probe, q, None, **softmax)[..., : min(D, N - start)].double()
-        for p in range(start, min(N, start + D)):
+        y = method.attend(probe, q, None, **softmax)[..., : min(at_once, N - start)].double()
+        for p in range(start, min(N, start + at_once)):
             chunk = next(c for c in probe.chunks if c.start <= p < c.start + c.cap)
             chunk.v[:, :, p - chunk.start] = nothing
-        weights[..., start : start + D] = y.nan_to_num(0) / size
+        weights[..., start : start + at_once] = y.nan_to_num(0) / size
     weights = weights.amax(2)
     if isinstance(method, Skim):  # what the mean value adds is the same everywhere
         weights = weights - weights.masked_fill(~store.valid(), math.inf).amin(-1, keepdim=True)

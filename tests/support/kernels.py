@@ -129,7 +129,9 @@ def held(one, two):
         every = torch.arange(one.R).expand(*one.shape[:2], -1)
         x, y = (store.read_channels(every) for store in (one, two))
         step = 1 / (2**one.bits - 1) if one.bits else 0
-        torch.testing.assert_close(x, y, rtol=0, atol=(2 * EPS[one.dtype] + 2 * step + 1e-5) * float(x.abs().max()))
+        least = torch.finfo(one.dtype).tiny * torch.finfo(one.dtype).eps  # the type's smallest number above zero
+        most = float(x.abs().max())
+        torch.testing.assert_close(x, y, rtol=0, atol=(2 * EPS[one.dtype] + 2 * step + 1e-5) * most + least)
         if one.v_mean is not None:
             torch.testing.assert_close(one.v_mean, two.v_mean, rtol=0, atol=2 * EPS[one.dtype] + 1e-6)
         assert one.lengths == two.lengths

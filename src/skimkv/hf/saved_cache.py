@@ -30,7 +30,7 @@ from ..stores.slots import Slots
 from . import fingerprint
 from .layer import Layer
 
-FORMAT = "2"
+FORMAT = "3"
 # Of a layer of ours: its store is saved by itself; the others belong to the cache, or to one call of the model.
 OF_THE_CACHE = frozenset(
     ("method", "workspace", "window", "rotation", "given", "softmax", "snapshot", "log", "prompt", "pending", "_store")

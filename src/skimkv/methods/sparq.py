@@ -100,7 +100,7 @@ class SparQ(Method[Full]):
 
         The paper's 4D become 2D and 2D float32 with v_mean, and 2D without. The channel copy's own write is D more,
         and quantised copies add scales, the open group, and quantising one group in every 256 steps. Where channels
-        are read from quantised rows, the ends of all of a row's groups come with them.
+        are read from rows in 8 bits, the ends of all of a row's spans come with them; rows in 4 bits are read whole.
         """
         D, r, rows, index = shape.D, self.r, self.row_format(shape.D), self._index(shape.D)
         parts = rows.traffic(2 * min(self.k, n) + 2, dtype)

@@ -2,10 +2,13 @@
 
 An index of channels shares a scale per channel and group of GROUP tokens, because keys have outlier channels. A row of
 K or V shares its ends per token and SPAN channels, as in FlexGen (Sheng et al. 2023), with which H2O section 5 combines
-its cache.
+its cache. In 4 bits a row is rotated first, as in QuaRot (Ashkboos et al. 2024, arXiv 2404.00456), so that a channel
+that is much larger than the others does not take the few codes of all.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -78,14 +81,30 @@ def put_codes(packed: Tensor, start: int, codes: Tensor, bits: int) -> None:
         packed[..., at] = packed[..., at] & keep | codes[..., here] << 4 * half
 
 
+def rotate_span(x: Tensor) -> Tensor:
+    """Multiply by an orthonormal Hadamard matrix, which is its own inverse: x (...,n) -> (...,n), n at most SPAN.
+
+    The matrix is Sylvester's, divided by its root; its size is n or, if n is no power of two, the largest one that
+    divides n, and each block of so many channels is rotated by itself. Lengths and products do not change: q.k is that
+    of the rotated q and k. A channel that is much larger than the others is shared out among all of its block.
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    blocks = x.unflatten(-1, (-1, size))
+    for _ in range(size.bit_length() - 1):
+        a, b = blocks.chunk(2, -1)
+        blocks = torch.stack([a + b, a - b], -1).flatten(-2)
+    rotated: Tensor = blocks * (1 / math.sqrt(size))
+    return rotated.flatten(-2)
+
+
 class RowFormat:
     """How a row of D numbers of K or V is stored: as it is (kv=None), or in 8 or 4 bits (kv="int8" or "int4").
 
     A quantised row is bytes: for every SPAN channels its least and its largest number in float16, `low` and `high`,
-    then for every SPAN channels the codes, x ~ low + (high - low) / (2^bits - 1) * code; in 4 bits the first half of
-    the channels stands in the low nibbles and the other half in the high ones. The error is at most half a step,
-    besides the rounding of the ends; numbers that float16 cannot hold make their channels NaN. Raises ValueError if
-    kv is unknown, or if kv is "int4" and D is odd.
+    then for every SPAN channels the codes, x ~ low + (high - low) / (2^bits - 1) * code. In 4 bits x is the span after
+    `rotate_span`, and the first half of its numbers stands in the low nibbles and the other half in the high ones. The
+    error of x is at most half a step, besides the rounding of the ends; numbers that float16 cannot hold make their
+    span NaN. Raises ValueError if kv is unknown, or if kv is "int4" and D is odd.
     """
 
     def __init__(self, D: int, kv: str | None = None) -> None:
@@ -105,10 +124,13 @@ class RowFormat:
         return self.traffic_of_channels(n, self.D, dtype)
 
     def traffic_of_channels(self, n: int, r: int, dtype: torch.dtype) -> list[tuple[int, float]]:
-        """What reading r channels of n rows moves; the ends of all of a quantised row's spans come with them."""
+        """What reading r channels of n rows moves; the ends of all of a quantised row's spans come with them.
+
+        A channel of a row in 4 bits is a sum of numbers of its span: such rows are read whole.
+        """
         if self.bits is None:
             return [(n * r, dtype.itemsize)]
-        return [(n * r, self.bits / 8), (n * self.ends_bytes // 2, 2)]
+        return [(n * (self.D if self.bits == 4 else r), self.bits / 8), (n * self.ends_bytes // 2, 2)]
 
     def nbytes(self, n: int, dtype: torch.dtype) -> int:
         """The bytes that n rows occupy."""
@@ -120,6 +142,8 @@ class RowFormat:
             return x
         levels, ends, codes = 2**self.bits - 1, [], []
         for part in x.float().split(SPAN, -1):
+            if self.bits == 4:
+                part = rotate_span(part)
             low, high = (end.half() for end in part.aminmax(dim=-1, keepdim=True))
             step = (high.float() - low.float()) / levels
             code = ((part - low.float()) / torch.where(step == 0, 1, step)).round().clamp(0, levels)
@@ -146,7 +170,8 @@ class RowFormat:
         for i, code in enumerate(stored[..., self.ends_bytes :].split(SPAN * self.bits // 8, -1)):
             low, high = ends[..., i, :1], ends[..., i, 1:]
             x = torch.cat([code & 15, code >> 4], -1) if self.bits == 4 else code
-            parts.append((low + x * ((high - low) / (2**self.bits - 1))).to(dtype))
+            x = low + x * ((high - low) / (2**self.bits - 1))
+            parts.append((rotate_span(x) if self.bits == 4 else x).to(dtype))
         return torch.cat(parts, -1)
 
 
