@@ -201,11 +201,14 @@ def test_equal_queries_of_a_group_choose_as_one(spec, backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spec", [s for s in SMALL if not s.startswith(("LowRank", "H2O", "SubGen("))])
+@pytest.mark.parametrize(
+    "spec", [s for s in SMALL if not s.startswith(("LowRank", "H2O", "SubGen(")) and not ("Skim" in s and "kv=" in s)]
+)
 def test_half_precision_stays_near_float32(spec, dtype, backend):
     """The same rounded stream in the cache dtype and in float32: equal choices, outputs equal up to rounding.
 
-    Not the methods that choose by rounded products (K P, score sums, distances): there the choice may differ.
+    Not the methods that choose by rounded products (K P, score sums, distances): there the choice may differ. Nor Skim
+    over quantised rows: its index is of the decoded rows, rounded, and its probabilities change with a code.
     """
     method, shape = parse(spec), Shape(1, 2, 2, 16)
     s = Sequences.random(shape, 281, dtype)
