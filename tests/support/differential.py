@@ -506,8 +506,12 @@ class _Reference:
         self.channels = size.argsort(dim=-1, descending=True, stable=True)[..., :r].sort(-1).values
         return self.channels
 
-    def _key_probability(self, score: Tensor, lengths: Tensor, k: int) -> Tensor:
-        """Skim's probability of a key: of equal scores the kernel takes the first, of others the variant decides."""
+    def _key_probability(self, score: Tensor, lengths: Tensor, each_k: Tensor) -> Tensor:
+        """Skim's probability of a key: of equal scores the kernel takes the first, of others the variant decides.
+
+        each_k (B,H,1) is the same everywhere, because no kernel has an error to keep to.
+        """
+        k = int(each_k.max())
         position = torch.arange(score.shape[-1])
         score = score * (1 + 1e-9 * (1 - position.double() / score.shape[-1]))
         certain = (position < skim.SINKS) | (position >= lengths - 1 - skim.LOCAL) | (position >= lengths)
@@ -521,7 +525,7 @@ class _Reference:
             score = score * torch.where(self._ambiguous(near), 1 + 1e-3, 1.0)
         return KEY_PROBABILITY(score, lengths, k)
 
-    def _value_probability(self, weights: Tensor, rows: Tensor, lengths: Tensor, k: int) -> Tensor:
+    def _value_probability(self, weights: Tensor, rows: Tensor, lengths: Tensor, k: Tensor) -> Tensor:
         """Skim's probability of a value; where several rows have most of a query's weight, by the variant."""
         probability = VALUE_PROBABILITY(weights, rows, lengths, k)
         most = weights.amax(-1, keepdim=True)
