@@ -16,6 +16,7 @@ KINDS = (  # the index, whether a mean is kept, the form of rows
     ("none", True, None), ("none", True, "int8"), ("none", True, "int4"), ("copy", True, None), ("copy", False, "int8"),
     ("int8", True, None), ("int4", False, None),
 )  # fmt: skip
+LARGEST = 5  # of the numbers that `tokens` draws
 native = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
 
@@ -47,7 +48,10 @@ def compare(one, other):
                 opened = (x.tail[row, ..., : n % 256] for x in (one, other))
                 assert torch.equal(*opened)
     if one.v_mean is not None:
-        torch.testing.assert_close(one.v_mean, other.v_mean, rtol=1e-4, atol=1e-6)
+        # A number of a row in 4 bits is step * whole number / 8, but for the first: 2% lie halfway between two of
+        # bfloat16, and are rounded to either of them by the order in which they were summed.
+        ties = 0.01 * torch.finfo(one.dtype).eps * LARGEST if one.row_format.bits == 4 else 0
+        torch.testing.assert_close(one.v_mean, other.v_mean, rtol=1e-4, atol=1e-6 + ties)
 
 
 @native
