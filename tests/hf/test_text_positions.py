@@ -170,6 +170,7 @@ def test_drafts_and_chunks(llama):
     assert whole.tolist() == chunks.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo")
 @torch.no_grad()
 def test_a_user_s_own_compilation(llama):

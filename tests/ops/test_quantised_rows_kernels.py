@@ -18,7 +18,10 @@ pytestmark = [
 ]
 every_isa = pytest.mark.parametrize("isa", ISAS)
 SIZES = [(16, "float32"), (12, "bfloat16"), (64, "bfloat16"), (80, "float16"), (100, "float32"), (128, "bfloat16")]
-SIZES += [(200, "float16"), (256, "float32"), (320, "bfloat16"), (576, "float32")]
+SIZES += [
+    (320, "bfloat16"),
+    *(pytest.param(*size, marks=pytest.mark.slow) for size in ((200, "float16"), (256, "float32"), (576, "float32"))),
+]
 
 
 @every_isa
