@@ -213,7 +213,7 @@ class JointCache(Cache):
             return None
         if attention_mask is not None:
             pads, error = left_padding(attention_mask, first.seen + 1, rows)
-            if error or any(type(layer) is JointLibraryLayer for layer in layers):
+            if error or any(type(layer) is JointLibraryLayer or layer.is_uneven for layer in layers):
                 return None
             if [first.seen - pad for pad in pads] != first.cached_tokens:
                 return None

@@ -224,15 +224,22 @@ class Worker:
             self._go_on(running, lambda: None)
 
     def _go_on(self, running: _Running, work: Callable[[], None]) -> None:
-        """Do some work on an open answer; when that ends it, or fails, the answer is not running any more."""
+        """Do some work on an open answer; when that ends it, or fails, the answer is not running any more.
+
+        It leaves the running ones before its end is handed on: a client that has it finds nothing of it in /metrics.
+        """
         try:
             work()
             if running.answer.is_open:
                 return
-            _end(running.request, running.writer, running.answer.end())
+            end = partial(_end, running.request, running.writer, running.answer.end())
+        except Exception as error:
+            end = partial(running.request.put, error)
+        self._running.remove(running)
+        try:
+            end()
         except Exception as error:
             running.request.put(error)
-        self._running.remove(running)
 
 
 def _end(request: _Request, writer: Writer, answer: Answer) -> None:
