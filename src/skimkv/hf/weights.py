@@ -70,9 +70,9 @@ def _release(tensor: Tensor) -> None:
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     with open("/proc/self/maps") as maps:
-        for line in maps:
+        for line in (line for line in maps if ".safetensors" in line):
             low, high = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
-            if low <= first < last <= high and ".safetensors" in line:
+            if low <= first < last <= high:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
