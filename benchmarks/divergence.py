@@ -4,12 +4,21 @@ TEXTS is a text file or a folder of *.txt, as for the task kl. Every method is r
 same documents. On every second document settings are chosen; what is printed and drawn is measured on the others:
 
 - at each budget, a share of dense attention's bytes, the setting with the least mean KL among those that read no more;
-- for each mean KL, the least share of the bytes that reaches it, and for each budget the mean KL and its 99th
-  percentile, between two settings by interpolation.
+- for each mean KL and each 99th percentile, the least share of the bytes that reaches it, and for each budget the mean
+  KL and its 99th percentile, between two settings by interpolation.
+
+Files whose names end in a number, such as code-0.txt, are documents of a kind: every second document of each kind
+chooses, and the budgets are also shown by kind. benchmarks/divergence_texts.py writes such files.
 
 FOLDER/results.jsonl (counted.jsonl for --counted) holds the records, so that the same command goes on after an
-interruption, or adds methods; FOLDER/divergence.json and FOLDER/divergence.png are written at the end. Where skimkv is
-not installed, write PYTHONPATH=src in front.
+interruption, or adds methods; FOLDER/divergence.json and FOLDER/divergence.png are written at the end.
+
+With --answer TOKENS the forced tokens are not the text's but an answer of dense attention's to each prompt, sampled
+with a seed at a temperature of 0.7 so that it does not run in circles; the end of the text is never drawn. Shown is the
+mean KL of every 250 tokens, and whether it grows. There FOLDER/answers.json holds the answers, answers.jsonl the
+records, and growth.json what is printed.
+
+Where skimkv is not installed, write PYTHONPATH=src in front.
 """
 
 from __future__ import annotations
@@ -19,23 +28,29 @@ import ast
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
+
 from skimkv import plotting, spec
 from skimkv.cli import output
 from skimkv.eval.panels import label
-from skimkv.eval.plan import Plan, Setup, plan_job, supported_methods
+from skimkv.eval.plan import Job, Plan, PlannedExample, Setup, document_groups, plan_job, supported_methods
 from skimkv.eval.results import Results, Tail
 from skimkv.eval.run import run_evaluation
+from skimkv.eval.shared_prompt import forward, record_prompt
 from skimkv.eval.statistics import cluster_bootstrap
 from skimkv.eval.tasks import parse as parse_task
 from skimkv.hf import fingerprint
 from skimkv.hf.load import load
-from skimkv.methods import parse
+from skimkv.methods import Dense, parse
+from skimkv.methods.base import Method
 from skimkv.ops import select_backend
 
 # Each is a line of the figure. An argument that is a list stands for one setting with each of its values.
@@ -49,8 +64,18 @@ GRIDS = (
     "H2O(k=[32, 48, 64, 96, 160, 256])",
 )
 BASELINE = "SparQ(mean_value=True, channels='int4')"
-BUDGETS = (0.02, 0.03, 0.05, 0.08)  # shares of dense attention's bytes
-TARGETS = (0.1, 0.03, 0.01, 0.003)  # mean KL in nats a token
+BUDGETS = (0.02, 0.03, 0.05, 0.08, 0.12)  # shares of dense attention's bytes
+TARGETS = (0.1, 0.03, 0.01, 0.004)  # mean KL in nats a token
+TAIL_TARGETS = (0.5, 0.15, 0.05, 0.02)  # 99th percentiles of it
+ANSWERERS = (
+    "Skim(k=[64, 128])",
+    "SparQ(r=16, k=128, channels='int4')",
+    "H2O(k=256)",
+    "StreamingLLM(k=256)",
+)
+TEMPERATURE = 0.7  # at which answers are sampled
+WINDOW = 250  # tokens of an answer whose mean is shown
+NUMBERED = re.compile(r"(.+)-\d+:")  # the beginning of a document's id where its file has a number
 SLACK = 1.02  # a setting that reads this much more than a budget still counts as within it
 
 Record = Mapping[str, Any]
@@ -101,13 +126,13 @@ def measure(records: Sequence[Record]) -> Measured:
 class Family(NamedTuple):
     """All settings of one line, on the documents where they are chosen and on those where they are reported.
 
-    reported_scores: the mean KL of every reported document, by setting.
+    records: those of the reported documents, by setting.
     """
 
     name: str
     chosen_on: list[Measured]
     reported: dict[str, Measured]
-    reported_scores: dict[str, list[float]]
+    records: dict[str, list[Record]]
 
     def at_budget(self, budget: float) -> str | None:
         """The setting with the least mean KL on the first documents that reads at most this share of the bytes."""
@@ -123,14 +148,15 @@ class Family(NamedTuple):
                 front.append(self.reported[setting.method])
         return front
 
-    def share_for(self, target: float) -> float | None:
+    def share_for(self, target: float, tail: bool = False) -> float | None:
         """The least share of the bytes at which the mean KL is `target`, along the front; None beyond its ends.
 
-        Between two settings both are interpolated logarithmically.
+        tail: the 99th percentile instead of the mean. Between two settings both are interpolated logarithmically.
         """
-        for cheaper, dearer in itertools.pairwise(self.front()):
-            if cheaper.kl_mean >= target >= dearer.kl_mean:
-                return between(target, (cheaper.kl_mean, cheaper.share), (dearer.kl_mean, dearer.share))
+        points = [(found.tail.kl_p99 if tail else found.kl_mean, found.share) for found in self.front()]
+        for cheaper, dearer in itertools.pairwise(points):
+            if cheaper[0] >= target >= dearer[0]:
+                return between(target, cheaper, dearer)
         return None
 
     def at_share(self, share: float) -> tuple[float, float] | None:
@@ -150,17 +176,27 @@ def between(x: float, a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def families(records: Sequence[Record]) -> list[Family]:
-    """Sort records into lines; of every setting, the first, third, ... document is one on which settings are chosen."""
+    """Sort records into lines; of every setting, the first, third, ... document of a kind is one that chooses."""
     by_setting: dict[str, list[Record]] = {}
     for record in records:
         by_setting.setdefault(record["method"], []).append(record)
     lines: dict[str, Family] = {}
     for method, own in by_setting.items():
         line = lines.setdefault(family(method), Family(family(method), [], {}, {}))
-        line.chosen_on.append(measure(own[0::2]))
-        line.reported[method] = measure(own[1::2])
-        line.reported_scores[method] = [record["score"] for record in own[1::2]]
+        kinds = by_kind(own).values()
+        line.chosen_on.append(measure([record for records in kinds for record in records[0::2]]))
+        line.records[method] = [record for records in kinds for record in records[1::2]]
+        line.reported[method] = measure(line.records[method])
     return list(lines.values())
+
+
+def by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Sort records by the kind of their documents, which is "" for those whose file has no number."""
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        match = NUMBERED.match(record["id"])
+        kinds.setdefault(match[1] if match else "", []).append(record)
+    return kinds
 
 
 def budget_rows(lines: Sequence[Family], baseline: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
@@ -172,24 +208,33 @@ def budget_rows(lines: Sequence[Family], baseline: str, budgets: Sequence[float]
         if method is None:
             continue
         row = {"family": line.name, "budget": budget, **line.reported[method].json()}
+        kinds = by_kind(line.records[method])
+        if len(kinds) > 1:
+            row["kinds"] = {kind: measure(own).json() for kind, own in sorted(kinds.items())}
         other = base.at_budget(budget)
         if other is not None and line is not base:
-            pairs = zip(line.reported_scores[method], base.reported_scores[other], strict=True)
-            differences = [own - theirs for own, theirs in pairs]
+            pairs = zip(line.records[method], base.records[other], strict=True)
+            differences = [own["score"] - theirs["score"] for own, theirs in pairs]
             low, high = cluster_bootstrap(differences, range(len(differences)), -math.inf, math.inf)
             row |= {"diff_to_baseline": fmean(differences), "diff_low": low, "diff_high": high}
         rows.append(row)
     return rows
 
 
-def target_rows(lines: Sequence[Family], baseline: str, targets: Sequence[float]) -> list[dict[str, Any]]:
-    """The share of dense's bytes that each line needs for each mean KL, and how many times fewer than the baseline."""
+def target_rows(
+    lines: Sequence[Family], baseline: str, targets: Sequence[float], tail: bool = False
+) -> list[dict[str, Any]]:
+    """The share of dense's bytes that each line needs for each mean KL, and how many times fewer than the baseline.
+
+    tail: for each 99th percentile instead.
+    """
     (base,) = (line for line in lines if line.name == baseline)
     rows = []
     for target, line in itertools.product(targets, lines):
-        share, theirs = line.share_for(target), base.share_for(target)
+        share, theirs = line.share_for(target, tail), base.share_for(target, tail)
         fewer = theirs / share if share and theirs else None
-        rows.append({"family": line.name, "kl_mean": target, "share": share, "times_fewer_than_baseline": fewer})
+        what = "kl_p99" if tail else "kl_mean"
+        rows.append({"family": line.name, what: target, "share": share, "times_fewer_than_baseline": fewer})
     return rows
 
 
@@ -202,32 +247,139 @@ def share_rows(lines: Sequence[Family], shares: Sequence[float]) -> list[dict[st
     return rows
 
 
+def load_setup(args: argparse.Namespace) -> Setup:
+    """Load the model, and a second time where another format reads the prompts."""
+    model, tokenizer = load(args.model, dtype=args.dtype)
+    reader = load(args.model, dtype=args.prompt_dtype)[0] if args.prompt_dtype else None
+    weights = fingerprint.of_model(model, tokenizer, args.model)
+    return Setup(model, tokenizer, args.model, args.seed, args.batch, False, weights, reader=reader)
+
+
 def run(args: argparse.Namespace) -> list[Record]:
     """Make the records that the files lack; return those of all settings, document by document in one order."""
-    model, tokenizer = load(args.model, dtype=args.dtype)
+    setup = load_setup(args)
     task = parse_task(f"kl(context={args.context}, reference={args.reference})")
     records: list[Record] = []
     for counted, templates in ((False, args.method or GRIDS), (True, args.counted or ())):
-        specs = [method for template in templates for method in settings(template)]
-        weights = fingerprint.of_model(model, tokenizer, args.model)
-        setup = Setup(model, tokenizer, args.model, args.seed, args.batch, counted, weights)
-        methods, misfits = supported_methods(setup, [parse(method) for method in specs])
-        for misfit in misfits:
-            print(f"Left out: {misfit}", file=sys.stderr)
+        methods = supported_settings(setup, templates)
         if methods:
+            setup = setup._replace(counted=counted)
             job = plan_job(setup, task, "blind", methods, args.texts, args.documents)
             if len(job.groups) < 2:
                 raise ValueError(f"{args.texts}: one document is not enough: settings are chosen on half of them")
-            name, backend = ("counted.jsonl", "ref") if counted else ("results.jsonl", select_backend("cpu")[0])
-            with Results(args.out / name, backend) as results, output.progress_bar() as bar:
-                shown = bar.add_task(name, total=None)
-                records += run_evaluation(
-                    setup,
-                    Plan([job], []),
-                    results,
-                    lambda done, total, _, bar=bar, shown=shown: bar.update(shown, completed=done, total=total),
-                )
+            records += make_records(setup, job, args.out / ("counted.jsonl" if counted else "results.jsonl"))
     return records
+
+
+def supported_settings(setup: Setup, templates: Sequence[str]) -> list[Method]:
+    """The settings of these grids that fit the model; of the others it is told why they do not."""
+    specs = [method for template in templates for method in settings(template)]
+    methods, misfits = supported_methods(setup, [parse(method) for method in specs])
+    for misfit in misfits:
+        print(f"Left out: {misfit}", file=sys.stderr)
+    return methods
+
+
+def make_records(setup: Setup, job: Job, file: Path) -> list[dict[str, Any]]:
+    """Make the records of a job that the file lacks; return all of them."""
+    backend = "ref" if setup.counted else select_backend("cpu")[0]
+    with Results(file, backend) as results, output.progress_bar() as bar:
+        shown = bar.add_task(file.name, total=None)
+        return run_evaluation(
+            setup, Plan([job], []), results, lambda done, total, _: bar.update(shown, completed=done, total=total)
+        )
+
+
+@torch.inference_mode()
+def sample_answers(setup: Setup, documents: Sequence[PlannedExample], tokens: int) -> list[list[int]]:
+    """Answers of dense attention to prompts of one length: so many tokens each, sampled at the temperature.
+
+    Each document has a random generator of its own, which its id and the setup's seed start.
+    """
+    model, draws = setup.model, [torch.Generator() for _ in documents]
+    for draw, planned in zip(draws, documents, strict=True):
+        draw.manual_seed(int.from_bytes(sha256(f"{setup.seed} {planned.example.id}".encode()).digest()[:8], "big"))
+    ends = model.generation_config.eos_token_id
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    ids = torch.tensor([planned.prompt for planned in documents], device=model.device)
+    prompt = record_prompt(model, ids, new_tokens=tokens, reader=setup.reader)
+    cache, logits, answers = prompt.cache(Dense()), prompt.logits, list[torch.Tensor]()
+    for _ in range(tokens):
+        scores = logits.float() / TEMPERATURE
+        scores[:, ends] = -math.inf
+        drawn = [row.softmax(-1).cpu().multinomial(1, generator=draw) for row, draw in zip(scores, draws, strict=True)]
+        answers.append(torch.stack(drawn))  # (B,1)
+        logits = forward(model, cache, answers[-1].to(model.device), None)[:, -1]
+    return torch.cat(answers, 1).tolist()
+
+
+def read_answers(setup: Setup, args: argparse.Namespace, documents: Sequence[PlannedExample]) -> dict[str, list[int]]:
+    """The answers to documents by their ids: those of the file, and new ones, which are added to it.
+
+    Raises ValueError if the file holds answers of another run.
+    """
+    file = args.out / "answers.json"
+    of = {"weights": setup.weights, "seed": setup.seed, "context": args.context, "tokens": args.answer}
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"of": of, "answers": {}}
+    if found["of"] != of:
+        raise ValueError(f"{file} holds answers of another model, seed, --context or --answer; choose another --out")
+    answers: dict[str, list[int]] = found["answers"]
+    missing = [planned for planned in documents if planned.example.id not in answers]
+    for start in range(0, len(missing), setup.batch):
+        batch = missing[start : start + setup.batch]
+        sampled = sample_answers(setup, batch, args.answer)
+        answers |= {planned.example.id: ids for planned, ids in zip(batch, sampled, strict=True)}
+        file.write_text(json.dumps(found), encoding="utf-8")
+    return answers
+
+
+def run_answers(args: argparse.Namespace) -> list[Record]:
+    """Force dense attention's own answers; make the records that the file lacks, and return all."""
+    setup = load_setup(args)
+    methods = supported_settings(setup, args.method or ANSWERERS)
+    task = parse_task(f"kl(context={args.context}, reference=1)")
+    documents = [group[0] for group in plan_job(setup, task, "blind", methods, args.texts, args.documents).groups]
+    answers = read_answers(setup, args, documents)
+    task = parse_task(f"kl(context={args.context}, reference={args.answer})")
+    pairs = [(planned.example, planned.prompt + answers[planned.example.id]) for planned in documents]
+    job = Job(task, "forced", document_groups(pairs, args.context, setup.weights), methods)
+    return make_records(setup, job, args.out / "answers.jsonl")
+
+
+def growth_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The mean KL of each method over every WINDOW tokens of the answers, and how much it grows along them.
+
+    growth: the mean of the last quarter of an answer less that of the first, over the answers, with its 95% interval by
+    a bootstrap over them.
+    """
+    methods: dict[str, list[Record]] = {}
+    for record in records:
+        methods.setdefault(record["method"], []).append(record)
+    rows = []
+    for own in methods.values():
+        n = len(own[0]["kl"])
+        windows = [fmean(x for r in own for x in r["kl"][at : at + WINDOW]) for at in range(0, n, WINDOW)]
+        quarter = max(1, n // 4)
+        grown = [fmean(r["kl"][-quarter:]) - fmean(r["kl"][:quarter]) for r in own]
+        low, high = cluster_bootstrap(grown, range(len(grown)), -math.inf, math.inf)
+        growth = {"growth": fmean(grown), "growth_low": low, "growth_high": high}
+        rows.append({**measure(own).json(), "answers": len(own), "windows": windows, **growth})
+    return rows
+
+
+def print_growth(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table for people."""
+    ends = [str(WINDOW * (i + 1)) for i in range(len(rows[0]["windows"]))]
+    table = output.table(
+        f"mean KL of {WINDOW} tokens each, along {rows[0]['answers']} answers of dense attention's", "method",
+        "of dense", *ends, "99th percentile", "last quarter less first", "95% interval",
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            row["method"], f"{row['share']:.1%}", *(f"{x:.3g}" for x in row["windows"]), f"{row['kl_p99']:.3g}",
+            f"{row['growth']:+.2g}", _interval(row["growth_low"], row["growth_high"], "+"),
+        )  # fmt: skip
+    output.console(170).print(table)
 
 
 def draw(lines: Sequence[Family], title: str, path: Path) -> None:
@@ -257,7 +409,10 @@ def draw(lines: Sequence[Family], title: str, path: Path) -> None:
 
 
 def print_tables(
-    rows: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]], shares: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]],
+    targets: Sequence[Mapping[str, Any]],
+    tails: Sequence[Mapping[str, Any]],
+    shares: Sequence[Mapping[str, Any]],
 ) -> None:
     """Print the tables for people."""
     console = output.console(170)
@@ -274,19 +429,28 @@ def print_tables(
             f"{row['agreement']:.1%}",
         )  # fmt: skip
     console.print(table)
+    kinds = sorted({kind for row in rows for kind in row.get("kinds", ())})
+    if kinds:
+        table = output.table("the same by kind of text: mean KL, 99th percentile, same top token", "setting", *kinds)
+        for row in rows:
+            found = [row["kinds"][kind] for kind in kinds]
+            shown = (f"{x['kl_mean']:.3g}, {x['kl_p99']:.3g}, {x['agreement']:.1%}" for x in found)
+            table.add_row(row["method"], *shown)
+        console.print(table)
     names = list(dict.fromkeys(row["family"] for row in targets))
-    columns = list(dict.fromkeys(row["kl_mean"] for row in targets))
-    table = output.table("share of dense's bytes for a mean KL of", "family", *(f"{kl:g}" for kl in columns))
-    for name in names:
-        own = [row["share"] for row in targets if row["family"] == name]
-        table.add_row(name, *("–" if share is None else f"{share:.1%}" for share in own))
-    console.print(table)
+    for what, wanted, title in (("kl_mean", targets, "a mean KL"), ("kl_p99", tails, "a 99th percentile")):
+        columns = list(dict.fromkeys(row[what] for row in wanted))
+        table = output.table(f"share of dense's bytes for {title} of", "family", *(f"{kl:g}" for kl in columns))
+        for name in names:
+            own = [row["share"] for row in wanted if row["family"] == name]
+            table.add_row(name, *("–" if share is None else f"{share:.1%}" for share in own))
+        console.print(table)
     columns = list(dict.fromkeys(row["share"] for row in shares))
     title = "mean KL and its 99th percentile at a share of dense's bytes of"
     table = output.table(title, "family", *(f"{share:.0%}" for share in columns))
     for name in names:
-        own = [(row["kl_mean"], row["kl_p99"]) for row in shares if row["family"] == name]
-        table.add_row(name, *("–" if mean is None else f"{mean:.3g}, {p99:.3g}" for mean, p99 in own))
+        found = [(row["kl_mean"], row["kl_p99"]) for row in shares if row["family"] == name]
+        table.add_row(name, *("–" if mean is None else f"{mean:.3g}, {p99:.3g}" for mean, p99 in found))
     console.print(table)
 
 
@@ -302,17 +466,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("divergence"), help="folder to write into")
     parser.add_argument("--model", default="builtin", help="builtin, a folder, or a Hugging Face id")
     parser.add_argument("--dtype", default="float16", help="number format; bytes are those of a cache in it")
+    parser.add_argument("--prompt-dtype", help="number format in which prompts are read, where --dtype is slow")
     parser.add_argument("--method", action="append", help="a grid; may be given several times instead of the default")
     parser.add_argument("--counted", action="append", help="a grid whose bytes are counted on the reference backend")
     parser.add_argument("--baseline", default=BASELINE, help="the family that others are compared with")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a document's prompt")
     parser.add_argument("--reference", type=int, default=128, help="tokens that are forced after it")
+    parser.add_argument("--answer", type=int, help="force dense's own answers of so many tokens, and see what grows")
     parser.add_argument("--documents", type=int, default=48, help="how many documents are used, in two halves")
     parser.add_argument("--batch", type=int, default=8, help="documents that are decoded together")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of the documents")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
+        if args.answer is not None:
+            return report_answers(args)
         lines = families(run(args))
         if args.baseline not in (names := [line.name for line in lines]):
             raise ValueError(f"--baseline {args.baseline} is none of the families: {'; '.join(names)}")
@@ -320,23 +488,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     rows, targets = budget_rows(lines, args.baseline, BUDGETS), target_rows(lines, args.baseline, TARGETS)
-    shares = share_rows(lines, BUDGETS)
+    tails, shares = target_rows(lines, args.baseline, TAIL_TARGETS, tail=True), share_rows(lines, BUDGETS)
     setting = {name: getattr(args, name) for name in ("model", "dtype", "context", "reference", "seed", "baseline")}
-    documents = len(next(iter(lines[0].reported_scores.values())))
+    documents = len(next(iter(lines[0].records.values())))
     curves = {line.name: [found.json() for found in line.front()] for line in lines}
     told = {
         **setting,
         "reported_documents": documents,
         "budgets": rows,
         "targets": targets,
+        "tail_targets": tails,
         "shares": shares,
         "curves": curves,
     }
     (args.out / "divergence.json").write_text(json.dumps(told, indent=1) + "\n")
     title = f"{args.model}, {args.texts.name}, {args.dtype}: {documents} documents, {args.reference} tokens after "
     draw(lines, f"{title}{args.context}", args.out / "divergence.png")
-    print_tables(rows, targets, shares)
+    print_tables(rows, targets, tails, shares)
     print(f"{args.out}: results.jsonl, divergence.json, divergence.png")
+    return 0
+
+
+def report_answers(args: argparse.Namespace) -> int:
+    """Run the comparison on dense attention's own answers; return the exit status."""
+    if args.answer < 1:
+        raise ValueError(f"--answer {args.answer} must be at least 1 token")
+    rows = growth_rows(run_answers(args))
+    (args.out / "growth.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print_growth(rows)
+    print(f"{args.out}: answers.json, answers.jsonl, growth.json")
     return 0
 
 

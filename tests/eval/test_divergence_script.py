@@ -7,7 +7,9 @@ import random
 
 import pytest
 
+import skimkv
 from benchmarks import divergence as script
+from benchmarks import divergence_texts as texts
 
 
 def test_grids():
@@ -50,6 +52,75 @@ def test_settings_are_chosen_on_one_half_and_reported_on_the_other():
     again = records("H2O(k=4)", 0.025, [0.5, 0.5] * 5)
     targets = script.target_rows(script.families([*cheap, *middle, *exact, *again]), "H2O", (0.4,))
     assert targets[0]["times_fewer_than_baseline"] == pytest.approx(targets[1]["share"] / targets[0]["share"])
+
+
+def test_each_kind_of_text_chooses_with_half_of_its_documents():
+    """Six documents of two kinds in one order: the first and third of a kind choose, whatever stands between."""
+    ids = ["chat-0:0", "code-3:0", "code-1:0", "chat-2:0", "chat-1:0", "code-2:0"]
+    scores = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    own = [{**record, "id": id} for record, id in zip(records("H2O(k=9)", 0.02, scores), ids, strict=True)]
+    (line,) = script.families(own)
+    assert line.chosen_on[0].kl_mean == pytest.approx((0.1 + 0.5 + 0.2 + 0.6) / 4)
+    (row,) = script.budget_rows([line], "H2O", (0.02,))
+    assert {kind: found["kl_mean"] for kind, found in row["kinds"].items()} == {"chat": 0.4, "code": 0.3}
+    assert row["kinds"]["chat"]["kl_p99"] == 0.8 and row["kl_mean"] == pytest.approx(0.35)
+
+
+def test_shares_for_a_99th_percentile():
+    """It is twice the mean in these records: .8 at 2% of the bytes and .2 at 8%, so .4 at 4%."""
+    lines = script.families([*records("H2O(k=4)", 0.02, [0.4] * 4), *records("H2O(k=9)", 0.08, [0.1] * 4)])
+    (row,) = script.target_rows(lines, "H2O", (0.4,), tail=True)
+    assert row["share"] == pytest.approx(0.04) and row["kl_p99"] == 0.4 and row["times_fewer_than_baseline"] == 1
+
+
+def test_growth_is_that_of_the_last_quarter_over_the_first():
+    """Two answers of 500 tokens: one grows from 1 to 3, the other stays at 2."""
+    grows, stays = [1.0] * 250 + [3.0] * 250, [2.0] * 500
+    own = [{**record, "kl": kl} for record, kl in zip(records("H2O(k=9)", 0.02, [2, 2]), (grows, stays), strict=True)]
+    (row,) = script.growth_rows(own)
+    assert row["windows"] == [1.5, 2.5] and row["growth"] == 1 and row["growth_low"] is None
+
+
+def test_texts_of_three_kinds(tmp_path, capsys):
+    """Each file has the tokens that were asked for, and no passage is in two chats."""
+    words, data, out = random.Random(0), tmp_path / "data", tmp_path / "texts"
+    data.mkdir()
+    sentence = " ".join(words.choice(["river", "mill", "stone"]) for _ in range(300))
+    (data / "wikitext-test.txt").write_text("".join(f" = Town {i} = \n\n {sentence} \n" for i in range(3)))
+    asked = [{"question": "Where?", "answers": [{"text": "there"}]}]
+    passages = [{"context": f"passage {i} {sentence[:300]}", "qas": asked} for i in range(9)]
+    (data / "squad.json").write_text(json.dumps({"data": [{"paragraphs": passages}]}))
+    _, tokenizer = skimkv.load("builtin")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    texts.write(data, out, tokenizer, tokens=200, documents=2, seed=0)
+    found = {path.stem: path.read_text() for path in sorted(out.glob("*.txt"))}
+    assert list(found) == ["chat-0", "chat-1", "code-0", "code-1", "wikitext-0", "wikitext-1"]
+    assert all(texts.count(tokenizer, text) >= 200 for text in found.values())
+    in_chats = [{i for i in range(9) if f"passage {i}" in found[name]} for name in ("chat-0", "chat-1")]
+    assert in_chats[0] and in_chats[1] and not in_chats[0] & in_chats[1]
+    assert "[assistant] there" in found["chat-0"] and found["wikitext-0"].startswith(" = Town")
+    assert texts.main([str(data), str(out), "--tokens", "9999999"]) == 2
+    assert "0 documents have 10000031 tokens, not 4: ask for fewer" in capsys.readouterr().err
+
+
+def test_answers_of_dense_attention(tmp_path, capsys):
+    """They are forced as a text is, whatever prompts are read in, and the same command goes on."""
+    text, out = tmp_path / "words.txt", tmp_path / "out"
+    text.write_text("the mill by the river grinds no stone " * 60)
+    argv = [str(text), "--out", str(out), "--context", "24", "--answer", "6", "--documents", "2", "--batch", "2",
+            "--dtype", "float32", "--prompt-dtype", "bf16", "--method", "Dense()", "--method", "H2O(k=8)"]  # fmt: skip
+    assert script.main(argv) == 0
+    assert "last quarter less first" in capsys.readouterr().out
+    dense, h2o = json.loads((out / "growth.json").read_text())
+    assert dense["kl_max"] < 1e-4 < h2o["kl_mean"] and len(h2o["windows"]) == 1
+    answers = json.loads((out / "answers.json").read_text())["answers"]
+    assert [len(ids) for ids in answers.values()] == [6] * len(answers)
+    before = (out / "answers.jsonl").read_text()
+    assert script.main(argv) == 0 and (out / "answers.jsonl").read_text() == before
+    assert script.main([*argv, "--seed", "1"]) == 2
+    assert "holds answers of another model, seed, --context or --answer" in capsys.readouterr().err
+    assert script.main([*argv, "--answer", "0"]) == 2
+    assert "--answer 0 must be at least 1 token" in capsys.readouterr().err
 
 
 def test_a_small_run(tmp_path, capsys):

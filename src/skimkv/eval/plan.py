@@ -32,7 +32,8 @@ class Setup(NamedTuple):
     """What all records of an evaluation share.
 
     counted: measure the traffic, on the reference backend and row by row, instead of predicting it. weights: the
-    fingerprint of the model (hf/fingerprint.py). chat: context and question are a user's turn of a chat.
+    fingerprint of the model (hf/fingerprint.py). chat: context and question are a user's turn of a chat. reader: the
+    model in another number format, which reads the prompts (shared_prompt.record_prompt).
     """
 
     model: Any
@@ -43,6 +44,7 @@ class Setup(NamedTuple):
     counted: bool = False
     weights: str = ""
     chat: bool = False
+    reader: Any = None
 
     @property
     def positions(self) -> int | None:

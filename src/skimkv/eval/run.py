@@ -133,7 +133,7 @@ class Run:
         examples = [planned for group in groups for planned in group]
         ids, mask = _pad_left([group[0].prompt for group in groups], model.device)
         new_tokens = max(len(planned.question.feed) + planned.question.new_tokens for planned in examples)
-        recorded, dense = record_prompt(model, ids, mask, new_tokens), None
+        recorded, dense = record_prompt(model, ids, mask, new_tokens, self.setup.reader), None
         if job.task.is_of_documents:
             dense = dense_logits(recorded, _feeds(examples, model.device))
         prompts = Prompts(recorded, examples, rows, mask, dense)

@@ -108,11 +108,22 @@ class RecordedPrompt(NamedTuple):
         return cache
 
 
-def record_prompt(model: Any, ids: Tensor, mask: Tensor | None = None, new_tokens: int = 0) -> RecordedPrompt:
+def record_prompt(
+    model: Any, ids: Tensor, mask: Tensor | None = None, new_tokens: int = 0, reader: Any = None
+) -> RecordedPrompt:
     """Run the model on prompts: ids (B,n), mask (B,n) where rows are padded on the left.
 
     new_tokens: how many are at most fed after them, which decides whether a model's sliding layers see all of them.
+    reader: the same model in another number format, which reads the prompts in its place; what it gives is rounded to
+    the model's format. Raises ValueError if a reader is given and the model has a layer that no method serves.
     """
+    if reader is not None:
+        prompt = record_prompt(reader, ids, mask, new_tokens)
+        if not all(type(layer) is RecordedLayer for layer in prompt.layers):
+            raise ValueError("prompts can be read in another number format only where methods serve all layers")
+        for layer in prompt.layers:
+            layer.q, layer.k, layer.v = (x.to(model.dtype) for x in (layer.q, layer.k, layer.v))
+        return prompt._replace(model=model)
     max_tokens = needed_max_tokens(model, ids.shape[1] + new_tokens)
     cache = Cache(model, Dense(), max_tokens)
     layers = [_recorded(layer) for layer in cache.layers]
