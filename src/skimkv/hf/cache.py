@@ -61,14 +61,13 @@ class Cache(LibraryCache):
         method, model = parse(method), transformers_model(model)
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 1)
-        check_method(model, method, max_tokens)  # raises before anything is changed
+        self._set_up(method)
+        self.make_layers(model, max_tokens)  # raises before anything is changed
         with lock:
             installation = install(model)
             if installation.attached is None:
                 installation.lasts, installation.fast = True, wants_fast(model, fast)
                 installation.use_layers(model, installation.fast)
-        self._set_up(method)
-        self.make_layers(model, max_tokens)
 
     @classmethod
     def without_layers(cls, method: Method) -> Cache:

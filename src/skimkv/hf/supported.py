@@ -80,8 +80,8 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
 
     Raises ValueError, in one line, if the model as a whole is not supported: its answers would be wrong.
     """
-    config = model.config.get_text_config(decoder=True)
-    name, modules = type(model).__name__, list[Any](model.modules())
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    modules: dict[Any, str] = {module: path for path, module in model.named_modules()}
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is not supported: it is an encoder-decoder")
     for module in modules:
@@ -106,6 +106,33 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
             f"{name} is not supported: it keeps one latent vector a token in the place of keys and values (multi-head "
             "latent attention)"
         )
+    layers = _layers(model, max_tokens)
+    if any(layer.supported for layer in layers) and not any(attends(kind) == "interface" for kind in kinds):
+        raise ValueError(f"{name} is not supported: it does not take another attention function")
+    if any(v is not None and v != k for v, k in _settings(config, "v_head_dim", "head_dim")):
+        raise ValueError(f"{name} is not supported: its keys and values differ in size")
+    for module, path in modules.items():
+        index = vars(module).get("layer_idx")
+        if not isinstance(index, int) or index >= len(layers) or not layers[index].supported:
+            continue  # assisted decoding with assistant_early_exit leaves the last layers out for a while
+        if path.endswith(CROSS_ATTENTION):
+            raise ValueError(f"{name} is not supported: layer {index} attends to an encoder as well")
+        if getattr(module, "is_causal", True) is False:
+            raise ValueError(f"{name} is not supported: layer {index} is not causal")
+        if any(
+            "sink" in parameter and parameter.rpartition(".")[2] != "sinks"
+            for parameter, _ in module.named_parameters()
+        ):
+            raise ValueError(f"{name} is not supported: layer {index} has attention sinks of an unknown form")
+    return layers
+
+
+def _layers(model: PreTrainedModel, max_tokens: int | None) -> list[ModelLayer]:
+    """What `model_layers` returns, by the configuration alone.
+
+    Raises ValueError if that has layers of an unknown kind, or layers that share a cache.
+    """
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
     try:
         caches: list[Any] = DynamicCache(config=config).layers
     except (KeyError, TypeError, AttributeError) as error:
@@ -119,23 +146,6 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
     layers = [_layer(cache, longest) for cache in caches]
     if any(size for (size,) in _settings(config, "attention_chunk_size")):  # the same cache as sliding, another mask
         layers = [layer._replace(supported=layer.supported and layer.window is None) for layer in layers]
-    if any(layer.supported for layer in layers) and not any(attends(kind) == "interface" for kind in kinds):
-        raise ValueError(f"{name} is not supported: it does not take another attention function")
-    if any(v is not None and v != k for v, k in _settings(config, "v_head_dim", "head_dim")):
-        raise ValueError(f"{name} is not supported: its keys and values differ in size")
-    for path, module in model.named_modules():
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or index >= len(layers) or not layers[index].supported:
-            continue  # assisted decoding with assistant_early_exit leaves the last layers out for a while
-        if path.endswith(CROSS_ATTENTION):
-            raise ValueError(f"{name} is not supported: layer {index} attends to an encoder as well")
-        if getattr(module, "is_causal", True) is False:
-            raise ValueError(f"{name} is not supported: layer {index} is not causal")
-        if any(
-            "sink" in parameter and parameter.rpartition(".")[2] != "sinks"
-            for parameter, _ in module.named_parameters()
-        ):
-            raise ValueError(f"{name} is not supported: layer {index} has attention sinks of an unknown form")
     return layers
 
 
@@ -234,7 +244,11 @@ def needed_max_tokens(model: PreTrainedModel, n_tokens: int) -> int | None:
 
     In a model that mixes layers of full and of sliding attention the method then decodes the same layers at any length.
     """
-    return None if any(layer.supported for layer in model_layers(model)) else n_tokens
+    try:
+        layers = _layers(model, None)
+    except ValueError:  # `model_layers` refuses the model, and may have a better reason
+        return n_tokens
+    return None if any(layer.supported for layer in layers) else n_tokens
 
 
 _warned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose layers `supported_layers` has told about
