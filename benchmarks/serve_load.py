@@ -10,6 +10,10 @@ answers are greedy and have all --new tokens. A table of the figures is printed,
     first token, p50 and p99   seconds from a client's request to its first piece of text
     between tokens, p50 and p99   milliseconds between two pieces of text of one client
 
+With --cache-dir every server keeps its conversations there, and a second one is started afterwards, which is asked the
+same: its row, `again`, tells how long a client waits where a file holds what was read of its prompt. In the first row,
+the gaps between tokens hold what the writing of files took. The folder must not exist, and is deleted at the end.
+
 The clients are threads of one process beside the server, which share its cores. Where skimkv is not installed, write
 PYTHONPATH=src in front.
 """
@@ -20,13 +24,15 @@ import argparse
 import http.client
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 COLUMNS = (
     "--parallel", "tokens/s", "while decoding", "first token, p50 (s)", "p99 (s)", "between tokens, p50 (ms)",
@@ -35,12 +41,16 @@ COLUMNS = (
 
 
 class Answered(NamedTuple):
-    """What one client saw: when it asked, when each piece of text came, the text, and how many tokens it had."""
+    """What one client saw: when it asked, when each piece of text came, the text, and how many tokens it had.
+
+    cached: how many of the prompt's tokens the server had read before.
+    """
 
     asked: float
     times: list[float]
     text: str
     tokens: int
+    cached: int
 
 
 def ask(port: int, model: str, prompt: Sequence[int], new: int) -> Answered:
@@ -54,7 +64,7 @@ def ask(port: int, model: str, prompt: Sequence[int], new: int) -> Answered:
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"the server answers {response.status}: {response.read().decode()}")
-    times, pieces, tokens = [], [], 0
+    times, pieces, usage = [], [], dict[str, Any]()
     for line in response:
         if not line.startswith(b"data: {"):
             continue
@@ -64,8 +74,9 @@ def ask(port: int, model: str, prompt: Sequence[int], new: int) -> Answered:
         if text := "".join(choice["text"] for choice in event.get("choices", [])):
             times.append(time.perf_counter())
             pieces.append(text)
-        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    return Answered(asked, times, "".join(pieces), tokens)
+        usage = event.get("usage") or usage
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Answered(asked, times, "".join(pieces), usage["completion_tokens"], cached)
 
 
 def ask_all(port: int, model: str, prompts: Sequence[Sequence[int]], new: int) -> list[Answered]:
@@ -89,8 +100,10 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
     """Start a server that answers so many requests together, load it, and end it."""
     argv = [
         sys.executable, "-m", "skimkv.cli", "serve", arguments.model, "--port", "0", "--method", arguments.method,
-        "--parallel", str(parallel), "--conversations", "0",
+        "--parallel", str(parallel),
     ]  # fmt: skip
+    kept = ["--conversations", str(arguments.clients), "--cache-dir", str(arguments.cache_dir)]
+    argv += kept if arguments.cache_dir else ["--conversations", "0"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
@@ -105,9 +118,9 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
         ask_all(port, arguments.model, [prompts[0][:100]], 8)  # the first tokens prepare the model's layers
         return ask_all(port, arguments.model, prompts, arguments.new)
     finally:
-        process.terminate()
+        process.terminate()  # which lets files be written
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -118,7 +131,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
-def figures(parallel: int, answers: Sequence[Answered]) -> list[str]:
+def figures(parallel: int, answers: Sequence[Answered], what: str = "") -> list[str]:
     """The cells of a row of the table."""
     seconds = max(answer.times[-1] for answer in answers) - min(answer.asked for answer in answers)
     first = [answer.times[0] - answer.asked for answer in answers]
@@ -128,7 +141,7 @@ def figures(parallel: int, answers: Sequence[Answered]) -> list[str]:
     together = [time for answer in answers for time in answer.times if begin <= time <= end]
     decoding = 1e3 / statistics.mean(gaps) if parallel == 1 else len(together) / (end - begin) if end > begin else 0
     return [
-        str(parallel), f"{rate:.1f}", f"{decoding:.1f}" if decoding else "-",
+        f"{parallel}{what}", f"{rate:.1f}", f"{decoding:.1f}" if decoding else "-",
         f"{statistics.median(first):.1f}", f"{percentile(first, 99):.1f}",
         f"{statistics.median(gaps):.0f}", f"{percentile(gaps, 99):.0f}", f"{max(gaps):.0f}",
     ]  # fmt: skip
@@ -145,13 +158,23 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512, help="tokens of each answer")
     parser.add_argument("--parallel", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--vocabulary", type=int, default=1000, help="prompts are drawn from the first tokens")
+    parser.add_argument("--cache-dir", type=Path, help="a new folder, in which the servers keep conversations")
     arguments = parser.parse_args()
+    if arguments.cache_dir and arguments.cache_dir.exists():
+        parser.error(f"--cache-dir {arguments.cache_dir} exists: name a new folder")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     texts = []
     for parallel in arguments.parallel:
         answers = load(arguments, parallel)
         texts.append([answer.text for answer in answers])
         print("| " + " | ".join(figures(parallel, answers)) + " |", flush=True)
+        if arguments.cache_dir:
+            again = load(arguments, parallel)
+            print("| " + " | ".join(figures(parallel, again, ", again")) + " |", flush=True)
+            read = sum(answer.cached for answer in again)
+            size = sum(file.stat().st_size for file in arguments.cache_dir.rglob("*") if file.is_file())
+            shutil.rmtree(arguments.cache_dir)
+            print(f"of the second server's prompts {read} tokens came from {size / 1e6:.0f} MB of files", flush=True)
     for parallel, own in zip(arguments.parallel[1:], texts[1:], strict=True):
         same = sum(a == b for a, b in zip(texts[0], own, strict=True))
         print(f"--parallel {parallel}: {same} of {len(own)} answers are those of --parallel {arguments.parallel[0]}")

@@ -56,6 +56,8 @@ struct Kernels {
     void (*add)(int dtype, void *to, const void *from, int64_t count);
     // Turns the heads x [heads,D] of one token by the angles whose cosines and sines are given, both [D].
     void (*rotate)(int dtype, const void *cos, const void *sin, int64_t heads, int D, void *x);
+    // Turns the keys of row b.
+    void (*turn_keys)(const skimkv_turn *, int64_t b);
 };
 
 namespace scalar {
@@ -92,6 +94,9 @@ const char *step_in_blocks(const skimkv_op *op, int threads, skimkv_parallel par
 const char *tokens_error(const Tokens &tokens, int dtype);
 const char *matrix_error(const skimkv_matrix *matrix, const MatrixKind *kind);
 const char *rms_norm_error(const skimkv_rms_norm *op, const Tokens &tokens);
+
+// In one line what is wrong with keys to be turned, or nullptr.
+const char *turn_error(const skimkv_turn *op);
 
 // In one line what is wrong with the attention of a prompt, or nullptr.
 const char *prompt_error(const skimkv_prompt *op);

@@ -95,6 +95,15 @@ int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel para
     return 0;
 }
 
+const char *skimkv_turn_keys(const skimkv_turn *op) {
+    if (const char *error = skimkv::turn_error(op)) return error;
+    const Kernels *kernels = selected_kernels();
+    if (!kernels) return NO_KERNELS;
+    for (int64_t b = 0; b < op->B; b++)
+        if (op->moves[b]) kernels->turn_keys(op, b);
+    return nullptr;
+}
+
 const char *skimkv_prompt_attention_run(const skimkv_prompt *op, int threads, skimkv_parallel parallel) {
     if (const char *error = skimkv::prompt_error(op)) return error;
     const Kernels *kernels = selected_kernels();

@@ -33,6 +33,11 @@ static constexpr skimkv_field FIELDS[] = {
     WHOLE,       F(cache),     F(k),      F(v),        F(n),          F(k_b),     F(k_h),   F(k_n),      F(v_b),
     F(v_h),      F(v_n),       F(skip),   F(at),
 #undef S
+#define S skimkv_turn
+    WHOLE,       F(source),    F(to),     F(f_b),      F(f_h),        F(f_n),     F(t_b),   F(t_h),      F(t_n),
+    F(cos),      F(sin),       F(moves),  F(B),        F(H),          F(n),       F(D),     F(pairs),    F(interleaved),
+    F(dtype),
+#undef S
 #define S skimkv_field
     WHOLE,       F(structure), F(field),  F(offset),   F(size),
 #undef S

@@ -182,6 +182,19 @@ const char *matrix_error(const skimkv_matrix *m, const MatrixKind *kind) {
     return nullptr;
 }
 
+const char *turn_error(const skimkv_turn *op) {
+    if (!op) return "operation is NULL";
+    if (op->B < 1 || op->H < 1 || op->n < 1) return "B, H and n must be at least 1";
+    if (op->D < 1 || op->D > SKIMKV_MAX_HEAD) return "D must be from 1 to 576";
+    if (op->pairs < 0 || 2 * op->pairs > op->D) return "pairs must be from 0 to D/2";
+    if (is_unknown_type(op->dtype)) return "dtype is unknown";
+    if (!op->source || !op->to || !op->moves || (op->pairs && (!op->cos || !op->sin)))
+        return "source, to, moves, cos or sin is NULL";
+    if (is_misaligned(op->source, op->dtype) || is_misaligned(op->to, op->dtype))
+        return "source or to is not aligned to its elements";
+    return nullptr;
+}
+
 const char *prompt_error(const skimkv_prompt *op) {
     if (!op) return "operation is NULL";
     if (op->B < 1 || op->H < 1 || op->G < 1) return "B, H and G must be at least 1";

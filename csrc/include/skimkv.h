@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 18
+#define SKIMKV_VERSION 19
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -213,6 +213,22 @@ enum {
 /* Appends tokens to a cache. */
 SKIMKV_API const char *skimkv_check_append(const skimkv_tokens *tokens);
 SKIMKV_API int skimkv_append(const skimkv_tokens *tokens, int threads, skimkv_parallel parallel);
+
+/* Keys that move to other positions of their text. Keys of rotary position embeddings are turned: of the pairs of
+ * channels f = 0 .. pairs-1, (a, b) becomes (a cos - b sin, b cos + a sin). The pairs are (2f, 2f+1) if `interleaved`,
+ * else (f, f + pairs); other channels are copied. */
+typedef struct skimkv_turn {
+    const void *source; /* [b,h,i,d] */
+    void *to;           /* likewise; it does not overlap with `source` */
+    int64_t f_b, f_h, f_n, t_b, t_h, t_n;
+    const float *cos, *sin;    /* [b,pairs] contiguous */
+    const int64_t *moves;      /* [b] a row with 0 is left as it is */
+    int32_t B, H, n, D, pairs; /* n keys of each head */
+    int32_t interleaved, dtype;
+} skimkv_turn;
+
+/* Validates, turns the keys in the calling thread, and returns as skimkv_step. */
+SKIMKV_API const char *skimkv_turn_keys(const skimkv_turn *op);
 
 /* Writes tokens to blocks: token i [h,d] at i*k_n + h*k_h goes to position slots[i] % block.cap of block number
  * slots[i] / block.cap; a token with a negative slot is left out. The tokens of a block must be written in order. The

@@ -31,6 +31,7 @@ const Kernels kernels = {
     gate,
     add,
     rotate,
+    turn_keys,
 };
 
 }  // namespace skimkv::SKIMKV_NS

@@ -36,4 +36,33 @@ static void rotate(int dtype, const void *cos, const void *sin, int64_t heads, i
     else rotate_heads((const f16 *)cos, (const f16 *)sin, heads, D, (f16 *)x);
 }
 
+// One key of skimkv_turn.
+template <class T>
+static void turn_key(const skimkv_turn *op, const T *from, const float *cos, const float *sin, T *to) {
+    const int pairs = op->pairs, next = op->interleaved ? 1 : pairs;
+    float x[SKIMKV_MAX_HEAD], y[SKIMKV_MAX_HEAD];
+    to_float(from, x, op->D);
+    for (int i = 2 * pairs; i < op->D; i++) y[i] = x[i];
+    for (int f = 0; f < pairs; f++) {
+        const int i = op->interleaved ? 2 * f : f;
+        const float a = x[i], b = x[i + next];
+        y[i] = a * cos[f] - b * sin[f], y[i + next] = b * cos[f] + a * sin[f];
+    }
+    from_float(y, to, op->D);
+}
+
+template <class T> static void turn_row(const skimkv_turn *op, int64_t b) {
+    const float *cos = op->cos + b * op->pairs, *sin = op->sin + b * op->pairs;
+    for (int64_t h = 0; h < op->H; h++)
+        for (int64_t i = 0; i < op->n; i++)
+            turn_key(op, (const T *)op->source + b * op->f_b + h * op->f_h + i * op->f_n, cos, sin,
+                     (T *)op->to + b * op->t_b + h * op->t_h + i * op->t_n);
+}
+
+static void turn_keys(const skimkv_turn *op, int64_t b) {
+    if (op->dtype == SKIMKV_F32) turn_row<float>(op, b);
+    else if (op->dtype == SKIMKV_BF16) turn_row<bf16>(op, b);
+    else turn_row<f16>(op, b);
+}
+
 }  // namespace skimkv::SKIMKV_NS

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import ops
 from ..ops import Token
 from ..stores.base import Shape
 from ..stores.slots import Slots
@@ -62,7 +63,7 @@ class FirstAndRecent(SlotMethod):
         if self.counts_in_cache:
             if token is not None:
                 store.validate(token.k[:, :, None], token.v[:, :, None])
-            store.move_fixed()
+            ops.move_fixed(store)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements, and with positions in the cache the first keys that are kept or turned."""

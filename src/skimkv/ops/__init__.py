@@ -7,6 +7,7 @@ are said in `step.py`.
 from .backends import BACKENDS, backend, backend_for, forced_backend, graphable, named_backend, select_backend
 from .cpu.layers import Layer, Layers, Norm
 from .cpu.linear import Matrix
+from .fixed_keys import move_fixed
 from .key_scores import key_scores
 from .linear import Product, linear, matrix
 from .prefill import append_block, causal_attention
@@ -16,5 +17,5 @@ from .step import Backend, KernelStep, SoftmaxOptions, Token
 __all__ = [
     "BACKENDS", "Backend", "KernelStep", "Layer", "Layers", "Matrix", "Norm", "Product", "SoftmaxOptions", "Token",
     "append_block", "backend", "backend_for", "causal_attention", "forced_backend", "graphable", "key_scores", "linear",
-    "matrix", "named_backend", "norm_matrix", "rms_norm", "select_backend",
+    "matrix", "move_fixed", "named_backend", "norm_matrix", "rms_norm", "select_backend",
 ]  # fmt: skip

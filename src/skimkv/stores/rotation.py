@@ -34,18 +34,20 @@ class KeyRotation:
         Angles are computed in float64, products in the type of the keys.
         """
         width = 2 * len(self.frequencies)
-        cos, sin = self._factors(tuple(distances), keys)
+        cos, sin = self.factors(tuple(distances), keys.dtype, keys.device)
         x, rest = keys[..., :width], keys[..., width:]
         a, b = (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, -1)
         a, b = a * cos - b * sin, b * cos + a * sin
         x = torch.stack([a, b], -1).flatten(-2) if self.interleaved else torch.cat([a, b], -1)
         return torch.cat([x, rest], -1) if rest.shape[-1] else x
 
-    def _factors(self, distances: tuple[int, ...], keys: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, distances: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles, (B,1,1,F) each; the layers of a model ask for the same ones in turn."""
-        last, key = self._last, (distances, keys.dtype, keys.device)
+        last, key = self._last, (distances, dtype, device)
         if last is None or last[0] != key:
             angles = torch.tensor(distances, dtype=torch.float64)[:, None, None, None] * self.frequencies
-            cos, sin = (x.to(keys.device, keys.dtype) for x in (angles.cos(), angles.sin()))
+            cos, sin = (x.to(device, dtype) for x in (angles.cos(), angles.sin()))
             self._last = last = key, (cos, sin)
         return last[1]

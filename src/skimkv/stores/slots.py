@@ -179,25 +179,33 @@ class Slots(Store):
             self.fixed_k[rows, :, slots.start : slots.stop] = self.k[rows, :, slots.start : slots.stop]
             self.count_rows((rows.stop - rows.start) * self.shape.H * len(slots))
 
+    def moves(self) -> dict[int, int]:
+        """By how many positions the fixed keys of each row that has dropped tokens are to be turned on.
+
+        In a row of budget C that has seen n tokens, n - C were dropped between the fixed ones and those of the ring:
+        these positions are free. Raises ValueError if there are such rows, and no rotation was put here.
+        """
+        if self.fixed_k is None:
+            return {}
+        dropped = {b: n - c for b, (n, c) in enumerate(zip(self.lengths, self.budget, strict=True)) if n > c}
+        if dropped and self.rotation is None:
+            raise ValueError("positions in the cache need the model's rotation: use skimkv.Cache or skimkv.attach")
+        return {b: self.places.distance(b, self.fixed, n) for b, n in dropped.items()}
+
     def move_fixed(self) -> None:
         """Turn the keys of the fixed tokens to the positions just before those of the ring, in the fixed slots.
 
-        In a row of budget C that has seen n tokens, n - C were dropped between the two: by the positions that these
-        leave free the keys, as they came, are turned on, on every axis alike. Reads and writes `fixed` rows of K in
-        each KV head of a row that has dropped tokens.
-        Raises ValueError if no rotation was put here.
+        The keys as they came are turned, on every axis alike. Reads and writes `fixed` rows of K in each KV head of a
+        row that has dropped tokens. Raises ValueError as `moves`.
         """
-        dropped = [max(0, n - budget) for n, budget in zip(self.lengths, self.budget, strict=True)]
-        if self.fixed_k is None or not any(dropped):
+        moves = self.moves()
+        if not moves:
             return
-        if self.rotation is None:
-            raise ValueError("positions in the cache need the model's rotation: use skimkv.Cache or skimkv.attach")
-        rows: Any = [b for b, n in enumerate(dropped) if n]
-        at = slice(None) if len(rows) == len(dropped) else rows
+        assert self.fixed_k is not None and self.rotation is not None
+        at: Any = slice(None) if len(moves) == self.shape.B else [*moves]
         keys = self.row_format.decode(self.fixed_k[at], compute_dtype(self.dtype))
-        turned = self.rotation(keys, [self.places.distance(b, self.fixed, dropped[b]) for b in rows]).to(self.dtype)
-        self.k[at, :, : self.fixed] = self.row_format.encode(turned)
-        self.count_rows(2 * len(rows) * self.shape.H * self.fixed)
+        self.k[at, :, : self.fixed] = self.row_format.encode(self.rotation(keys, [*moves.values()]).to(self.dtype))
+        self.count_rows(2 * len(moves) * self.shape.H * self.fixed)
 
     def advance(self) -> None:
         """Note that a kernel has written one token into every row."""

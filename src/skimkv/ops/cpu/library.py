@@ -15,7 +15,7 @@ import torch
 from ... import __path__ as _package
 from .structs import CAttend, check_structures
 
-VERSION = 18
+VERSION = 19
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -29,6 +29,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "skimkv_step": (c_char_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
     "skimkv_check_append": (c_char_p, c_void_p),
     "skimkv_append": (c_int, c_void_p, c_int, c_void_p),
+    "skimkv_turn_keys": (c_char_p, c_void_p),
     "skimkv_append_paged": (c_char_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
     "skimkv_columns_check": (c_char_p, c_void_p),
     "skimkv_columns_run": (c_int, c_void_p, c_int, c_void_p),

@@ -86,6 +86,7 @@ class StoreMemory(Memory):
         B, H, G, D = store.shape
         super().__init__(H, G, D, store.dtype)
         self.shape, self.places = store.shape, places_of(store)
+        self.turn: Any = None  # the operation that turns the fixed keys of a store of slots
         self.numbers = (ctypes.c_int64 * (4 * B))()
         start, c = ctypes.addressof(self.numbers), self.cache
         lengths, *self.of_slots = (start + 8 * B * part for part in range(4))

@@ -82,6 +82,17 @@ class CTokens(Structure):
     )
 
 
+class CTurn(Structure):
+    """Keys that are turned to other positions."""
+
+    _fields_ = fields(
+        ("source to", c_void_p),
+        ("f_b f_h f_n t_b t_h t_n", c_int64),
+        ("cos sin moves", c_void_p),
+        ("B H n D pairs interleaved dtype", c_int32),
+    )
+
+
 class CColumns(Structure):
     """The key scores of a prompt."""
 
@@ -149,9 +160,9 @@ class CField(Structure):
 
 STRUCTURES: dict[str, type[Structure]] = {
     "skimkv_chunk": CChunk, "skimkv_cache": CCache, "skimkv_paged": CPaged, "skimkv_op": COp,
-    "skimkv_tokens": CTokens, "skimkv_columns": CColumns, "skimkv_prompt": CPrompt, "skimkv_matrix": CMatrix,
-    "skimkv_rms_norm": CRMSNorm, "skimkv_norm": CNorm, "skimkv_layer": CLayer, "skimkv_layers": CLayers,
-    "skimkv_field": CField,
+    "skimkv_tokens": CTokens, "skimkv_turn": CTurn, "skimkv_columns": CColumns, "skimkv_prompt": CPrompt,
+    "skimkv_matrix": CMatrix, "skimkv_rms_norm": CRMSNorm, "skimkv_norm": CNorm, "skimkv_layer": CLayer,
+    "skimkv_layers": CLayers, "skimkv_field": CField,
 }  # fmt: skip
 
 

@@ -1,0 +1,25 @@
+"""The keys that a store of slots never drops, turned to other positions: in C++ where the backend is cpu."""
+
+from __future__ import annotations
+
+import torch
+
+from ..stores.slots import Slots
+from .backends import backend_for
+from .cpu import fixed_keys as cpu
+
+
+def move_fixed(store: Slots) -> None:
+    """Do what `Slots.move_fixed` does before a step. Raises ValueError as it does."""
+    backend = backend_for(store.device, store.shape.D)
+    if backend is None or backend.name != "cpu" or not cpu.takes(store) or _has_gradient(store):
+        store.move_fixed()
+    elif moves := store.moves():
+        cpu.move_fixed(store, moves)
+
+
+def _has_gradient(store: Slots) -> bool:
+    """Whether a gradient would pass through the keys."""
+    return torch.is_grad_enabled() and (
+        store.k.requires_grad or bool(store.fixed_k is not None and store.fixed_k.requires_grad)
+    )
