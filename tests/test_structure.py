@@ -233,6 +233,7 @@ ASSERTS = {"raises", "warns", "fail", "assert_close", "assert_allclose", "assert
 # Tests that fail by other means than an assertion that can be seen in the text.
 EXPLAINED = {
     "test_law": "The laws of skimkv.testing assert; this test has them as a parameter.",
+    "test_law_of_any_backend": "So has this one.",
     "test_python_blocks_compile": "compile() raises SyntaxError.",
 }
 
@@ -245,11 +246,26 @@ def statements(function: ast.AST) -> Iterator[ast.AST]:
             yield from statements(node)
 
 
+class Calls(NamedTuple):
+    """What a function does that matters here: the lines of its assertions, and the names that it calls, with lines."""
+
+    asserts: list[int]
+    calls: list[tuple[str, int]]
+
+
+@functools.cache
+def calls(function: ast.AST) -> Calls:
+    """Return the assertions and calls of a function; the name of `pytest.raises(...)` is `raises`."""
+    nodes = list(ast.walk(function))
+    names = [(node.func.id if isinstance(node.func, ast.Name) else node.func.attr, node.lineno) for node in nodes
+             if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))]  # fmt: skip
+    return Calls([node.lineno for node in nodes if isinstance(node, ast.Assert)], names)
+
+
 def assertions(function: ast.AST, names: set[str]) -> list[int]:
-    """Return the lines where a function asserts, or calls one of these names: `raises` for `pytest.raises(...)`."""
-    found = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Assert)]
-    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return found + [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in names]
+    """Return the lines where a function asserts, or calls one of these names."""
+    found = calls(function)
+    return found.asserts + [line for name, line in found.calls if name in names]
 
 
 def asserting_names(trees: list[ast.Module]) -> set[str]:

@@ -115,7 +115,7 @@ def test_a_finished_run_has_no_times(tmp_path, capsys):
     [
         (["--task", "lins"], "did you mean lines"),
         (["--task", "lines(liness=3)"], "liness"),
-        (["--task", "passkey(length=90000)"], "8192"),
+        (["--task", "record(lines=900, asked=1)"], "8192"),
         (["--method", "SparQ(r=128, k=8)"], "64"),
         (["--method", "SparkQ(r=1)"], "SparQ"),
         (["--mode", "seeing"], "seeing"),
@@ -159,7 +159,7 @@ def test_a_results_file_is_left_as_it_was_when_the_command_fails(tmp_path, capsy
     assert main(eval_argv(out)) == 0
     out.write_bytes(out.read_bytes()[:-20])
     before = out.read_bytes()
-    assert main([*eval_argv(out), "--task", "passkey(length=90000)"]) == 2
+    assert main([*eval_argv(out), "--task", "record(lines=900, asked=1)"]) == 2
     assert out.read_bytes() == before and "no example fits" in capsys.readouterr().err
 
 

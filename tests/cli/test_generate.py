@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import skimkv.hf.load
 from skimkv import ops
+from skimkv.ops.cpu import library
 from support.command_line import SKIMKV, answer, assert_mistake, run
 
 KEYS = "text method prompt_tokens new_tokens ms_per_token bytes_per_step cache_bytes".split()
@@ -154,16 +156,25 @@ def test_closed_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 )
 @pytest.mark.parametrize("command", ["generate --prompt x", "eval --task record --method Dense() --out r.jsonl"])
 def test_a_bad_variable_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, variable: str, words: str, command: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    words: str,
+    command: str,
 ) -> None:
+    """The backend is read when a process starts, and the instruction set when the library is first used."""
     name, value = variable.split("=")
     if name == "SKIMKV_ISA" and ops.select_backend("cpu")[0] != "cpu":
         pytest.skip("the native library is not built")
-    done = subprocess.run(
-        [*SKIMKV, *command.split()], env={**os.environ, name: value}, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.startswith("skimkv: ") and done.stderr.count("\n") == 1 and words in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(skimkv.hf.load, "load", None)
+    if name == "SKIMKV_BACKEND":
+        monkeypatch.setattr(ops.backends, "_forced_for_process", value)
+    else:
+        monkeypatch.setattr(library, "isa", lambda: None)
+    assert_mistake(run(capsys, *command.split()), words)
     assert not (tmp_path / "r.jsonl").exists()
 
 

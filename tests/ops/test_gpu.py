@@ -125,7 +125,7 @@ def test_exact_scores_and_low_rank(D, dtype, G):
     compare("lowrank", q, store, scale, None, k)
 
 
-@pytest.mark.parametrize("gap", [1, 90, 110, 500])
+@pytest.mark.parametrize("gap", [1, 110])
 def test_a_group_whose_choice_misses_the_mass_of_one_query(gap, launched):
     """Query 0 of a group has its mass on eight positions, and the sum over the group chooses those of queries 1 and 2.
 

@@ -145,9 +145,8 @@ def test_neon_under_an_emulator(tmp_path, monkeypatch):
 
 @native_only
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("lengths", [[5000], [3000, 20, 1]], ids=str)
-def test_two_threads_give_what_one_gives(isa, lengths):
-    q, store = filled(64, lengths, torch.bfloat16, 3, "int8", 8, 32, 8)
+def test_two_threads_give_what_one_gives(isa):
+    q, store = filled(64, [3000, 20, 1], torch.bfloat16, 3, "int8", 8, 32, 8)
     for name, args in (("dense", ()), ("sparq", (8, 32, 8, "coverage", True))):
         single, double = (compare(name, isa, q, store, 0.125, None, *args, threads=n) for n in (1, 2))
         torch.testing.assert_close(single.float(), double.float(), atol=1e-5, rtol=2**-7)
@@ -157,7 +156,7 @@ def test_two_threads_give_what_one_gives(isa, lengths):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["dense", "sparq"])
 def test_shares_run_in_order_from_one_thread(isa, name, monkeypatch):
-    q, store = filled(64, [5000, 33], torch.float32, 3, "copy", 8, 32, 8)
+    q, store = filled(64, [3000, 33], torch.float32, 3, "copy", 8, 32, 8)
     args = (8, 32, 8, "coverage", True) if name == "sparq" else ()
     lib = native.library()
     lib.skimkv_work.restype, lib.skimkv_share.restype = ctypes.c_size_t, None
