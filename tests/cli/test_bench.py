@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from skimkv.bench import attention as bench_attention
 from skimkv.bench import machine as machines
-from skimkv.bench import rivals
+from skimkv.bench import memory, rivals
 from skimkv.cli.bench.table import STAGES
+from skimkv.stores.base import Shape
 from support.command_line import answer, assert_mistake, run
 from support.gguf_files import tiny, write
 from support.kernels import NATIVE
@@ -45,7 +48,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     (MEMORY, "memory of a layer: 2 KV heads of 64, bfloat16", set()),
     ([*GENERATE, *SPARQ], "a prompt and its answer: tiny, 1 layer, bfloat16 weights", {"waits_known"}),
 ])  # fmt: skip
-def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path: Path, capsys):
+def test_a_command_prints_a_table_or_json_and_draws(args, words, keys, tmp_path: Path, capsys, monkeypatch):
+    def measured_here(command, **options):
+        """What a process of its own would print, which test_memory.py starts."""
+        spec, sizes, tokens, dtype = json.loads(command[-1])
+        sizes = memory.measure(spec, Shape(*sizes), tokens, getattr(torch, dtype))
+        return SimpleNamespace(returncode=0, stdout=json.dumps(sizes))
+
+    monkeypatch.setattr(memory, "subprocess", SimpleNamespace(run=measured_here))
     figure = tmp_path / "figure.png"
     status, out, _ = run(capsys, *args)
     assert status == 0

@@ -6,6 +6,7 @@ model and the chat template below. Where vLLM answers otherwise, the request its
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 from collections.abc import Sequence
@@ -176,6 +177,13 @@ class Formula:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.logits = functools.cache(self._logits)
+
+    @torch.no_grad()
+    def _logits(self, *ids: int) -> torch.Tensor:
+        """The logits of the token after these: many requests have a beginning in common."""
+        logits: torch.Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        return logits
 
     def prompts(self, path: str, fields: dict[str, Any]) -> list[list[int]]:
         """The tokens of a request's prompts. The chat template adds none for the beginning of a text."""
@@ -196,8 +204,7 @@ class Formula:
         """
         sampled, scores = list[int](), list[float]()
         for _ in range(new):
-            with torch.no_grad():
-                logits = self.model(torch.tensor([[*ids, *sampled]]), use_cache=False).logits[0, -1].double()
+            logits = self.logits(*ids, *sampled).clone()
             probabilities = logits.log_softmax(0)
             for token in set(sampled):
                 logits[token] -= sampled.count(token) * frequency + presence
