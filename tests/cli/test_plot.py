@@ -219,7 +219,7 @@ def test_damaged_records_are_drawn_or_refused_in_one_line(tmp_path, capsys):
         for task, at in (("needle", 300), ("lines(lines=2)", 2), ("lines(lines=4)", 4)) for i in range(2)
         for method, share in (("Dense()", 1.0), ("SparQ(r=8, k=32)", 0.25), ("SparQ(r=8, k=32, local=0)", 0.25))
     ]  # fmt: skip
-    n = 24
+    n = 14
     for _ in range(n):
         damaged = [dict(row) for row in rows]
         for row in draw.sample(damaged, draw.choice([1, 1, 3, len(damaged)])):

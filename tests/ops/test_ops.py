@@ -30,7 +30,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -43,14 +42,13 @@ CASES = [
     ],
     ids=str,
 )
-def test_dense(isa, case):
+def test_dense(case):
     D, lengths, dtype, G, _ = case
     q, store = filled(D, lengths, TYPES[dtype], G, "none")
     for cap in (None, 5.0):
-        compare("dense", isa, q, store, D**-0.5, cap)
+        compare("dense", ISAS, q, store, D**-0.5, cap)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -65,7 +63,7 @@ def test_dense(isa, case):
     ],
     ids=str,
 )
-def test_sparq(isa, case):
+def test_sparq(case):
     D, lengths, dtype, G, channels = case
     i = CASES.index(case) if case in CASES else 1
     r, (k, local) = (4, 8, 12)[i % 3], ((24, 6), (16, 0), (9, 9))[i % 3]
@@ -80,12 +78,11 @@ def test_sparq(isa, case):
     logits = part @ twin.read_channels(i1) * ref.inverse_temperature(x, i1, scale, temperature)
     logits = ref.apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
     assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
-    compare("sparq", isa, q, store, scale, cap, r, k, local, temperature, mean)
+    compare("sparq", ISAS, q, store, scale, cap, r, k, local, temperature, mean)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("channels", ["int8", "int4"])
-def test_the_largest_integer_sums_of_the_widest_head(isa, channels):
+def test_the_largest_integer_sums_of_the_widest_head(channels):
     """All 576 channels have the largest weight, and eight tokens have the largest code in all of them.
 
     With r = D the sums of weights times codes are as large as they can be, and they must still fit 32 bits.
@@ -97,7 +94,7 @@ def test_the_largest_integer_sums_of_the_widest_head(isa, channels):
     store = Full(Shape(1, 1, 2, D), torch.float32, "cpu", channels, True)
     store.append(size[:, None].expand(1, 1, -1, D), torch.randn(1, 1, n + 1, D))
     q = torch.full((1, 1, 2, D), 1.0)
-    compare("sparq", isa, q, store, 3 / D, None, D, 8, 0, "coverage", True)
+    compare("sparq", ISAS, q, store, 3 / D, None, D, 8, 0, "coverage", True)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -109,20 +106,19 @@ def test_sparq_over_all_positions_is_dense(isa, channels):
     close(y, ref.dense(exact(store), q.double(), 0.125, None), store, q, 0.125)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "case",
     [*CASES[:: len(CHANNELS)], (512, [300, 40], "float32", 2, "none"), (576, [257], "bfloat16", 3, "none")],
     ids=str,
 )
-def test_exact_scores_and_low_rank(isa, case):
+def test_exact_scores_and_low_rank(case):
     D, lengths, dtype, G, _ = case
     k, scale = 16, D**-0.5
     q, store = filled(D, lengths, TYPES[dtype], G, "none", k=k)
     logits = ref.attend_rows(q.double(), *[exact(store).read_keys()] * 2, exact(store).valid(), scale, None)[1]
     assert margin(logits.sum(2), lengths, k, 0) > 1.05
     for oracle in (False, True):
-        compare("topk", isa, q, store, scale, None, k, oracle)
+        compare("topk", ISAS, q, store, scale, None, k, oracle)
     normal = torch.randn(2, D, D, generator=torch.Generator().manual_seed(1))
     P = torch.linalg.qr(normal).Q[..., : D - 8 if D > 64 else D].contiguous()
     q, store = filled(D, lengths, TYPES[dtype], G, "copy", k=k, mean=False, projection=P)
@@ -130,14 +126,13 @@ def test_exact_scores_and_low_rank(isa, case):
     logits = (x @ P.double()) @ twin.read_channels(torch.arange(P.shape[-1]).expand(len(lengths), 2, -1)) * scale
     weights = logits.masked_fill(~twin.valid()[:, :, None], -torch.inf).softmax(-1).sum(2)
     assert margin(weights, lengths, k, 0) > 1.01
-    compare("lowrank", isa, q, store, scale, None, k)
+    compare("lowrank", ISAS, q, store, scale, None, k)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_long_row_on_two_threads(isa):
+def test_a_long_row_on_two_threads():
     q, store = filled(16, [100003], torch.float16, 3, "int8", 8, 64, 16, H=1)
-    compare("dense", isa, q, store, 0.25, None, threads=2)
-    compare("sparq", isa, q, store, 0.25, None, 8, 64, 16, "coverage", True, threads=2)
+    compare("dense", ISAS, q, store, 0.25, None, threads=2)
+    compare("sparq", ISAS, q, store, 0.25, None, 8, 64, 16, "coverage", True, threads=2)
 
 
 @pytest.mark.parametrize("isa", ISAS)

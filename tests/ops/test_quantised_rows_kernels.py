@@ -24,37 +24,35 @@ SIZES += [
 ]
 
 
-@every_isa
 @pytest.mark.parametrize(("D", "dtype"), SIZES)
-def test_every_method(isa, D, dtype, kv):
+def test_every_method(D, dtype, kv):
     """Over all positions, so that rounding changes no choice; then with the choice that stands out."""
     n, scale, G = 700 if D < 300 else 300, D**-0.5, (1, 3, 8)[D % 3]
     lengths, every = [n, 256, 1], n + 1
     q, store = filled(D, lengths, TYPES[dtype], G, "none", 4, kv=kv)
     for cap in (None, 5.0):
-        compare("dense", isa, q, store, scale, cap)
-    compare("dense", isa, q, store, scale, None, threads=3)
-    compare("sparq", isa, q, store, scale, None, 4, every, 5, "coverage", True)
-    compare("topk", isa, q, store, scale, None, every, False)
-    compare("topk", isa, q, store, scale, None, every, True)
+        compare("dense", ISAS, q, store, scale, cap)
+    compare("dense", ISAS, q, store, scale, None, threads=3)
+    compare("sparq", ISAS, q, store, scale, None, 4, every, 5, "coverage", True)
+    compare("topk", ISAS, q, store, scale, None, every, False)
+    compare("topk", ISAS, q, store, scale, None, every, True)
     for channels in ("copy", "int8", "int4"):
         q, store = filled(D, lengths, TYPES[dtype], G, channels, 4, kv=kv)
-        compare("sparq", isa, q, store, scale, None, 4, every, 5, "coverage", True)
+        compare("sparq", ISAS, q, store, scale, None, 4, every, 5, "coverage", True)
     q, store = filled(D, lengths, TYPES[dtype], G, "none", 4, k=9, kv=kv)
     for oracle in (False, True):
-        compare("topk", isa, q, store, scale, None, 9, oracle)
+        compare("topk", ISAS, q, store, scale, None, 9, oracle)
 
 
-@every_isa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("span", [0, 64, 128])
-def test_rows_of_odd_width(isa, span, dtype, kv):
+def test_rows_of_odd_width(span, dtype, kv):
     """Odd head sizes in 8 bits, and those of 2 mod 4 in 4 bits: a row starts anywhere between two words."""
     for D in (span + 2, span + 6) if kv == "int4" else (span + 1, span + 7):
         q, store = filled(D, [300, 17], TYPES[dtype], 3, "none", 1, kv=kv)
-        compare("dense", isa, q, store, D**-0.5, None)
-        compare("sparq", isa, q, store, D**-0.5, None, 1, 301, 5, "coverage", True)
-        compare("topk", isa, q, store, D**-0.5, None, 301, False)
+        compare("dense", ISAS, q, store, D**-0.5, None)
+        compare("sparq", ISAS, q, store, D**-0.5, None, 1, 301, 5, "coverage", True)
+        compare("topk", ISAS, q, store, D**-0.5, None, 301, False)
 
 
 @every_isa

@@ -105,15 +105,20 @@ def close(got, want, store, q, scale, factor=16.0):
     assert worst <= 0, f"{worst:.3g} beyond {bound.max():.3g}"
 
 
-def compare(name, isa, q, store, *args, threads=1):
+def compare(name, isas, q, store, *args, threads=1):
+    """A step on an instruction set, or on each of several, against the reference; returns the last result."""
     want = getattr(ref, name)(exact(store), q.double(), *args)
     assert not want.isnan().any()
-    with on(isa, threads):
-        got = getattr(steps, name)(store, q, *args)
-    assert got.dtype == q.dtype and got.shape == q.shape
-    # integer weights of 8-bit codes err by 2^-16 of the largest; those of 4-bit codes by more, but these data leave
-    # hardly any mass to what was not chosen (test_int4_scan.py measures their scores)
-    close(got, want, store, q, args[0], 512.0 if store.bits else 16.0)
+    for isa in [isas] if isinstance(isas, str) else isas:
+        with on(isa, threads):
+            got = getattr(steps, name)(store, q, *args)
+        assert got.dtype == q.dtype and got.shape == q.shape
+        # integer weights of 8-bit codes err by 2^-16 of the largest; those of 4-bit codes by more, but these data leave
+        # hardly any mass to what was not chosen (test_int4_scan.py measures their scores)
+        try:
+            close(got, want, store, q, args[0], 512.0 if store.bits else 16.0)
+        except AssertionError as error:
+            raise AssertionError(f"{name} on {isa}: {error}") from error
     return got
 
 
