@@ -188,7 +188,7 @@ class Run(NamedTuple):
         return shape._replace(D=DRY_HEAD_DIM) if self.dry else shape
 
     def candidate(self, spec: str, case: Case, most_sets: int) -> bench_attention.Candidate:
-        """Return a method's step on so many sets of caches of a case at most. Raises ValueError if none fits."""
+        """Return a method's step on `most_sets` sets of caches of a case, or fewer. Raises ValueError if none fits."""
         method, shape, length = parse(self.spec(spec)), self.shape(case), self.cases(case).length
         sets = bench_attention.sets_in_turn(self.machine, [method], shape, torch.float16, length)
         if not sets:
@@ -427,7 +427,7 @@ def versions() -> dict[str, str]:
 
 
 def run_limited(command: list[str], limit: float | None) -> str:
-    """Run a process and all that it starts for so many seconds at most. Returns how it ended, "ok" being well."""
+    """Run a process and all that it starts, for at most `limit` seconds. Returns how it ended, "ok" being well."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         status = process.wait(limit)

@@ -45,7 +45,7 @@ class fill_copier {
         at += n;
     }
 
-    // `few` pieces of so many bytes become `depth` pieces.
+    // `few` pieces of one size become `depth` pieces.
     void repeat(size_t piece) {
         const size_t size = piece * few, start = at;
         if (failed || size > from.size() - at) {
@@ -83,7 +83,7 @@ class fill_copier {
     bool failed = false;
 };
 
-// Fills sequence 0 with so many tokens. read_prompt(n) reads a prompt of n tokens into the empty cache.
+// Fills sequence 0 with `depth` tokens. read_prompt(n) reads a prompt of n tokens into the empty cache.
 template <class F> static bool fill_cache(llama_context *ctx, uint32_t depth, F read_prompt) {
     const uint32_t few = std::min<uint32_t>(depth, 32);
     if (!read_prompt(few)) {

@@ -34,7 +34,7 @@ METHODS = ["Dense()", "SparQ(r=32, k=128)", "SparQ(r=32, k=128, channels='int8')
 def in_blocks(
     spec: str, shape: Shape, dtype: torch.dtype, size: int, k: torch.Tensor, v: torch.Tensor, huge_pages: bool
 ) -> Blocks:
-    """Blocks of so many tokens in random order, with the tokens k, v (B,H,n,D)."""
+    """Blocks of `size` tokens in random order, with the tokens k, v (B,H,n,D)."""
     B, H, G, D = shape
     method, n = parse(spec), k.shape[2]
     layout = BlockLayout(size, D, dtype, getattr(method, "channels", "copy"))

@@ -97,7 +97,7 @@ def ask_all(port: int, model: str, prompts: Sequence[Sequence[int]], new: int) -
 
 
 def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
-    """Start a server that answers so many requests together, load it, and end it."""
+    """Start a server that answers `parallel` requests together, load it, and end it."""
     argv = [
         sys.executable, "-m", "skimkv.cli", "serve", arguments.model, "--port", "0", "--method", arguments.method,
         "--parallel", str(parallel),
@@ -126,7 +126,7 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that so many percent of the values do not exceed."""
+    """The value that `percent` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 

@@ -24,7 +24,7 @@ template <int BITS> constexpr int row_bits<QuantisedRow<BITS>> = BITS;
 // The number of steps from the smallest value of a span to the largest.
 template <int BITS> constexpr float LEVELS = (1 << BITS) - 1;
 
-// Whether rows of so many bits are rotated.
+// Whether rows of this number of bits are rotated.
 static inline bool is_rotated(int bits) { return bits == 4; }
 
 // Spans of a row of D channels.

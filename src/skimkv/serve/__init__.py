@@ -65,7 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(app: Starlette, opened: socket.socket, ending_seconds: int = 5) -> None:
-    """Serve until Ctrl-C or a signal that ends the process, which leave answers so many seconds to end."""
+    """Serve until Ctrl-C or a signal that ends the process, which leave answers `ending_seconds` to end."""
     from .connections import web_server
 
     web_server(app, ending_seconds).run(sockets=[opened])

@@ -91,7 +91,7 @@ class Conversations:
 
 
 def cut(cache: Cache, tokens: int) -> Cache:
-    """Let a cache forget all but its first tokens, so many, and return it."""
+    """Let a cache forget all but its first `tokens` tokens, and return it."""
     if forgotten := cache.get_seq_length() - tokens:
         cache.crop(-forgotten)
     return cache

@@ -8,7 +8,7 @@ from collections import deque
 
 METER_SECONDS = 10.0
 FIRST_PIECE, SHORTEST_PIECE, LONGEST_PIECE = 64, 16, 2**16  # tokens
-WHOLE = 64  # pieces of a multiple of so many tokens give the bits of a prompt that is read at once
+WHOLE = 64  # pieces of a multiple of 64 tokens give the bits of a prompt that is read at once
 
 
 class Meter:
@@ -19,7 +19,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Note that so many tokens were generated now."""
+        """Note that `count` tokens were generated now."""
         with self._lock:
             self._counted.append((time.monotonic(), count))
             self._forget()
@@ -47,13 +47,13 @@ class PieceLength:
         self._longest = FIRST_PIECE
 
     def within(self, seconds: float) -> int:
-        """How many tokens to read next, so that it takes about so many seconds."""
+        """How many tokens to read next, so that it takes about `seconds`."""
         if self._rate is None:
             return FIRST_PIECE
         n = max(SHORTEST_PIECE, min(int(self._rate * seconds), 4 * self._longest, LONGEST_PIECE))
         return n - n % (WHOLE if n >= WHOLE else SHORTEST_PIECE)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Note how long a piece of so many tokens took. Those that are too short to tell do not count."""
+        """Note how long a piece of `tokens` tokens took. Those that are too short to tell do not count."""
         if tokens >= SHORTEST_PIECE:
             self._rate, self._longest = tokens / seconds, max(tokens, self._longest)

@@ -85,7 +85,7 @@ def rotate_span(x: Tensor) -> Tensor:
     """Multiply by an orthonormal Hadamard matrix, which is its own inverse: x (...,n) -> (...,n), n at most SPAN.
 
     The matrix is Sylvester's, divided by its root; its size is n or, if n is no power of two, the largest one that
-    divides n, and each block of so many channels is rotated by itself. Lengths and products do not change: q.k is that
+    divides n, and each block of this size is rotated by itself. Lengths and products do not change: q.k is that
     of the rotated q and k. A channel that is much larger than the others is shared out among all of its block.
     """
     size = x.shape[-1] & -x.shape[-1]

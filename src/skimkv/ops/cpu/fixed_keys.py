@@ -43,7 +43,7 @@ class _Turn:
 
 
 def move_fixed(store: Slots, moves: Mapping[int, int]) -> None:
-    """Turn the fixed keys of some rows on by so many positions, as `Slots.move_fixed` does, on the CPU.
+    """Turn the fixed keys of some rows on by the given numbers of positions, as `Slots.move_fixed` does, on the CPU.
 
     Angles are computed in float64, products in float32. Raises ValueError if a tensor does not fit the store.
     """
