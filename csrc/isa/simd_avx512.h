@@ -36,7 +36,19 @@ static inline vf load(const f16 *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(
 static inline vf load(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
+static inline vf load(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 static inline void store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+// Rounds W elements, to nearest even.
+static inline void store(bf16 *p, vf x) {
+    const __m512i bits = _mm512_castps_si512(x),
+                  odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i high = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(high));
+}
 
 // Loads eight elements; the other lanes are zero. The kernels use it where D is not a multiple of W but of 8.
 static inline vf load8(const float *p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }

@@ -271,9 +271,10 @@ template <class Block> static void expand_rows(const skimkv_matrix &m, void *y, 
             int8_t code[Block::SIZE];
             float scale[Block::SIZE / Block::PART], offset[Block::SIZE / Block::PART] = {}, weight[Block::SIZE];
             decode(Block(), whole_group<Block>(w, m.columns - at, copy), code, scale, offset);
-            for (int part = 0; part < Block::SIZE / Block::PART; part++)
-                for (int i = part * Block::PART; i < (part + 1) * Block::PART; i++)
-                    weight[i] = scale[part] * (float)code[i] + offset[part];
+            for (int i = 0; i < Block::SIZE; i += W) {
+                const int part = i / Block::PART;
+                store(weight + i, fma(load(code + i), splat(scale[part]), splat(offset[part])));
+            }
             const int64_t place = to * m.columns + at;
             if (m.columns - at >= Block::SIZE) from_float(m.dtype, weight, y, place, Block::SIZE);
             else from_float(m.dtype, weight, y, place, (int)(m.columns - at));

@@ -96,6 +96,19 @@ template <class T> static inline void to_float(const T *from, float *to, int n) 
 template <class T> static inline void from_float(const float *from, T *to, int n) {
     for (int i = 0; i < n; i++) round_to(to + i, from[i]);
 }
+#ifdef SKIMKV_SIMD_AVX512
+static inline void from_float(const float *from, bf16 *to, int n) {
+    int i = 0;
+    for (; i + W <= n; i += W) store(to + i, load(from + i));
+    for (; i < n; i++) round_to(to + i, from[i]);
+}
+#else
+static inline vf load(const int8_t *p) {
+    float x[W];
+    for (int i = 0; i < W; i++) x[i] = p[i];
+    return load(x);
+}
+#endif
 
 // The same for a type that is known only at run time: `at` is the first element.
 static inline void to_float(int dtype, const void *from, int64_t at, float *to, int n) {
