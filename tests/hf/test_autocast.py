@@ -92,7 +92,7 @@ def test_a_normalisation_gives_the_type_of_the_module(make, weights):
     """Also outside of autocast, where its input is of another type than its weights."""
     norm = make(64).to(weights).requires_grad_(False)
     own = [norm(torch.ones(2, 64, dtype=given)).dtype for given in INPUTS]
-    replace_norms(norm)
+    replace_norms(norm.modules())
     assert [norm(torch.ones(2, 64, dtype=given)).dtype for given in INPUTS] == own
     for dtype in TYPES:
         with torch.autocast("cpu", dtype):

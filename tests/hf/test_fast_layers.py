@@ -121,7 +121,7 @@ def linear_layers(dtype, bias):
     torch.manual_seed(0)
     own = nn.Linear(64, 40, bias=bias).to(dtype)
     ours = copy.deepcopy(own)
-    assert replace_linear(ours) == [ours]
+    assert replace_linear(ours.modules()) == [ours]
     return own, ours
 
 
@@ -160,7 +160,7 @@ def test_what_goes_to_the_layers_own_forward():
         torch.nn.utils.parametrize.register_parametrization(own, "weight", nn.Identity())
         assert torch.equal(ours(x), own(x)), "another class of layers"
         meta = copy.deepcopy(own).to("meta")
-        replace_linear(meta)
+        replace_linear(meta.modules())
         assert meta(x.to("meta")).shape == (1, 40)
 
 
@@ -191,4 +191,4 @@ def test_modules_that_are_left_alone():
 
     narrow, other, patched = nn.Linear(30, 8), Other(32, 8), nn.Linear(32, 8)
     patched.forward = patched.forward
-    assert replace_linear(nn.ModuleList([narrow, other, patched])) == []
+    assert replace_linear([narrow, other, patched]) == []

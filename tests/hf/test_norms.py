@@ -49,7 +49,7 @@ def test_what_is_replaced_and_that_logits_stay(backend, family, dtype):
         set() if parts is None else {"model.norm"} | {f"model.layers.{i}.{part}" for i in range(2) for part in parts}
     )
     state = model.state_dict()
-    replace_norms(model)
+    replace_norms(model.modules())
     assert model.state_dict().keys() == state.keys()
     after = model(ids).logits
     assert {name for name, part in model.named_modules() if forward_of(part) and forward_of(part).product()} == names
@@ -81,7 +81,7 @@ def test_a_module_with_a_hook_or_a_forward_of_its_own_stays():
     model.model.norm.register_forward_hook(lambda module, inputs, output: output)
     first.input_layernorm.forward = own = lambda x: x
     second.input_layernorm = Other(64)
-    replace_norms(model)
+    replace_norms(model.modules())
     assert forward_of(model.model.norm) is None and first.input_layernorm.forward is own
     x = torch.randn(3, 64)
     assert torch.equal(second.input_layernorm(x), Other(64)(x)) and forward_of(second.input_layernorm).product() is None
@@ -91,7 +91,7 @@ def test_a_module_with_a_hook_or_a_forward_of_its_own_stays():
 def test_what_changes_after_the_first_call_is_noticed(monkeypatch):
     """Its eps, its class and the code of its class, its weights, and a forward that somebody gives it."""
     norm = LlamaRMSNorm(64).requires_grad_(False)
-    replace_norms(norm)
+    replace_norms(norm.modules())
     x = torch.randn(3, 64)
 
     def check():

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from skimkv import ops
-from skimkv.ops.cpu import linear
+from skimkv.ops import block_weights
+from skimkv.ops.cpu import library, linear
 from support.instruction_sets import ISAS, NATIVE, on
 
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -57,13 +58,31 @@ def test_a_token_sees_no_other_one_and_no_thread(isa, weights):
 
 
 def test_a_prompt_and_no_token_at_all():
-    w, x = torch.randn(2100, 64).bfloat16(), torch.randn(40, 64)
+    w, x = torch.randn(2100, 64).bfloat16(), torch.randn(60, 64)
     torch.testing.assert_close(ops.linear(x, w, "floats"), x @ w.float().T, rtol=1e-5, atol=1e-5)
     assert ops.linear(x[:0], w, "floats").shape == (0, 2100)
     odd = torch.randn(5, 33)
     assert torch.equal(
         ops.linear(odd[:, :33], odd, "floats"), odd @ odd.T
     )  # rows that are no blocks of 32 go to PyTorch
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.startswith("avx")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prompts_in_a_type_without_instructions(isa, dtype, monkeypatch):
+    """The library multiplies them too, with floats as they are and with blocks that it has dequantised."""
+    x, w = torch.randn(150, 128).to(dtype), torch.randn(70, 128).to(dtype)
+    blocks = block_weights.quantise_int4(w.float())
+    dequantised = block_weights.dequantise(blocks, "Q4_0")
+    monkeypatch.setattr(library, "has_matrix_units", lambda: False)
+    for has_instructions in (True, False):
+        monkeypatch.setattr(library, "has_instructions", lambda dtype, has=has_instructions: has)
+        with on(isa):
+            assert (ops.matrix(x, w, "floats") is None) == has_instructions
+            assert ops.matrix(x[:47], w, "floats") is not None
+            for y, kept in ((ops.linear(x, w, "floats"), w), (ops.linear(x, blocks, "Q4_0"), dequantised.to(dtype))):
+                exact = x.double() @ kept.double().T
+                assert ((y.double() - exact).abs() <= bound(x, kept, None, exact)).all()
 
 
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")

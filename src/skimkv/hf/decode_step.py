@@ -318,14 +318,15 @@ def replace_modules(model: nn.Module) -> list[nn.Module]:
     Linear layers multiply a token by our kernels, normalisations are one operation each, and decode steps of all layers
     are one.
     """
-    return [*replace_linear(model), *replace_norms(model), *_replace_decoders(model)]
+    parts = [part for part in model.modules() if "forward" not in vars(part)]  # one walk, which takes most of the time
+    return [*replace_linear(parts), *replace_norms(parts), *_replace_decoders(parts)]
 
 
-def _replace_decoders(model: nn.Module) -> list[nn.Module]:
-    """Let every model of decoder layers inside this one take decode steps as one operation where it can."""
+def _replace_decoders(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Let every model of decoder layers among these parts take decode steps as one operation where it can."""
     found = []
-    for part in model.modules():
-        if not set(MODEL_PARTS) <= part._modules.keys() or "forward" in part.__dict__:
+    for part in parts:
+        if not set(MODEL_PARTS) <= part._modules.keys():
             continue
         layers: Any = part._modules["layers"]
         if isinstance(layers, nn.ModuleList) and all(set(PARTS) == layer._modules.keys() for layer in layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -67,12 +68,12 @@ def _matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ops.Matrix
     return ops.matrix(x, weight, matrices.FLOATS, bias=bias)
 
 
-def replace_linear(model: nn.Module) -> list[nn.Module]:
-    """Give every linear layer of PyTorch without a forward of its own ours, and return these layers."""
+def replace_linear(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Give every linear layer of PyTorch among these parts without a forward of its own ours, and return these."""
     found: list[nn.Module] = [
         part
-        for part in model.modules()
-        if type(part) is nn.Linear and "forward" not in vars(part) and part.in_features % BLOCK == 0
+        for part in parts
+        if "forward" not in vars(part) and type(part) is nn.Linear and part.in_features % BLOCK == 0
     ]
     for part in found:
         part.forward = LinearForward(part)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -94,13 +95,13 @@ def is_close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def replace_norms(model: nn.Module) -> list[nn.Module]:
-    """Give every normalisation of a model that has no forward of its own, and no hook, ours, and return these."""
+def replace_norms(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Give every normalisation among these parts that has no forward of its own, and no hook, ours; return these."""
     found = [
         part
-        for part in model.modules()
-        if eps_of(part) is not None
-        and "forward" not in vars(part)
+        for part in parts
+        if "forward" not in vars(part)
+        and eps_of(part) is not None
         and not (part._forward_hooks or part._forward_pre_hooks)
     ]
     for part in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,9 @@ from .cpu import linear as cpu
 from .packed_weights import ROWS
 
 AT_ONCE = 1 << 21  # weights that are dequantised at once: they stay in the caches of a processor
-FLOAT_PROMPT, PROMPT = 16, 32  # tokens from which on PyTorch multiplies floats, or dequantised rows, faster
+# Tokens from which on PyTorch multiplies faster: floats, beside our kernels with AVX2 or AVX-512, and beside others; or
+# rows that are dequantised.
+FLOAT_PROMPT, OTHER_FLOAT_PROMPT, PROMPT = 48, 16, 32
 
 
 class Product:
@@ -92,8 +95,10 @@ def matrix(
     if kind == matrices.PACKED and not _multiplies_tiles(x.dtype):
         is_prompt = False
     else:
-        is_prompt = x.numel() >= (FLOAT_PROMPT if kind == matrices.FLOATS else PROMPT) * x.shape[-1]
-    if is_prompt or x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
+        is_prompt = x.numel() >= (OTHER_FLOAT_PROMPT if kind == matrices.FLOATS else PROMPT) * x.shape[-1]
+    if x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
+        return None
+    if is_prompt and (kind != matrices.FLOATS or x.numel() >= _float_prompt(x.dtype) * x.shape[-1]):
         return None
     return cpu.matrix(x, weight, kind, rows, bias, order)
 
@@ -111,8 +116,8 @@ def linear(
     The result has x's type: float32, bfloat16 or float16. rows: None: those of weight, which must be given for packed
     weights. order: (rows,) int32, the output that each row gives, a
     permutation; None if row i gives output i; only for blocks. In C++ where the backend is cpu, straight from the
-    stored weights; but for a prompt PyTorch multiplies floats, and rows of blocks that are dequantised a part at a
-    time. Raises ValueError if shapes, types or devices do not fit.
+    stored weights; but for a prompt PyTorch multiplies floats for which the processor has instructions, and rows of
+    blocks are dequantised a part at a time. Raises ValueError if shapes, types or devices do not fit.
     """
     rows = weight.shape[0] if rows is None else rows
     prepared = matrix(x, weight, kind, rows, bias, order)
@@ -133,6 +138,23 @@ def linear(
     return y.to(x.dtype).view(*x.shape[:-1], rows)
 
 
+def _float_prompt(dtype: torch.dtype) -> float:
+    """The number of tokens from which on PyTorch multiplies floats of this type faster than the library.
+
+    Where the processor has no instructions for a type of 16 bits, PyTorch takes two to three times as long, always.
+    """
+    if _multiplies_tiles(dtype) or not (library.isa() or "").startswith("avx"):
+        return OTHER_FLOAT_PROMPT
+    return FLOAT_PROMPT if library.has_instructions(dtype) else math.inf
+
+
+def _multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x (...,in) with weights (rows,in) of its type, on a CPU, whichever way is faster."""
+    if _float_prompt(x.dtype) == math.inf:
+        return cpu.matrix(x, weight, matrices.FLOATS, weight.shape[0], bias).multiply(x)
+    return F.linear(x, weight, bias)
+
+
 def _multiplies_tiles(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies numbers of this type with matrix units, faster than our kernels integers of 8 bits."""
     return dtype == torch.bfloat16 and library.has_matrix_units()
@@ -141,16 +163,16 @@ def _multiplies_tiles(dtype: torch.dtype) -> bool:
 def _multiply_expanded(
     x: Tensor, weight: Tensor, kind: str, rows: int, bias: Tensor | None, order: Tensor | None
 ) -> Tensor:
-    """The same as `linear`, by PyTorch's product of x's type with rows that the library dequantises."""
+    """The same as `linear`, by a product of x's type with rows that the library dequantises."""
     step = max(1, AT_ONCE // x.shape[-1] // ROWS) * ROWS
     if rows <= step:  # in their order, and nothing is copied
         bias = bias if bias is None else bias.to(x.dtype)
-        return F.linear(x, cpu.expand(weight, kind, rows, x.shape[-1], x.dtype, order), bias)
+        return _multiply_floats(x, cpu.expand(weight, kind, rows, x.shape[-1], x.dtype, order), bias)
     y = x.new_empty(*x.shape[:-1], rows)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = weight[first // ROWS : -(-last // ROWS)] if kind == matrices.PACKED else weight[first:last]
-        y[..., first:last] = F.linear(x, cpu.expand(part, kind, last - first, x.shape[-1], x.dtype))
+        y[..., first:last] = _multiply_floats(x, cpu.expand(part, kind, last - first, x.shape[-1], x.dtype), None)
     if order is not None:
         y = torch.empty_like(y).index_copy_(-1, order.long(), y)
     return y if bias is None else y.add_(bias.to(y.dtype))

@@ -339,7 +339,7 @@ class Open:
 
     @torch.no_grad()
     def read(self, most: int | None = None) -> None:
-        """Read the next tokens of the prompt, at most `most`, and choose the answer's first token after the last one."""
+        """Read the next tokens of the prompt, at most `most`, and choose the answer's first one after the last."""
         start = self.read_tokens
         end = len(self.prompt.ids) if most is None else min(start + most, len(self.prompt.ids))
         positions = torch.arange(start, end, device=self.ids.device)[None]

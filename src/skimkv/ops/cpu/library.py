@@ -153,6 +153,14 @@ def append(tokens: int) -> None:
 
 
 @functools.cache
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies numbers of this type; true where PyTorch does not say what it has."""
+    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}.get(dtype)
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return names is None or "avx2" not in known or any(known.get(name) for name in names)
+
+
+@functools.cache
 def has_matrix_units() -> bool:
     """Whether this processor multiplies tiles of bfloat16 (Intel AMX)."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
