@@ -7,6 +7,8 @@ same documents. On every second document settings are chosen; what is printed an
 - for each mean KL and each 99th percentile, the least share of the bytes that reaches it, and for each budget the mean
   KL and its 99th percentile, between two settings by interpolation.
 
+With --both-ways the halves then change places, and every document is judged, with settings chosen on the other half.
+
 Files whose names end in a number, such as code-0.txt, are documents of a kind: every second document of each kind
 chooses, and the budgets are also shown by kind. benchmarks/divergence_texts.py writes such files.
 
@@ -30,10 +32,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -169,14 +171,20 @@ class Family(NamedTuple):
         return None
 
 
+Ways = Sequence[Sequence[Family]]  # all lines, once for each half that chooses
+
+
 def between(x: float, a: tuple[float, float], b: tuple[float, float]) -> float:
     """The y at x on the line through the points a and b, all on logarithmic axes; a y of 0 stays 0."""
     gap = math.log(b[0] / a[0])
     return a[1] * (b[1] / a[1]) ** (math.log(x / a[0]) / gap) if gap and a[1] else a[1]
 
 
-def families(records: Sequence[Record]) -> list[Family]:
-    """Sort records into lines; of every setting, the first, third, ... document of a kind is one that chooses."""
+def families(records: Sequence[Record], chooses: int = 0) -> list[Family]:
+    """Sort records into lines; of every setting, the first, third, ... document of a kind is one that chooses.
+
+    chooses: 1 lets the second, fourth, ... choose instead.
+    """
     by_setting: dict[str, list[Record]] = {}
     for record in records:
         by_setting.setdefault(record["method"], []).append(record)
@@ -184,8 +192,8 @@ def families(records: Sequence[Record]) -> list[Family]:
     for method, own in by_setting.items():
         line = lines.setdefault(family(method), Family(family(method), [], {}, {}))
         kinds = by_kind(own).values()
-        line.chosen_on.append(measure([record for records in kinds for record in records[0::2]]))
-        line.records[method] = [record for records in kinds for record in records[1::2]]
+        line.chosen_on.append(measure([record for records in kinds for record in records[chooses::2]]))
+        line.records[method] = [record for records in kinds for record in records[1 - chooses :: 2]]
         line.reported[method] = measure(line.records[method])
     return list(lines.values())
 
@@ -199,52 +207,72 @@ def by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
     return kinds
 
 
-def budget_rows(lines: Sequence[Family], baseline: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """What each line reaches at each budget, on the reported documents, and its difference to the baseline's there."""
-    (base,) = (line for line in lines if line.name == baseline)
+def budget_rows(ways: Ways, baseline: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
+    """What each line reaches at each budget, on the reported documents, and its difference to the baseline's there.
+
+    Where the ways chose different settings, the row names both.
+    """
+    (base,) = (lines for lines in zip(*ways, strict=True) if lines[0].name == baseline)
     rows = []
-    for budget, line in itertools.product(budgets, lines):
-        method = line.at_budget(budget)
-        if method is None:
+    for budget, lines in itertools.product(budgets, zip(*ways, strict=True)):
+        own = records_at(lines, budget)
+        if own is None:
             continue
-        row = {"family": line.name, "budget": budget, **line.reported[method].json()}
-        kinds = by_kind(line.records[method])
+        chosen = " or ".join(dict.fromkeys(record["method"] for record in own))
+        row = {"family": lines[0].name, "budget": budget, **measure(own).json(), "method": chosen}
+        kinds = by_kind(own)
         if len(kinds) > 1:
-            row["kinds"] = {kind: measure(own).json() for kind, own in sorted(kinds.items())}
-        other = base.at_budget(budget)
-        if other is not None and line is not base:
-            pairs = zip(line.records[method], base.records[other], strict=True)
-            differences = [own["score"] - theirs["score"] for own, theirs in pairs]
+            row["kinds"] = {kind: measure(of_kind).json() for kind, of_kind in sorted(kinds.items())}
+        other = records_at(base, budget)
+        if other is not None and lines is not base:
+            differences = [mine["score"] - theirs["score"] for mine, theirs in zip(own, other, strict=True)]
             low, high = cluster_bootstrap(differences, range(len(differences)), -math.inf, math.inf)
             row |= {"diff_to_baseline": fmean(differences), "diff_low": low, "diff_high": high}
         rows.append(row)
     return rows
 
 
-def target_rows(
-    lines: Sequence[Family], baseline: str, targets: Sequence[float], tail: bool = False
-) -> list[dict[str, Any]]:
+def records_at(lines: Sequence[Family], budget: float) -> list[Record] | None:
+    """The reported records of the settings that a line's ways chose for a budget; None where one found none."""
+    chosen = [line.at_budget(budget) for line in lines]
+    if None in chosen:
+        return None
+    return [record for line, method in zip(lines, chosen, strict=True) if method for record in line.records[method]]
+
+
+def target_rows(ways: Ways, baseline: str, targets: Sequence[float], tail: bool = False) -> list[dict[str, Any]]:
     """The share of dense's bytes that each line needs for each mean KL, and how many times fewer than the baseline.
 
-    tail: for each 99th percentile instead.
+    tail: for each 99th percentile instead. The share is the geometric mean of the ways'.
     """
-    (base,) = (line for line in lines if line.name == baseline)
+    (base,) = (lines for lines in zip(*ways, strict=True) if lines[0].name == baseline)
     rows = []
-    for target, line in itertools.product(targets, lines):
-        share, theirs = line.share_for(target, tail), base.share_for(target, tail)
+    for target, lines in itertools.product(targets, zip(*ways, strict=True)):
+        share, theirs = (middle(line.share_for(target, tail) for line in own) for own in (lines, base))
         fewer = theirs / share if share and theirs else None
         what = "kl_p99" if tail else "kl_mean"
-        rows.append({"family": line.name, what: target, "share": share, "times_fewer_than_baseline": fewer})
+        rows.append({"family": lines[0].name, what: target, "share": share, "times_fewer_than_baseline": fewer})
     return rows
 
 
-def share_rows(lines: Sequence[Family], shares: Sequence[float]) -> list[dict[str, Any]]:
-    """The mean KL and its 99th percentile of each line at each share of dense's bytes, between two settings."""
+def share_rows(ways: Ways, shares: Sequence[float]) -> list[dict[str, Any]]:
+    """The mean KL and its 99th percentile of each line at each share of dense's bytes, between two settings.
+
+    They are the geometric means of the ways'.
+    """
     rows = []
-    for share, line in itertools.product(shares, lines):
-        mean, p99 = line.at_share(share) or (None, None)
-        rows.append({"family": line.name, "share": share, "kl_mean": mean, "kl_p99": p99})
+    for share, lines in itertools.product(shares, zip(*ways, strict=True)):
+        found = [line.at_share(share) or (None, None) for line in lines]
+        mean, p99 = (middle(values) for values in zip(*found, strict=True))
+        rows.append({"family": lines[0].name, "share": share, "kl_mean": mean, "kl_p99": p99})
     return rows
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The geometric mean; None where a value is."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return geometric_mean(known) if len(known) == len(found) and all(known) else None
 
 
 def load_setup(args: argparse.Namespace) -> Setup:
@@ -417,8 +445,8 @@ def print_tables(
     """Print the tables for people."""
     console = output.console(170)
     table = output.table(
-        "settings chosen on half of the documents, figures of the others", "setting", "budget", "of dense", "mean KL",
-        "95% interval", "to baseline", "95% interval", "99th percentile", "maximum", "same top token",
+        "settings chosen on half of the documents, figures of the other half", "setting", "budget", "of dense",
+        "mean KL", "95% interval", "to baseline", "95% interval", "99th percentile", "maximum", "same top token",
     )  # fmt: skip
     for row in rows:
         difference = row.get("diff_to_baseline")
@@ -475,22 +503,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer", type=int, help="force dense's own answers of so many tokens, and see what grows")
     parser.add_argument("--documents", type=int, default=48, help="how many documents are used, in two halves")
     parser.add_argument("--batch", type=int, default=8, help="documents that are decoded together")
+    parser.add_argument("--both-ways", action="store_true", help="judge either half with settings of the other")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of the documents")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         if args.answer is not None:
             return report_answers(args)
-        lines = families(run(args))
+        records = run(args)
+        ways = [families(records, chooses) for chooses in ((0, 1) if args.both_ways else (0,))]
+        lines = ways[0]
         if args.baseline not in (names := [line.name for line in lines]):
             raise ValueError(f"--baseline {args.baseline} is none of the families: {'; '.join(names)}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    rows, targets = budget_rows(lines, args.baseline, BUDGETS), target_rows(lines, args.baseline, TARGETS)
-    tails, shares = target_rows(lines, args.baseline, TAIL_TARGETS, tail=True), share_rows(lines, BUDGETS)
+    rows, targets = budget_rows(ways, args.baseline, BUDGETS), target_rows(ways, args.baseline, TARGETS)
+    tails, shares = target_rows(ways, args.baseline, TAIL_TARGETS, tail=True), share_rows(ways, BUDGETS)
     setting = {name: getattr(args, name) for name in ("model", "dtype", "context", "reference", "seed", "baseline")}
-    documents = len(next(iter(lines[0].records.values())))
+    documents = sum(len(next(iter(way[0].records.values()))) for way in ways)
     curves = {line.name: [found.json() for found in line.front()] for line in lines}
     told = {
         **setting,
@@ -502,7 +533,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "curves": curves,
     }
     (args.out / "divergence.json").write_text(json.dumps(told, indent=1) + "\n")
-    title = f"{args.model}, {args.texts.name}, {args.dtype}: {documents} documents, {args.reference} tokens after "
+    drawn = len(next(iter(lines[0].records.values())))
+    title = f"{args.model}, {args.texts.name}, {args.dtype}: {drawn} documents, {args.reference} tokens after "
     draw(lines, f"{title}{args.context}", args.out / "divergence.png")
     print_tables(rows, targets, tails, shares)
     print(f"{args.out}: results.jsonl, divergence.json, divergence.png")

@@ -45,12 +45,12 @@ def test_settings_are_chosen_on_one_half_and_reported_on_the_other():
     assert sparq.share_for(0.1) is None and sparq.share_for(0.9) is None
     mean, p99 = sparq.at_share((0.02 * 0.04) ** 0.5)
     assert mean == pytest.approx(0.4) and p99 == pytest.approx(0.8) and sparq.at_share(0.041) is None
-    rows = script.budget_rows(lines, "H2O", (0.02, 0.05))
+    rows = script.budget_rows([lines], "H2O", (0.02, 0.05))
     assert [(row["family"], row["budget"]) for row in rows] == [("SparQ", 0.02), ("SparQ", 0.05), ("H2O", 0.05)]
     assert rows[1]["diff_to_baseline"] == pytest.approx(-0.1) and "diff_to_baseline" not in rows[0]
     assert other.share_for(0.3) is None, "one setting is no line"
     again = records("H2O(k=4)", 0.025, [0.5, 0.5] * 5)
-    targets = script.target_rows(script.families([*cheap, *middle, *exact, *again]), "H2O", (0.4,))
+    targets = script.target_rows([script.families([*cheap, *middle, *exact, *again])], "H2O", (0.4,))
     assert targets[0]["times_fewer_than_baseline"] == pytest.approx(targets[1]["share"] / targets[0]["share"])
 
 
@@ -61,15 +61,26 @@ def test_each_kind_of_text_chooses_with_half_of_its_documents():
     own = [{**record, "id": id} for record, id in zip(records("H2O(k=9)", 0.02, scores), ids, strict=True)]
     (line,) = script.families(own)
     assert line.chosen_on[0].kl_mean == pytest.approx((0.1 + 0.5 + 0.2 + 0.6) / 4)
-    (row,) = script.budget_rows([line], "H2O", (0.02,))
+    (row,) = script.budget_rows([[line]], "H2O", (0.02,))
     assert {kind: found["kl_mean"] for kind, found in row["kinds"].items()} == {"chat": 0.4, "code": 0.3}
     assert row["kinds"]["chat"]["kl_p99"] == 0.8 and row["kl_mean"] == pytest.approx(0.35)
+
+
+def test_both_ways_judge_every_document():
+    """The first half prefers k=4 and the second k=9, so each is judged where the other was chosen."""
+    own = [*records("H2O(k=4)", 0.02, [0.1, 0.4]), *records("H2O(k=9)", 0.02, [0.3, 0.2])]
+    ways = [script.families(own, chooses) for chooses in (0, 1)]
+    (row,) = script.budget_rows(ways, "H2O", (0.02,))
+    assert row["kl_mean"] == pytest.approx((0.4 + 0.3) / 2) and row["method"] == "H2O(k=4) or H2O(k=9)"
+    line = [*records("H2O(k=4)", 0.02, [0.4, 1.6] * 2), *records("H2O(k=9)", 0.08, [0.1, 0.4] * 2)]
+    (row,) = script.target_rows([script.families(line, chooses) for chooses in (0, 1)], "H2O", (0.4,))
+    assert row["share"] == pytest.approx((0.02 * 0.08) ** 0.5), "8% on the second half, 2% on the first"
 
 
 def test_shares_for_a_99th_percentile():
     """It is twice the mean in these records: .8 at 2% of the bytes and .2 at 8%, so .4 at 4%."""
     lines = script.families([*records("H2O(k=4)", 0.02, [0.4] * 4), *records("H2O(k=9)", 0.08, [0.1] * 4)])
-    (row,) = script.target_rows(lines, "H2O", (0.4,), tail=True)
+    (row,) = script.target_rows([lines], "H2O", (0.4,), tail=True)
     assert row["share"] == pytest.approx(0.04) and row["kl_p99"] == 0.4 and row["times_fewer_than_baseline"] == 1
 
 
