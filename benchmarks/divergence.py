@@ -16,9 +16,9 @@ FOLDER/results.jsonl (counted.jsonl for --counted) holds the records, so that th
 interruption, or adds methods; FOLDER/divergence.json and FOLDER/divergence.png are written at the end.
 
 With --answer TOKENS the forced tokens are not the text's but an answer of dense attention's to each prompt, sampled
-with a seed at a temperature of 0.7 so that it does not run in circles; the end of the text is never drawn. Shown is the
-mean KL of every 250 tokens, and whether it grows. There FOLDER/answers.json holds the answers, answers.jsonl the
-records, and growth.json what is printed.
+with a seed; the end of the text is never drawn. A small model runs in circles at a low --temperature, and there all
+methods agree with it. Shown is the mean KL of every 250 tokens, and whether it grows. There FOLDER/answers.json holds
+the answers, answers.jsonl the records, and growth.json what is printed.
 
 Where skimkv is not installed, write PYTHONPATH=src in front.
 """
@@ -75,7 +75,6 @@ ANSWERERS = (
     "H2O(k=256)",
     "StreamingLLM(k=256)",
 )
-TEMPERATURE = 0.7  # at which answers are sampled
 WINDOW = 250  # tokens of an answer whose mean is shown
 NUMBERED = re.compile(r"(.+)-\d+:")  # the beginning of a document's id where its file has a number
 SLACK = 1.02  # a setting that reads this much more than a budget still counts as within it
@@ -319,7 +318,9 @@ def make_records(setup: Setup, job: Job, file: Path) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def sample_answers(setup: Setup, documents: Sequence[PlannedExample], tokens: int) -> list[list[int]]:
+def sample_answers(
+    setup: Setup, documents: Sequence[PlannedExample], tokens: int, temperature: float
+) -> list[list[int]]:
     """Answers of dense attention to prompts of one length: so many tokens each, sampled at the temperature.
 
     Each document has a random generator of its own, which its id and the setup's seed start.
@@ -333,7 +334,7 @@ def sample_answers(setup: Setup, documents: Sequence[PlannedExample], tokens: in
     prompt = record_prompt(model, ids, new_tokens=tokens, reader=setup.reader)
     cache, logits, answers = prompt.cache(Dense()), prompt.logits, list[torch.Tensor]()
     for _ in range(tokens):
-        scores = logits.float() / TEMPERATURE
+        scores = logits.float() / temperature
         scores[:, ends] = -math.inf
         drawn = [row.softmax(-1).cpu().multinomial(1, generator=draw) for row, draw in zip(scores, draws, strict=True)]
         answers.append(torch.stack(drawn))  # (B,1)
@@ -347,15 +348,19 @@ def read_answers(setup: Setup, args: argparse.Namespace, documents: Sequence[Pla
     Raises ValueError if the file holds answers of another run.
     """
     file = args.out / "answers.json"
-    of = {"weights": setup.weights, "seed": setup.seed, "context": args.context, "tokens": args.answer}
+    of = {"weights": setup.weights, "seed": setup.seed, "context": args.context, "tokens": args.answer,
+          "temperature": args.temperature}  # fmt: skip
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"of": of, "answers": {}}
     if found["of"] != of:
-        raise ValueError(f"{file} holds answers of another model, seed, --context or --answer; choose another --out")
+        raise ValueError(
+            f"{file} holds answers of another model, or another --seed, --context, --answer or --temperature; choose "
+            "another --out"
+        )
     answers: dict[str, list[int]] = found["answers"]
     missing = [planned for planned in documents if planned.example.id not in answers]
     for start in range(0, len(missing), setup.batch):
         batch = missing[start : start + setup.batch]
-        sampled = sample_answers(setup, batch, args.answer)
+        sampled = sample_answers(setup, batch, args.answer, args.temperature)
         answers |= {planned.example.id: ids for planned, ids in zip(batch, sampled, strict=True)}
         file.write_text(json.dumps(found), encoding="utf-8")
     return answers
@@ -501,6 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=2048, help="tokens of a document's prompt")
     parser.add_argument("--reference", type=int, default=128, help="tokens that are forced after it")
     parser.add_argument("--answer", type=int, help="force dense's own answers of so many tokens, and see what grows")
+    parser.add_argument("--temperature", type=float, default=1.0, help="at which answers are sampled")
     parser.add_argument("--documents", type=int, default=48, help="how many documents are used, in two halves")
     parser.add_argument("--batch", type=int, default=8, help="documents that are decoded together")
     parser.add_argument("--both-ways", action="store_true", help="judge either half with settings of the other")
@@ -545,6 +551,8 @@ def report_answers(args: argparse.Namespace) -> int:
     """Run the comparison on dense attention's own answers; return the exit status."""
     if args.answer < 1:
         raise ValueError(f"--answer {args.answer} must be at least 1 token")
+    if not 0 < args.temperature < math.inf:
+        raise ValueError(f"--temperature {args.temperature} must be a number above 0")
     rows = growth_rows(run_answers(args))
     (args.out / "growth.json").write_text(json.dumps(rows, indent=1) + "\n")
     print_growth(rows)

@@ -129,9 +129,11 @@ def test_answers_of_dense_attention(tmp_path, capsys):
     before = (out / "answers.jsonl").read_text()
     assert script.main(argv) == 0 and (out / "answers.jsonl").read_text() == before
     assert script.main([*argv, "--seed", "1"]) == 2
-    assert "holds answers of another model, seed, --context or --answer" in capsys.readouterr().err
+    assert "holds answers of another model, or another --seed, --context, --answer or" in capsys.readouterr().err
     assert script.main([*argv, "--answer", "0"]) == 2
     assert "--answer 0 must be at least 1 token" in capsys.readouterr().err
+    assert script.main([*argv, "--temperature", "0"]) == 2
+    assert "--temperature 0.0 must be a number above 0" in capsys.readouterr().err
 
 
 def test_a_small_run(tmp_path, capsys):
