@@ -16,6 +16,7 @@ def test_grids():
     found = list(script.settings("SparQ(r=[4, 8], k=[16, 32], channels='int4')"))
     assert found == [f"SparQ(r={r}, k={k}, channels='int4')" for r in (4, 8) for k in (16, 32)]
     assert {script.family(method) for method in found} == {"SparQ(channels='int4')"}
+    assert script.family("RocketKV(k=1024, top=96)") == "RocketKV", "top is a budget, as k is"
     assert script.family("Dense()") == "Dense" and list(script.settings("Dense()")) == ["Dense()"]
     assert script.BASELINE in {script.family(method) for grid in script.GRIDS for method in script.settings(grid)}
     with pytest.raises(ValueError, match="unknown method"):

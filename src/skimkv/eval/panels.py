@@ -17,7 +17,8 @@ from .results import Row, summary
 from .tasks import Task
 from .tasks import parse as parse_task
 
-BUDGET_FIELDS = {"r", "k", "recent", "page", "delta", "t", "s", "oracle"}  # another field makes another method
+# Another field makes another method.
+BUDGET_FIELDS = {"r", "k", "recent", "page", "top", "p", "epsilon", "delta", "t", "s", "oracle"}
 NEAR = 1.3  # a share counts as 1/4 if it is within this factor of it
 SHARE_NAMES = ((2, "1/2"), (4, "1/4"), (8, "1/8"))
 PUBLISHED = "as published"
