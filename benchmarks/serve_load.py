@@ -53,11 +53,11 @@ class Answered(NamedTuple):
     cached: int
 
 
-def ask(port: int, model: str, prompt: Sequence[int], new: int) -> Answered:
-    """Ask for the completion of a prompt's tokens, and read the stream to its end."""
+def ask(port: int, model: str, prompt: Sequence[int], new: int, end: int) -> Answered:
+    """Ask for the completion of a prompt's tokens, which the token `end` cannot end, and read the stream to its end."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "stream": True,
-        "stream_options": {"include_usage": True}, "generation_config": {"min_new_tokens": new},
+        "stream_options": {"include_usage": True}, "logit_bias": {str(end): -100},
     }  # fmt: skip
     connection, asked = http.client.HTTPConnection("127.0.0.1", port, timeout=600), time.perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -79,12 +79,12 @@ def ask(port: int, model: str, prompt: Sequence[int], new: int) -> Answered:
     return Answered(asked, times, "".join(pieces), usage["completion_tokens"], cached)
 
 
-def ask_all(port: int, model: str, prompts: Sequence[Sequence[int]], new: int) -> list[Answered]:
+def ask_all(port: int, model: str, prompts: Sequence[Sequence[int]], new: int, end: int) -> list[Answered]:
     """Let a client ask each of the prompts, all at once."""
     answers: dict[int, Answered] = {}
 
     def client(i: int) -> None:
-        answers[i] = ask(port, model, prompts[i], new)
+        answers[i] = ask(port, model, prompts[i], new, end)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -115,8 +115,9 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
             [draw.randrange(10, arguments.vocabulary) for _ in range(arguments.prompt)]
             for _ in range(arguments.clients)
         ]
-        ask_all(port, arguments.model, [prompts[0][:100]], 8)  # the first tokens prepare the model's layers
-        return ask_all(port, arguments.model, prompts, arguments.new)
+        end = arguments.end_token
+        ask_all(port, arguments.model, [prompts[0][:100]], 8, end)  # the first tokens prepare the model's layers
+        return ask_all(port, arguments.model, prompts, arguments.new, end)
     finally:
         process.terminate()  # which lets files be written
         try:
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512, help="tokens of each answer")
     parser.add_argument("--parallel", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--vocabulary", type=int, default=1000, help="prompts are drawn from the first tokens")
+    parser.add_argument("--end-token", type=int, default=2, help="the token that ends a text; it gets a bias of -100")
     parser.add_argument("--cache-dir", type=Path, help="a new folder, in which the servers keep conversations")
     arguments = parser.parse_args()
     if arguments.cache_dir and arguments.cache_dir.exists():

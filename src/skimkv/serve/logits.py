@@ -24,8 +24,10 @@ class BiasAndPenalties(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the changed logits (B,V) for the tokens so far, input_ids (B,n)."""
-        generated = input_ids[:, self.prompt :]
-        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
-        changed = scores - self.frequency * counts - self.presence * (counts > 0)
+        changed = scores.clone()
+        if self.frequency or self.presence:
+            generated = input_ids[:, self.prompt :]
+            counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+            changed -= self.frequency * counts + self.presence * (counts > 0)
         changed[:, self.tokens] += self.biases.to(changed)
         return changed
