@@ -59,6 +59,7 @@ def test_a_plan_has_every_task_in_every_mode_once():
         plan_evaluation(setup, [task], [skimkv.parse("SparQ(r=65, k=8)")])
 
 
+@pytest.mark.slow
 def test_matched_methods_read_the_share_they_should():
     setup, job = small_job("record(lines=60, asked=1)", specs=(), limit=1)
     supported, misfits = supported_methods(setup, [skimkv.parse(spec) for spec in sweeps.PAPER])

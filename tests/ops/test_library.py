@@ -54,6 +54,7 @@ def isa_of(header: Path) -> str:
     return next((x for x in ("avx2", "avx512", "neon") if header.stem.endswith(x)), "scalar")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_header_compiles_alone(header):
     """A header includes what it uses. It is compiled with its own instruction set, or as an editor opens it: scalar."""
