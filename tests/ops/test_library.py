@@ -36,6 +36,12 @@ def run(*command, **kwargs):
     return done.stdout
 
 
+@pytest.mark.skipif(native._path() is None, reason="the native library is not built")
+def test_a_library_that_was_built_is_that_of_this_source():
+    """Where it is another version's, the reference computes, and the tests of kernels are skipped."""
+    assert native.library().skimkv_version() == native.VERSION, "build it again: make .venv/.dev"
+
+
 def flags(isa: str) -> list[str]:
     """An instruction set's flags as CMakeLists.txt has them."""
     sets = dict(re.findall(r"set\((\w+)_FLAGS (.*?)\)", (ROOT / "CMakeLists.txt").read_text()))
