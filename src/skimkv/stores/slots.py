@@ -180,7 +180,7 @@ class Slots(Store):
             self.count_rows((rows.stop - rows.start) * self.shape.H * len(slots))
 
     def moves(self) -> dict[int, int]:
-        """By how many positions the fixed keys of each row that has dropped tokens are to be turned on.
+        """Return by how many positions the fixed keys of each row that has dropped tokens are to be turned on.
 
         In a row of budget C that has seen n tokens, n - C were dropped between the fixed ones and those of the ring:
         these positions are free. Raises ValueError if there are such rows, and no rotation was put here.
