@@ -92,13 +92,9 @@ def matrix(
         )
     rows = weight.shape[0] if rows is None else rows
     matrices.check(weight, kind, rows, x.shape[-1])
-    if kind == matrices.PACKED and not _multiplies_tiles(x.dtype):
-        is_prompt = False
-    else:
-        is_prompt = x.numel() >= (OTHER_FLOAT_PROMPT if kind == matrices.FLOATS else PROMPT) * x.shape[-1]
     if x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
         return None
-    if is_prompt and (kind != matrices.FLOATS or x.numel() >= _float_prompt(x.dtype) * x.shape[-1]):
+    if x.numel() >= _prompt_tokens(kind, x.dtype) * x.shape[-1]:
         return None
     return cpu.matrix(x, weight, kind, rows, bias, order)
 
@@ -136,6 +132,13 @@ def linear(
         y = torch.empty_like(y).index_copy_(1, order.long(), y)
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(x.dtype).view(*x.shape[:-1], rows)
+
+
+def _prompt_tokens(kind: str, dtype: torch.dtype) -> float:
+    """The number of tokens from which on PyTorch multiplies faster, with rows that are dequantised if need be."""
+    if kind == matrices.FLOATS:
+        return _float_prompt(dtype)
+    return math.inf if kind == matrices.PACKED and not _multiplies_tiles(dtype) else PROMPT
 
 
 def _float_prompt(dtype: torch.dtype) -> float:
