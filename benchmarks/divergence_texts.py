@@ -5,7 +5,8 @@ Each is a file OUT/KIND-NUMBER.txt with at least --tokens tokens of --model's to
 - wikitext: articles of DATA/wikitext-*.txt;
 - code: modules of the standard library of the Python that runs this;
 - chat: a chat in the model's own template, made of a data set and not recorded: a user quotes passages of
-  DATA/squad.json, asks SQuAD's questions about each, and gets SQuAD's answers. No passage is in two chats.
+  DATA/squad.json, asks SQuAD's questions about each, and gets SQuAD's answers. No passage is in two chats. A model
+  without a template gets "User: " or "Assistant: " before each turn, and an empty line after it.
 
 A seed chooses among what is long enough. The texts are not ours: do not give OUT away. Where skimkv is not installed,
 write PYTHONPATH=src in front.
@@ -28,6 +29,7 @@ from skimkv.eval.tasks.bpc import split_articles
 from skimkv.eval.tasks.kl import TOKEN_CHARACTERS
 from skimkv.hf.load import load
 
+PLAIN = "{% for turn in messages %}{{ turn.role.capitalize() }}: {{ turn.content }}\n\n{% endfor %}"
 SPARE = 32  # tokens more than are asked for, so that a cut at the end of a text changes none of them
 
 
@@ -60,7 +62,7 @@ def chats(data: Path, draw: random.Random, tokenizer: Any, tokens: int) -> Itera
             asked = question["question"] if i else f"{passage['context']}\n\n{question['question']}"
             turns.append({"role": "user", "content": asked})
             turns.append({"role": "assistant", "content": question["answers"][0]["text"]})
-        chat: str = tokenizer.apply_chat_template(turns, tokenize=False)
+        chat: str = tokenizer.apply_chat_template(turns, chat_template=tokenizer.chat_template or PLAIN, tokenize=False)
         if count(tokenizer, chat) >= tokens:
             yield chat
             turns = []

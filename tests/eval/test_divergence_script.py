@@ -111,6 +111,10 @@ def test_texts_of_three_kinds(tmp_path, capsys):
     in_chats = [{i for i in range(9) if f"passage {i}" in found[name]} for name in ("chat-0", "chat-1")]
     assert in_chats[0] and in_chats[1] and not in_chats[0] & in_chats[1]
     assert "[assistant] there" in found["chat-0"] and found["wikitext-0"].startswith(" = Town")
+    tokenizer.chat_template = None
+    texts.write(data, out, tokenizer, tokens=200, documents=2, seed=0)
+    chat = (out / "chat-0.txt").read_text()
+    assert chat.startswith("User: passage ") and "\n\nWhere?\n\nAssistant: there\n\n" in chat
     assert texts.main([str(data), str(out), "--tokens", "9999999"]) == 2
     assert "0 documents have 10000031 tokens, not 4: ask for fewer" in capsys.readouterr().err
 
