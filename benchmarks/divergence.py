@@ -7,6 +7,9 @@ same documents. On every second document settings are chosen; what is printed an
 - for each mean KL and each 99th percentile, the least share of the bytes that reaches it, and for each budget the mean
   KL and its 99th percentile, between two settings by interpolation.
 
+Bytes are those of the layers that methods decode. Sliding layers and states cost the same whatever the method; the
+records count them, the shares do not.
+
 With --both-ways the halves then change places, and every document is judged, with settings chosen on the other half.
 
 Files whose names end in a number, such as code-0.txt, are documents of a kind: every second document of each kind
@@ -49,6 +52,7 @@ from skimkv.eval.run import run_evaluation
 from skimkv.eval.shared_prompt import forward, record_prompt
 from skimkv.eval.statistics import cluster_bootstrap
 from skimkv.eval.tasks import parse as parse_task
+from skimkv.eval.traffic import sliding_layers, state_traffic
 from skimkv.hf import fingerprint
 from skimkv.hf.load import load
 from skimkv.methods import Dense, parse
@@ -307,14 +311,26 @@ def supported_settings(setup: Setup, templates: Sequence[str]) -> list[Method]:
     return methods
 
 
-def make_records(setup: Setup, job: Job, file: Path) -> list[dict[str, Any]]:
-    """Make the records of a job that the file lacks; return all of them."""
+def make_records(setup: Setup, job: Job, file: Path) -> list[Record]:
+    """Make the records of a job that the file lacks; return all of them, without the bytes of other layers."""
     backend = "ref" if setup.counted else select_backend("cpu")[0]
     with Results(file, backend) as results, output.progress_bar() as bar:
         shown = bar.add_task(file.name, total=None)
-        return run_evaluation(
+        records = run_evaluation(
             setup, Plan([job], []), results, lambda done, total, _: bar.update(shown, completed=done, total=total)
         )
+    others = other_layers_bytes(setup.model, records[0]["prompt_tokens"], records[0]["steps"])
+    return [{**r, "bytes": r["bytes"] - others, "dense_bytes": r["dense_bytes"] - others} for r in records]
+
+
+@torch.inference_mode()
+def other_layers_bytes(model: Any, context: int, steps: int) -> int:
+    """What the layers that no method decodes move in so many decode steps of one sequence after its context."""
+    cache = record_prompt(model, torch.zeros(1, 1, dtype=torch.long, device=model.device)).cache(Dense())
+    moved = steps * state_traffic(cache).bytes
+    for layer, n in itertools.product(sliding_layers(cache), range(context, context + steps)):
+        moved += Dense().traffic(min(n, layer.rows), layer.shape, layer.dtype).bytes
+    return moved
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ def test_two_distributions_by_hand():
     certain = torch.tensor([0.0, -math.inf, -math.inf])
     assert float(kl_divergence(certain, p)) == pytest.approx(math.log(2)), "what dense excludes adds nothing"
     assert float(kl_divergence(p, certain)) == math.inf, "what only the method excludes cannot be coded"
+    assert math.isnan(kl_divergence(p * math.nan, p)) and math.isnan(kl_divergence(p, p * math.nan))
     both = kl_divergence(torch.stack([p, q]), torch.stack([q, p]))
     assert both.dtype == torch.float64 and both.tolist() == pytest.approx([0.25 * math.log(2)] * 2)
 
@@ -83,6 +84,15 @@ def kl_job(documents, limit=6, specs=SPECS, **options):
     """A setup of the bundled model, and a job of divergences on that file."""
     setup = Setup(*builtin(), "builtin", **{"batch": 4, **options})
     return setup, plan_job(setup, tasks.parse(TASK), "blind", [skimkv.parse(spec) for spec in specs], documents, limit)
+
+
+@torch.inference_mode()
+def test_a_model_that_exceeds_the_number_format_is_one_line():
+    model, ids = random_model(tiny_configuration("llama")).half(), prompt(1, 8)
+    recorded = record_prompt(model, ids[:, :4])
+    model.lm_head.weight.data *= 1e9
+    with pytest.raises(ValueError, match=r"logits exceed the range of float16 .* such as bfloat16"):
+        dense_logits(recorded, ids[:, 4:])
 
 
 def test_divergence_falls_with_the_budget(documents):

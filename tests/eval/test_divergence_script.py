@@ -6,10 +6,15 @@ import json
 import random
 
 import pytest
+import torch
 
 import skimkv
 from benchmarks import divergence as script
 from benchmarks import divergence_texts as texts
+from skimkv.eval.shared_prompt import record_prompt
+from skimkv.eval.traffic import cache_traffic, step_traffic
+from skimkv.methods import Dense
+from support.tiny_models import family, prompt
 
 
 def test_grids():
@@ -117,6 +122,16 @@ def test_texts_of_three_kinds(tmp_path, capsys):
     assert chat.startswith("User: passage ") and "\n\nWhere?\n\nAssistant: there\n\n" in chat
     assert texts.main([str(data), str(out), "--tokens", "9999999"]) == 2
     assert "0 documents have 10000031 tokens, not 4: ask for fewer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("context", [4, 24])
+def test_layers_that_no_method_decodes_are_left_out(context):
+    """Gemma 2 has a sliding layer of 8 tokens."""
+    model = family("gemma2")
+    with torch.inference_mode():
+        cache = record_prompt(model, prompt(1, context)).cache(Dense())
+    own = step_traffic(Dense(), cache.stores).bytes
+    assert script.other_layers_bytes(model, context, 1) == cache_traffic(cache).bytes - own > 0
 
 
 def test_answers_of_dense_attention(tmp_path, capsys):

@@ -95,7 +95,7 @@ def kl_divergence(dense: Tensor, logits: Tensor) -> Tensor:
     """
     log_p, log_q = dense.double().log_softmax(-1), logits.double().log_softmax(-1)
     terms = log_p.exp() * (log_p - log_q)
-    possible = log_p > -math.inf  # a token that dense attention excludes adds nothing, whatever the method says
+    possible = log_p != -math.inf  # a token that dense attention excludes adds nothing, whatever the method says
     return torch.where(possible, terms, 0.0).sum(-1).clamp_min(0.0)
 
 
@@ -110,14 +110,22 @@ def documents_at_once(model: Any, batch: int, forced: int) -> int:
 def dense_logits(prompt: RecordedPrompt, ids: Tensor) -> Tensor:
     """Dense attention's logits after each of the tokens ids (B,m) that follow the prompts -> (B,m,V).
 
-    The tokens are read in one block, as the rest of a prompt is; one at a time where layers keep states.
+    The tokens are read in one block, as the rest of a prompt is; one at a time where layers keep states. Raises
+    ValueError where a logit is no number or infinite: a model can exceed the range of float16.
     """
     cache = prompt.cache(Dense())
     for layer in cache.layers:
         if isinstance(layer, Layer):
             layer.prefill_until = None
     at_once = 1 if keeps_states(cache) else ids.shape[1]
-    return torch.cat([forward(prompt.model, cache, block, None) for block in ids.split(at_once, 1)], 1)
+    logits = torch.cat([forward(prompt.model, cache, block, None) for block in ids.split(at_once, 1)], 1)
+    if (logits.isnan() | (logits == math.inf)).any():
+        number_format = str(prompt.model.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the model's logits exceed the range of {number_format} or are not numbers: choose another number format, "
+            "such as bfloat16"
+        )
+    return logits
 
 
 @torch.inference_mode()
