@@ -13,7 +13,7 @@ from skimkv import Dense, SparQ
 from skimkv.bench import doctor
 from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
 from skimkv.ops.cpu import library
-from support.command_line import answer, assert_mistake, run
+from support.command_line import answer, run
 from support.instruction_sets import NATIVE
 from support.random_models import random_model, tiny_configuration
 
@@ -138,9 +138,3 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 def test_bandwidth_is_measured() -> None:
     assert doctor.measured_bandwidth(times=1) > 1e8
-
-
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_mistake(run(capsys, "doctor", "--weights", "int8"), "--weights int8 belongs to --model")
-    assert_mistake(run(capsys, "doctor", "--model", "builtin", "--weights", "int3"), "--weights 'int3' is unknown")
-    assert_mistake(run(capsys, "doctor", "--model", "none.gguf"), "none.gguf")

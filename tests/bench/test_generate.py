@@ -125,9 +125,3 @@ def test_a_table_of_positions_that_ends_is_refused_before_anything_runs(tmp_path
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"\A204 tokens exceed the 160 positions of GPT2LMHeadModel[^\n]+\Z"):
         bench.time_generations(Cpu(), loaded_subject(str(tmp_path)), [(20, 2), (200, 4)], ["Dense()"], 1)
-
-
-def test_a_gguf_file_runs_with_its_own_weights(tmp_path: Path):
-    write(tmp_path / "m.gguf", tiny())
-    out = bench.time_generations(Cpu(), loaded_subject(str(tmp_path / "m.gguf")), [(20, 3)], ["H2O(k=8)"], 1)
-    assert {(row["shape"], row["weights"]) for row in out["rows"]} == {(str(tmp_path / "m.gguf"), "Q8_0")}

@@ -107,18 +107,6 @@ def test_the_clock_of_waiting_knows_threads_that_come_and_go(tmp_path: Path):
     assert clock() >= inside >= before and str(thread.native_id) not in clock._files
 
 
-@pytest.mark.parametrize("device", ["mps", "meta"])
-def test_a_device_that_cannot_be_measured_is_refused(device):
-    with pytest.raises(ValueError, match=f"--device {device}: benchmarks run on cpu or cuda"):
-        machine_for(torch.device(device))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_line_says_so():
-    with pytest.raises(ValueError, match=r"^--device cuda: PyTorch sees no CUDA device here$"):
-        Cuda()
-
-
 def test_a_gpu_without_our_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with ops.backend("ref"), pytest.raises(ValueError, match=r"the backend there is ref \(forced by backend\(\)\)"):

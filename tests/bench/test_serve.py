@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import skimkv
-from skimkv.bench import figures
 from skimkv.bench import serve as bench
 from skimkv.bench.machine import Cpu
 from skimkv.methods import parse
@@ -124,14 +123,3 @@ def test_the_default_methods_have_a_fifth_of_all_tokens() -> None:
     assert sizes[0] == 307 * (rows + 8)
     assert sizes[2] == sizes[3] == 307 * rows
     assert sizes[1] < sizes[0] / 3
-
-
-@pytest.mark.slow
-def test_the_figure(tmp_path: Path) -> None:
-    row = {"shape": "tiny", "layers": 1, "weights": "bfloat16", "memory": 100, "prompt": 36, "new": 4, "batch": 2}
-    row |= {"engine": "transformers", "tokens_per_s": 3.0, "latency_s": 2.0}
-    names = ["transformers", "Dense()", *bench.default_methods(36, 4)]
-    rows = [{**row, "equal": equal, "method": name} for equal in ("memory", "batch") for name in names]
-    figures.serve(rows, tmp_path / "serve.svg")
-    text = (tmp_path / "serve.svg").read_text()
-    assert text.startswith("<?xml")

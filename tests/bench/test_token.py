@@ -73,11 +73,6 @@ def test_steps_that_are_many_times_as_slow_are_seldom_taken(monkeypatch: pytest.
     assert all(row["kept"] <= row["calls"] and row["speedup_transformers"] > 0 for row in out["rows"])
 
 
-def test_dense_is_always_measured():
-    out = bench.token(Cpu(), "tiny", 1, "bfloat16", [300], ["SparQ(r=8, k=32)"], 1)
-    assert [row["method"] for row in out["rows"]] == ["transformers", "Dense()", "SparQ(r=8, k=32)"]
-
-
 def test_candidates_that_do_not_fit_together_are_measured_one_after_the_other():
     model = models.random_llama("tiny", 2, "float32", 1024)
     need = models.Decoder(parse("Dense()"), 600).bound(model)

@@ -63,23 +63,6 @@ def test_errors_of_methods(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
     assert Path(found["figures"][-1]).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--synthetic"], "--synthetic measures methods; give at least one --method"),
-    (["--method", "Dense()", "--tokens", "128", "--steps", "128"], "--steps 128 must be below --tokens 128"),
-    (["--tokens", "100"], "--tokens 100 must be at least 128"),
-    (["--tokens", "99999"], "has fewer than --tokens 99999"),
-    (["--text", "nowhere.txt"], "--text nowhere.txt: there is no such file"),
-    (["--out", "no/such/folder"], "--out no/such/folder"),
-    (["--clouds", "0"], "--clouds"),
-    (["--device", "toaster"], "'toaster' is unknown"),
-])  # fmt: skip
-def test_mistakes_are_one_line(argv, words, text, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert main(["analyse", "--text", str(text), *argv]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
-
-
 def test_without_scikit_learn(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert main(["analyse"]) == 2

@@ -160,43 +160,6 @@ def test_threads_are_set(monkeypatch, capsys):
     assert threads == [2]
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    (["attention", "--heads", "6", "--kv-heads", "4"], "--heads 6 must be a multiple of --kv-heads 4"),
-    (["attention", "--dtype", "int3"], "unknown dtype 'int3'"),
-    (["attention", "--plot", "no/such/f.png"], "--plot no/such/f.png: there is no folder no/such"),
-    (["attention", "--length", "0"], "--length"),
-    (["attention", "--threads", "-1"], "--threads"),
-    (["attention", "--device", "tpu"], "--device 'tpu' is unknown"),
-    (["attention", "--device", "meta"], "--device 'meta' is unknown"),
-    (["attention", "--device", "mps"], "--device mps: benchmarks run on cpu or cuda"),
-    (["attention", "--profile", "--device", "cuda"], "--profile: it is measured with --device cpu only"),
-    (["attention", "--against", "tflite"], "--against 'tflite' is unknown; known is onnxruntime"),
-    (["attention", "--sweep", "paper"], "--sweep paper: only paper is known, with --device cuda"),
-    (["attention", "--sweep", "all", "--device", "cuda"], "--sweep all: only paper is known"),
-    (["attention", "--method", "Sparq(r=8)"], "Sparq"),
-    (["generate", "--length", "40+1"], "--length P+N: N must be at least 2"),
-    (["generate", "--length", "40"], "--length '40' must be tokens of a prompt + new tokens"),
-    (["generate", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
-    (["memory", "--plot", "no/f.png"], "--plot no/f.png: there is no folder no"),
-    (["token", "--shape", "gpt-9"], "unknown shape 'gpt-9'"),
-    (["token", "--shape", "tiny", "--weights", "int2"], "unknown weights 'int2'"),
-    (["token", "--model", "no.gguf"], "--model no.gguf: no such file"),
-    (["token", "--model", "README.md"], "--model README.md: not a model folder; give the folder of a checkpoint, or a"),
-    (["generate", "--model", "docs"], "--model docs: no config.json; give the folder of a Hugging Face checkpoint"),
-    (["generate", "--model", "builtin", "--weights", "int3"], "--weights 'int3' is unknown; with --model known are"),
-    (["generate", "--model", "builtin", "--shape", "tiny"], "--shape: a model that is loaded has its own; give either"),
-    (["token", "--model", "builtin", "--layers", "2"], "--layers: a model that is loaded has its own; give either"),
-    (["token", "--model", "builtin", "--against", "fork=/bin/sh"], "--against: give --model FILE.gguf as well"),
-    (["token", "--against", "ollama=x"], "--against 'ollama=x' must be llama.cpp=PATH or fork=PATH"),
-    (["token", "--against", "fork=x"], "--against fork=x: x is no program that can be run"),
-    (["token", "--against", "fork=/bin/sh"], "--against: give --model FILE.gguf as well"),
-    (["token", "--compile"], "--compile: it is measured with --device cuda only"),
-])  # fmt: skip
-def test_mistakes_are_one_line(args, words, capsys, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    assert_mistake(run(capsys, "bench", *args), words)
-
-
 @pytest.mark.parametrize("command", ["token", "generate"])
 def test_a_gguf_file_excludes_what_it_has_itself(command, tmp_path: Path, capsys):
     model = tmp_path / "tiny.gguf"
@@ -213,11 +176,3 @@ def test_a_gguf_file_excludes_what_it_has_itself(command, tmp_path: Path, capsys
 @pytest.mark.parametrize("command", ["attention", "token"])
 def test_without_a_gpu_one_line_says_so(command, capsys):
     assert_mistake(run(capsys, "bench", command, "--device", "cuda"), "--device cuda: PyTorch sees no CUDA device here")
-
-
-@pytest.mark.parametrize("command", ["attention", "token", "generate", "memory"])
-def test_help_has_an_example_and_groups(command, capsys):
-    status, out, _ = run(capsys, "bench", command, "--help")
-    assert status == 0
-    assert f"skimkv bench {command} " in out
-    assert "Model options" in out and "Output options" in out

@@ -13,7 +13,7 @@ import pytest
 from skimkv import METHODS
 from skimkv.eval import text_demo
 from skimkv.eval.budgets import SLOW_REFERENCES
-from support.command_line import SKIMKV, answer, assert_mistake, run
+from support.command_line import SKIMKV, answer, run
 
 KEYS = (
     "method correct asked elements_predicted elements_counted bytes_per_step cache_bytes ms_per_token share_of_dense"
@@ -68,15 +68,6 @@ def test_which_model_is_taken(
     for options in ([], ["--model", "toy"], ["--lines", "9", "--asked", "1"], ["--model", "x.gguf"]):
         assert run(capsys, "demo", *options)[0] == 0
     assert taken == ["toy", "smollm2", "toy", "toy", "x.gguf"]
-
-
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_mistake(
-        run(capsys, "demo", "--model", "toy", "--out", "no-such-folder/x.png"), "there is no folder no-such-folder"
-    )
-    assert_mistake(run(capsys, "demo", "--model", "x", "--lines", "9"), "--lines is an option of --model toy")
-    assert_mistake(run(capsys, "demo", "--lines", "1000"), "14510 tokens do not fit the 8192")
-    assert_mistake(run(capsys, "demo", "--asked", "0"), "--asked 0 must be at least 1")
 
 
 @pytest.mark.slow

@@ -110,27 +110,6 @@ def test_a_finished_run_has_no_times(tmp_path, capsys):
     assert not any("ms" in json.loads(line) for line in out.read_text().splitlines())
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--task", "lins"], "did you mean lines"),
-        (["--task", "lines(liness=3)"], "liness"),
-        (["--task", "record(lines=900, asked=1)"], "8192"),
-        (["--method", "SparQ(r=128, k=8)"], "64"),
-        (["--method", "SparkQ(r=1)"], "SparQ"),
-        (["--mode", "seeing"], "seeing"),
-        (["--sweep", "grid"], "grid"),
-        (["--task", "squad", "--data", "/nowhere"], "/nowhere"),
-        (["--out", "/nowhere/r.jsonl"], "/nowhere"),
-        (["--device", "tpu9"], "tpu9"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, capsys, options, named):
-    assert main([*eval_argv(tmp_path / "r.jsonl"), *options]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("skimkv: ") and named in error
-
-
 def test_records_of_another_model_or_other_data_are_not_taken(tmp_path, capsys, monkeypatch):
     out = tmp_path / "r.jsonl"
     assert main(eval_argv(out)) == 0

@@ -92,42 +92,9 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -
     assert result["cache_bytes"] == cached_tokens * 4 * 2 * 64 * 2 * 2  # K and V of 2 bytes
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--method", "SparK(r=8, k=16)"], "unknown method 'SparK'; did you mean SparQ?"),
-        (["--method", "SparQ(r=8, kk=16)"], "no argument 'kk'; did you mean k?"),
-        (["--method", "__import__('os').getcwd()"], "is not a method spec"),
-        (["--method", "TopK(k=0)"], "k = 0 must be"),
-        (["--method", "SparQ(r=65, k=4)"], "r = 65 must be at most 64"),
-        (["--prompt", " \n"], "the prompt is empty"),
-        (["--chat"], "no chat template"),
-        (["--weights", "int3"], "--weights 'int3' is unknown"),
-        (["--weights", "int8", "--compile"], "--compile: a model with --weights or of a GGUF file cannot be compiled"),
-        (["--device", "gpu"], "--device 'gpu' is unknown; write cpu, cuda"),
-        (["--max-new-tokens", "0"], "--max-new-tokens"),
-        (["--temperature", "1e-45"], "--temperature 1e-45 must be 0, or at least 1e-06"),
-        (["--temperature", "-1"], "--temperature -1.0 must be 0"),
-        (["--temperature", "nan"], "--temperature nan must be 0"),
-        (["--temperature", "inf"], "--temperature inf must be 0"),
-        (["--seed", str(10**30)], f"--seed {10**30} does not fit 64 bits"),
-        (["--seed", str(-(2**63) - 1)], "does not fit 64 bits"),
-        (["--prompt", "a\udcffb"], "--prompt: not UTF-8 text"),
-    ],
-    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
-)
-def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
-    assert_mistake(run(capsys, "generate", "--prompt", "x", *argv), words)
-
-
 def test_past_the_positions_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "generate", "--prompt", "x " * 4500, "--max-new-tokens", "2")
     assert status == 0 and re.search(r"\d+ tokens go past the 8192 positions", err)
-
-
-def test_a_prompt_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "p").write_bytes(b"abc\xff\xfe")
-    assert_mistake(run(capsys, "generate", "--prompt-file", str(tmp_path / "p")), "not UTF-8")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs devices")
@@ -198,10 +165,12 @@ def test_ctrl_c_prints_what_there_is() -> None:
     assert last == "skimkv: interrupted"
 
 
-def test_the_device_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_and_weights_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "generate", "--prompt", "x", "--max-new-tokens", "1", "--device"
     assert answer(capsys, *argv, "cpu")["new_tokens"] == 1
     assert_mistake(run(capsys, *argv, "cuda:99"), "--device cuda:99: PyTorch sees ")
+    mistake = run(capsys, *argv, "cpu", "--weights", "int8", "--no-fast")
+    assert_mistake(mistake, 'weights="int8": fast=False is not possible')
 
 
 def test_a_compiled_model_gives_the_same_text() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from skimkv.eval.generate import encode
-from skimkv.hf import fingerprint
 from skimkv.hf.gguf_model import load_gguf
 from support.command_line import answer, assert_mistake, run
 from support.gguf_files import tiny, write
@@ -47,14 +46,6 @@ def test_eval(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -
     write(model, tiny())  # other weights under the same name
     status, _, err = run(capsys, *argv)
     assert status == 2 and "of another model" in err and out.read_bytes() == before
-
-
-def test_the_fingerprint_is_that_of_the_weights(model: Path) -> None:
-    one = fingerprint.of_model(*load_gguf(model), str(model))
-    assert one == fingerprint.of_model(*load_gguf(model), str(model))
-    torch.manual_seed(1)
-    write(model, tiny())
-    assert one != fingerprint.of_model(*load_gguf(model), str(model))
 
 
 @pytest.mark.slow  # figures

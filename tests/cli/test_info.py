@@ -95,11 +95,13 @@ def test_model_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"Found with transformers {listed['transformers']}" in out
 
 
-def test_generate_decodes_the_layers_that_info_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In a model like Gemma 3 the same layers at any length, also where the window covers all tokens."""
+def test_the_layers_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a model like Gemma 3 generate() decodes those that info counts, also where the window covers all tokens."""
+    assert "the method decodes all 4 layers" in run(capsys, "info", "--model", "builtin")[1]
     model = random_model(tiny_configuration("gemma3_text"))
     model.save_pretrained(tmp_path)
     told = answer(capsys, "info", "--model", str(tmp_path))
+    assert (told["architecture"], told["decoded"], told["layers"], told["window"]) == ("Gemma3ForCausalLM", 1, 6, 8)
     assert told["summary"] == (
         "the method decodes 1 of 6 layers; the others see only the last 8 tokens and keep the library's cache"
     )
@@ -109,21 +111,6 @@ def test_generate_decodes_the_layers_that_info_counts(capsys: pytest.CaptureFixt
                 torch.arange(tokens)[None], max_new_tokens=4, do_sample=False, return_dict_in_generate=True
             )
         assert len(out.past_key_values.stores) == told["decoded"]
-
-
-def test_the_layers_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "the method decodes all 4 layers" in run(capsys, "info", "--model", "builtin")[1]
-    config = tiny_configuration("gemma3_text")
-    random_model(config).save_pretrained(tmp_path)
-    told = answer(capsys, "info", "--model", str(tmp_path))
-    assert (told["architecture"], told["decoded"], told["layers"], told["window"]) == ("Gemma3ForCausalLM", 1, 6, 8)
-    assert told["summary"].startswith("the method decodes 1 of 6 layers; the others see only the last 8 tokens")
-    for arguments, message in (
-        (["--models", "--model", "builtin"], "not both"),
-        (["--model", str(tmp_path / "none")], "no such folder"),
-    ):
-        status, _, error = run(capsys, "info", *arguments)
-        assert status == 2 and message in error
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 1}')
     status, _, error = run(capsys, "info", "--model", str(tmp_path))
     assert status == 2 and "BloomForCausalLM is not supported: it does not take another attention function" in error

@@ -17,6 +17,7 @@ from skimkv import plotting
 from skimkv.bench import figures as bench_figures
 from skimkv.cli.app import main
 from skimkv.eval import figures, panels, sweeps
+from support.command_line import assert_mistake, run
 
 BASE = {"model": "m", "dtype": "float32", "seed": 0, "counted": False, "mode": "blind", "steps": 2}
 
@@ -180,19 +181,11 @@ def test_a_line_is_a_method_without_its_budget(spec, name):
     assert panels.label(spec) == name
 
 
-def test_mistakes_are_one_line(tmp_path, capsys):
+def test_one_figure_is_of_one_model(tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps({**json.loads(record("record", "Dense()", i, 1, 1, 9)), "model": str(i)}) + "\n"
                             for i in range(2)))  # fmt: skip
-    (tmp_path / "text").write_text("a note\n")
-    (tmp_path / "empty").write_text("")
-    mistakes = {"r.jsonl": "several models", "none": "there is no such file", "text": "line 1: no record",
-                "empty": "holds no records"}  # fmt: skip
-    for wrong, words in mistakes.items():
-        assert main(["plot", str(tmp_path / wrong), "--out", str(tmp_path / "f.png")]) == 2
-        assert words in (err := capsys.readouterr().err) and err.count("\n") == 1
-    assert main(["plot", str(path), "--out", str(tmp_path / "no" / "f.png")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert_mistake(run(capsys, "plot", str(path)), "several models")
 
 
 ODD_VALUES = [

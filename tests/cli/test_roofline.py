@@ -60,22 +60,3 @@ def test_a_gguf_file_counts_the_bytes_of_its_own_blocks(tmp_path: Path, capsys):
     assert "weights Q8_0, Q4_K" in " ".join(run(capsys, *argv)[1].split())
     path.write_bytes(b"GGUF")
     assert_mistake(run(capsys, *argv), f"--model {path}: truncated or damaged")
-
-
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--model", "no.gguf"], "--model no.gguf: "),
-    (["--model", "llama-9"], "'llama-9' is unknown"),
-    (["--hardware", "abacus"], "'abacus' is unknown"),
-    (["--sizes", "1,2,three"], "'1,2,three' must be numbers"),
-    (["--sizes", "64,64,4"], "must be hidden,intermediate"),
-    (["--sizes", "64,64,4,3,2,9"], "heads = 4 must be a multiple of kv_heads = 3"),
-    (["--weights", "int2"], "--weights 'int2'"),
-    (["--cache", "int2"], "'int2'"),
-    (["--model", "builtin", "--method", "SparQ(r=128, k=8)"], "r = 128 must be at most 64"),
-    (["--length", "0"], "--length"),
-    (["--plot", "no/such/f.png"], "no/such"),
-    (["--model", "."], "no config.json"),
-])  # fmt: skip
-def test_mistakes_are_one_line(argv, words, capsys, monkeypatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
-    assert_mistake(run(capsys, "roofline", *argv), words)

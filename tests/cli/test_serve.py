@@ -18,60 +18,9 @@ from support.command_server import Server
 from support.gguf_files import tiny, write
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["/nowhere/at/all"], "/nowhere/at/all"),
-        (["builtin", "--method", "SparK(r=8)"], "unknown method 'SparK'; did you mean SparQ?"),
-        (["builtin", "--weights", "int3"], "--weights 'int3' is unknown"),
-        (["builtin", "--port", "65536"], "--port"),
-        (["builtin", "--max-tokens", "1"], "--max-tokens"),
-        (["builtin", "--conversations", "-1"], "--conversations"),
-        (["builtin", "--parallel", "0"], "--parallel 0 must be at least 1"),
-        (["builtin", "--grace", "-1"], "--grace -1 must be at least 0"),
-        (["builtin", "--api-key", "short"], "--api-key has 5 characters; it must be 8 or more, printable ASCII"),
-        (["builtin", "--max-body", "0"], "--max-body 0 refuses every request"),
-        (["builtin", "--max-body", "big"], "--max-body 'big' must be a number of bytes such as"),
-        (["builtin", "--cors", "localhost"], "--cors 'localhost' must be an origin such as http://localhost:3000"),
-        (["builtin", "--cors", "http://a.example/path"], "--cors 'http://a.example/path' must be an origin"),
-        (
-            ["builtin", "--conversation-memory", "much"],
-            "--conversation-memory 'much' must be a number of bytes such as",
-        ),
-        (["builtin", "--cache-dir", __file__], f"--cache-dir {__file__}: File exists; give a folder"),
-        (["builtin", "--cache-dir", "d", "--cache-dir-size", "9X"], "--cache-dir-size '9X' must be a number of bytes"),
-        (
-            ["builtin", "--cache-dir", "d", "--conversations", "0"],
-            "--cache-dir with --conversations 0: nothing is kept",
-        ),
-        ([], "MODEL"),
-    ],
-    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
-)
-def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
-    assert_mistake(run(capsys, "serve", *argv), words)
-
-
 def test_packages_that_are_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "PACKAGES", ("json", "no_such_package"))
     assert_mistake(run(capsys, "serve", "builtin"), "serving needs no_such_package: pip install 'skimkv[serve]'")
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--length", "512"], "--length '512' must be tokens of a prompt + new tokens, such as 512+1024"),
-        (["--length", "0+5"], "--length '0+5' must be"),
-        (["--memory", "5MB"], "--memory '5MB' must be a number of bytes"),
-        (["--shape", "llama-9"], "unknown shape 'llama-9'"),
-        (["--engine", "sglang"], "--engine 'sglang' is unknown; known are transformers and vllm"),
-        (["--engine", "vllm", "--weights", "int8"], "--weights int8: vLLM does not read such weights"),
-        (["--requests", "3"], "--requests 3: only --engine vllm takes it"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_of_the_benchmark(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
-    assert_mistake(run(capsys, "bench", "serve", *argv), words)
 
 
 def test_a_benchmark_of_vllm_says_that_it_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -104,26 +104,5 @@ def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
     assert "none of 3 settings stays within 0% of dense's loss; the nearest is S" in line
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--target-loss", "many"], "--target-loss 'many' must be a share"),
-    (["--target-loss", "150%"], "--target-loss '150%'"),
-    (["--target-kl", "-1"], "--target-kl -1.0 must be a number of nats"),
-    (["--target-kl", "nan"], "--target-kl nan must be"),
-    (["--target-kl", "0.1", "--target-loss", "2%"], "--target-kl 0.1 and --target-loss 2% bound two things"),
-    (["--channels", "int2"], "--channels 'int2' is not one of 'none', 'copy'"),
-    (["--prompt", "8"], "--prompt 8 must be at least 32"),
-    (["--pieces", "1"], "--pieces 1 must be at least 2"),
-    (["--prompt", "10000"], "do not fit the 8192 positions"),
-    (["--pieces", "400"], "too few for --pieces 400"),
-    (["--text", "nowhere.txt"], "nowhere.txt: there is no such file"),
-    (["--out", "no/such/t.jsonl"], "there is no folder no/such"),
-])  # fmt: skip
-def test_mistakes_are_one_line(argv, words, text, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert main(["tune", "--text", str(text), *argv]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
-
-
 def test_channels_are_those_of_the_stores():
     assert [kind.value for kind in Channels] == list(CHANNELS)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import skimkv
 from support.generation import GREEDY, NEW, N
+from support.refusals import refuses
 from support.tiny_models import FAMILIES, WITH_FULL_ATTENTION, build, family, padded, prompt, with_slow
 
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
@@ -35,12 +36,6 @@ def detached():
     yield
     for name in FAMILIES:
         skimkv.detach(family(name))
-
-
-def refuses(call, match, error=ValueError):
-    with pytest.raises(error, match=match) as caught:
-        call()
-    assert "\n" not in str(caught.value), "one line"
 
 
 @pytest.mark.parametrize(("kind", "options", "why"), REFUSED, ids=[kind for kind, _, _ in REFUSED])
@@ -67,11 +62,6 @@ def test_refused_encoder_decoder_shared_layers_and_strangers():
     refuses(lambda: skimkv.attach(family("llama"), "Dens()"), "did you mean Dense")
     cache = skimkv.Cache(family("llama"), "SparQ(r=17, k=4)")
     refuses(lambda: family("llama")(prompt(), past_key_values=cache), "r = 17")
-
-
-def test_sliding_layers_keep_the_librarys_cache():
-    kinds = [type(layer).__name__ for layer in skimkv.Cache(family("gemma3"), "H2O(k=8)").layers]
-    assert kinds == ["DynamicSlidingWindowLayer", "Layer"]
 
 
 @torch.no_grad()

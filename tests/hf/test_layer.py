@@ -78,25 +78,6 @@ def test_a_token_of_a_prompt_or_of_a_draft_is_part_of_a_block():
         assert layer.store.lengths == [7, 7] and torch.equal(*(attend(each, *tokens[7]) for each in (layer, blocks)))
 
 
-def test_a_token_is_decoded_in_the_type_of_autocast():
-    layer, blocks = pair("Dense()")
-    with torch.autocast("cpu", torch.bfloat16):
-        for n in (5, 1, 1):
-            tokens = block(n)
-            y, want = (attend(each, *tokens) for each in (layer, blocks))
-            assert y.dtype == layer.store.dtype == torch.bfloat16 and torch.equal(y, want)
-
-
-def test_a_model_that_keeps_its_sinks_to_itself_is_refused():
-    layer = Layer(parse("Dense()"), Workspace())
-    q, k, v = block(2)
-    module = torch.nn.Module()
-    module.sinks = torch.nn.Parameter(torch.zeros(H * G))
-    key, value = layer.update(k, v)
-    with pytest.raises(ValueError, match="has attention sinks and does not pass them"):
-        attention("sdpa", module, q, key, value, None, scaling=0.25)
-
-
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 @pytest.mark.parametrize("spec", ["Dense()", "LMInfinite(k=12, initial=4)"])
 def test_a_decoded_token_enters_few_functions(spec):

@@ -19,6 +19,7 @@ from skimkv.hf.layer import Layer
 from skimkv.hf.states import state_tensors
 from skimkv.hf.supported import attends, describe_layers, model_layers
 from support.random_models import random_model, tiny_configuration
+from support.refusals import refuses
 from support.tiny_models import tokenizer
 
 # With scikit-learn transformers adapts a draft's threshold, which fails on some models of one kind of layer.
@@ -45,12 +46,6 @@ def no_grad():
         yield
     for model in models.values():
         skimkv.detach(model)
-
-
-def refuses(call, match):
-    with pytest.raises(ValueError, match=match) as caught:
-        call()
-    assert "\n" not in str(caught.value), "one line"
 
 
 @every_hybrid

@@ -16,6 +16,7 @@ from skimkv.hf.positions import GREATEST_POSITION, check_length, positions_of
 from skimkv.hf.rotary import key_rotations
 from skimkv.methods import Dense
 from support.generation import GREEDY, draft_of
+from support.refusals import refuses
 from support.tiny_models import build, padded, prompt, tokenizer, with_slow
 
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
@@ -31,12 +32,6 @@ FAMILIES = {
 }
 K, INITIAL = 9, 3
 CACHE = f"LMInfinite(k={K}, initial={INITIAL}, positions='cache')"
-
-
-def refuses(call, match):
-    with pytest.raises(ValueError, match=match) as caught:
-        call()
-    assert "\n" not in str(caught.value), "one line"
 
 
 class StreamingLLM:

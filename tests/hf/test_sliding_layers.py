@@ -12,6 +12,7 @@ from skimkv.eval.shared_prompt import record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
 from skimkv.methods import Dense
 from support.generation import GREEDY, MODES, N, conversation, draft_of, forward
+from support.refusals import refuses
 from support.tiny_models import build, family, padded, prompt, tokenizer
 
 SIZES = {"num_key_value_heads": 2, "head_dim": 16}
@@ -20,12 +21,6 @@ MIXED = ["sliding_attention", "full_attention"]
 
 def mistral(window, **options):
     return build("mistral", **SIZES, sliding_window=window, **options)
-
-
-def refuses(call, match):
-    with pytest.raises(ValueError, match=match) as caught:
-        call()
-    assert "\n" not in str(caught.value), "one line"
 
 
 def test_a_method_that_decodes_no_layer_is_refused():

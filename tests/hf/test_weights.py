@@ -20,15 +20,12 @@ from transformers import (
     LlamaConfig,
 )
 
-import skimkv
-from skimkv.cli.app import main
-from skimkv.eval.generate import encode
 from skimkv.hf.load import BUILTIN, load
 from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
 from skimkv.hf.weights import quantise, quantise_while_loading, random_linear
 from skimkv.ops import block_weights, packed_weights
 from support import gguf_files
-from support.gguf_files import close, logits, near, tiny, write
+from support.gguf_files import close, logits, near, tiny
 
 IDS = torch.arange(2, 42)[None] * 7 % 257
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -140,21 +137,6 @@ def test_modules():
 
 
 # --- the command line and load()
-
-
-def test_generate(tmp_path, capsys):
-    reference = write(tmp_path / "m.gguf", tiny())
-    common = ["generate", "--method", "SparQ(r=8, k=16)", "--max-new-tokens", "4", "--json"]
-    assert main([*common, "--prompt", "the cat", "--dtype", "float32", "--model", str(tmp_path / "m.gguf")]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert answer["method"] == "SparQ(r=8, k=16)" and answer["new_tokens"] >= 1
-    _, tokenizer = load(tmp_path / "m.gguf", dtype="float32")
-    with skimkv.attach(reference, "SparQ(r=8, k=16)"):
-        ids = torch.tensor([encode(tokenizer, "the cat", chat=False)])
-        new = reference.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
-    assert answer["text"] == tokenizer.decode(new, skip_special_tokens=True)
-    assert main([*common, "--prompt", "Line 1", "--weights", "int8"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["new_tokens"] >= 1
 
 
 def test_a_checkpoint_of_other_sizes_is_named(tmp_path):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,22 +13,11 @@ from support import tiny_models
 PLENTY = 10**9
 
 
-@functools.cache
-def built(name: str) -> Any:
-    kind, options = tiny_models.FAMILIES[name]
-    return tiny_models.build(kind, **options)
-
-
-def model(name: str = "llama") -> Any:
-    """A model of this file's own: making a Cache leaves our attention functions on it."""
-    return built(name)
-
-
 def read(ids: torch.Tensor, method: str = "SparQ(r=4, k=16)", name: str = "llama") -> Cache:
     """A cache that holds these tokens (n,)."""
-    cache = Cache(model(name), skimkv.parse(method))
+    cache = Cache(tiny_models.family(name), skimkv.parse(method))
     with torch.no_grad():
-        model(name)(ids[None], past_key_values=cache, use_cache=True)
+        tiny_models.family(name)(ids[None], past_key_values=cache, use_cache=True)
     return cache
 
 
@@ -75,7 +61,7 @@ def test_a_conversation_that_only_begins_alike_stays():
     copied = kept.take(branch)
     assert copied is not None and copied is not original and copied.get_seq_length() == FEW
     with torch.no_grad():
-        model()(branch[None, FEW:], past_key_values=copied, use_cache=True)
+        tiny_models.family("llama")(branch[None, FEW:], past_key_values=copied, use_cache=True)
     assert kept.take(first[: len(first)]) is original
     assert torch.equal(original.stores[0].uncounted("k"), keys[:, :, : len(first) - LEAST_READ])  # type: ignore[attr-defined]
 

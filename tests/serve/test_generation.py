@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
@@ -19,19 +18,8 @@ from support import tiny_models
 NEW = 12
 
 
-@functools.cache
-def built(name: str) -> Any:
-    kind, options = tiny_models.FAMILIES[name]
-    return tiny_models.build(kind, **options)
-
-
-def model(name: str = "llama") -> Any:
-    """A model of this file's own: making a Cache leaves our attention functions on it."""
-    return built(name)
-
-
 def generator(method: str, count: int = 4, name: str = "llama", **options: Any) -> Generator:
-    return Generator(model(name), skimkv.parse(method), Conversations(count, 10**9), **options)
+    return Generator(tiny_models.family(name), skimkv.parse(method), Conversations(count, 10**9), **options)
 
 
 def run(
@@ -49,11 +37,11 @@ def answer(made: Generator, ids: torch.Tensor, **settings: Any) -> list[int]:
 
 def directly(method: str, ids: torch.Tensor, name: str = "llama", before: torch.Tensor | None = None) -> list[int]:
     """The new tokens of generate() with a new cache, which may have read an earlier prompt."""
-    cache = Cache(model(name), skimkv.parse(method))
+    cache = Cache(tiny_models.family(name), skimkv.parse(method))
     if before is not None:
         with torch.no_grad():
-            model(name)(before, past_key_values=cache, use_cache=True)
-    tokens = model(name).generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+            tiny_models.family(name)(before, past_key_values=cache, use_cache=True)
+    tokens = tiny_models.family(name).generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
     return tokens[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
@@ -92,26 +80,6 @@ def test_a_cache_that_cannot_be_cropped_goes_on_from_the_prompt(method: str, nam
     later = next_turn(ids, new)
     assert answer(made, later) == directly(method, later, name, before=ids)
     assert made.totals.reused_tokens == 60
-
-
-@pytest.mark.slow
-def test_two_conversations_take_turns():
-    made = generator("SparQ(r=4, k=16)")
-    conversations = [tiny_models.prompt(n=50, seed=seed) for seed in (5, 6)]
-    for turn in range(2):
-        for i, ids in enumerate(conversations):
-            new = answer(made, ids)
-            assert new == directly("SparQ(r=4, k=16)", ids)
-            conversations[i] = next_turn(ids, new, turn)
-    assert made.totals.reused_tokens == 100
-    assert len(made.conversations) == 2
-
-
-@pytest.mark.slow
-def test_without_conversations_nothing_is_reused():
-    made, ids = generator("SparQ(r=4, k=16)", count=0), tiny_models.prompt(n=60)
-    assert answer(made, ids) == answer(made, ids) == directly("SparQ(r=4, k=16)", ids)
-    assert made.totals.reused_tokens == 0
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ GOOD: dict[str, list[Any]] = {
 }
 BAD: dict[str, list[Any]] = {
     "model": [1],
-    "prompt": [[], [[]], 3, [True], [1, "a"], [-1], ["a"] * 1000],
+    "prompt": [[], [[]], [["a"]], 3, {}, [True], [1, "a"], [-1], [1.5], ["a"] * 129],
     "messages": [
         [],
         "text",

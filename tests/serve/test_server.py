@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -178,14 +176,6 @@ def test_only_this_folder_imports_the_server_of_the_library() -> None:
 
 
 @pytest.mark.slow
-def test_sampling(server: Running) -> None:
-    options = {"model": NAME, "prompt": words(40, seed=3), "max_tokens": 12, "temperature": 1.5}
-    texts = [server.client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert server.text(words(40, seed=3), 12) not in texts
-
-
-@pytest.mark.slow
 def test_twenty_clients_wait_for_their_turns(server: Running) -> None:
     before = server.generator.totals.requests
     prompts = [words(40, seed=10 + i % 7) + " " + words(10, seed=i) for i in range(20)]
@@ -231,22 +221,6 @@ def test_a_client_that_leaves(server: Running, monkeypatch: pytest.MonkeyPatch, 
     server.client.completions.create(model=NAME, prompt=words(40), max_tokens=5)  # after the other one's turn
     assert totals.requests - before["requests"] == 2
     assert totals.new_tokens - before["new_tokens"] in (1 + 5, 2 + 5)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl(server: Running) -> None:
-    url = f"http://{server.host}:{server.port}/v1/completions"
-    body = {"model": NAME, "prompt": words(40), "max_tokens": 6}
-    argv = ["curl", "-sS", "-N", url, "-H", "Content-Type: application/json", "-d"]
-    whole = subprocess.run([*argv, json.dumps(body)], capture_output=True, text=True, check=True, timeout=120)
-    assert json.loads(whole.stdout)["choices"][0]["text"] == server.text(words(40), 6)
-    lines = subprocess.run(
-        [*argv, json.dumps({**body, "stream": True})], capture_output=True, text=True, check=True, timeout=120
-    ).stdout.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == server.text(words(40), 6)
 
 
 def test_versions_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

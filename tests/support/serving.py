@@ -48,19 +48,14 @@ def running(
     model: torch.nn.Module, tokenizer: Any, name: str, method: str, cache_dir: Path | None = None, **options: Any
 ) -> Iterator[Running]:
     """Serve a model under a name until the `with` is left. The options are those of `build_application`."""
-    import uvicorn
+    from skimkv.serve.connections import web_server
 
     generator = Generator(model, skimkv.parse(method), Conversations(4, 10**9))
     if cache_dir is not None:
         generator.folder = Folder(cache_dir, 10**9, 10**9, model, generator.method, generator.max_tokens)
     app = serve.build_application(generator, tokenizer, name, **options)
     opened = serve.listen("127.0.0.1", 0)
-    try:
-        from skimkv.serve.connections import web_server
-
-        server = web_server(app)
-    except ImportError:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server = web_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
     yield Running(*opened.getsockname(), generator, tokenizer)
