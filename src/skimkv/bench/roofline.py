@@ -7,7 +7,6 @@ step is never faster than this.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -18,21 +17,6 @@ from ..methods.base import Method
 from ..stores.base import Shape
 from .machine import Cpu
 from .shapes import WEIGHT_BYTES, Hardware, ModelReads
-
-
-def rho(S: float, g: float, d_m: float) -> float:
-    """Return S / (g d_m): the KV cache against the weights (appendix C)."""
-    return S / (g * d_m)
-
-
-def intensity(rho: float, g: float, B: float = math.inf) -> float:
-    """Return A/M = (6 + rho g) / (6/B + rho): multiply-adds per element of a standard transformer (eq. C2)."""
-    return (6 + rho * g) / (6 / B + rho)
-
-
-def attention_share(rho: float, B: float) -> float:
-    """Return rho / (rho + 6/B): attention's share of the transfers of a standard transformer (eq. 1)."""
-    return rho / (rho + 6 / B)
 
 
 class DecodeStep(NamedTuple):

@@ -121,29 +121,3 @@ def quantile_bootstrap(groups: Sequence[Sequence[float]], share: float) -> Inter
         quantiles.append(ordered[torch.searchsorted(at_most, needed[:, None])[:, 0]])
     low, high = torch.cat(quantiles).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
-
-
-def mean_and_interval(x: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """The mean, and the two ends of its 95% interval by Student's t.
-
-    The ends are None for fewer than 5 values, and without any the mean is too.
-    """
-    if not x:
-        return None, None, None
-    mean, error = fmean(x), standard_error(x)
-    if error is None or len(x) < LEAST:
-        return mean, None, None
-    t = student_quantile(len(x) - 1)
-    return mean, mean - t * error, mean + t * error
-
-
-def student_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t with `freedom` degrees of freedom.
-
-    By the expansion of Cornish and Fisher, which is 0.7% off at 3 and less above.
-    """
-    z, v = NormalDist().inv_cdf(0.975), freedom
-    return (
-        z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )  # fmt: skip
