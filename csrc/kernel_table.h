@@ -15,18 +15,25 @@ struct Tokens {
     int64_t n;
 };
 
-// How the matrices of one kind are multiplied. The inputs of a product are prepared first.
-struct MatrixKind {
-    int32_t kind;
-    int weights;                              // of a block: a row has whole blocks
-    int alignment;                            // of the matrix, in bytes
-    int rows;                                 // that are stored together, and multiplied by one thread
-    int most_tokens;                          // of one call of multiply
-    int64_t (*input_bytes)(int64_t columns);  // of one token
+// How matrices are multiplied with tokens, whose inputs are prepared first.
+struct ProductForm {
+    int rows;                                            // that one thread multiplies at once
+    int most_tokens;                                     // of one call of multiply
+    int64_t (*input_bytes)(int64_t columns, int64_t n);  // of n tokens
     // Prepares the inputs of the tokens first .. last-1.
     void (*prepare_inputs)(const skimkv_matrix &, const Tokens &, char *inputs, int64_t first, int64_t last);
     // Multiplies the rows first .. last-1 with all tokens.
     void (*multiply)(const skimkv_matrix &, const Tokens &, const char *inputs, int64_t first, int64_t last);
+};
+
+// One kind of matrices.
+struct MatrixKind {
+    int32_t kind;
+    int weights;    // of a block: a row has whole blocks
+    int alignment;  // of the matrix, in bytes
+    int rows;       // that are stored together
+    ProductForm few, many;
+    int64_t many_tokens;  // from which on `many` is the form of a product
     // Writes the weights of the rows first .. last-1 to y; nullptr for floats.
     void (*expand)(const skimkv_matrix &, void *y, int64_t first, int64_t last);
 };

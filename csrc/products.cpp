@@ -21,17 +21,22 @@ const MatrixKind *find(const Kernels &kernels, int32_t kind) {
     return nullptr;
 }
 
-// The same of a kind's numbers, which every set of instructions has in common.
-const MatrixKind *numbers_of(const skimkv_matrix &m) { return find(scalar::kernels, m.kind); }
+// The same for the set of instructions in use, or for any if SKIMKV_ISA names one that is not available.
+const MatrixKind *kind_of(const skimkv_matrix &m) {
+    const Kernels *kernels = selected_kernels();
+    return find(kernels ? *kernels : scalar::kernels, m.kind);
+}
 
-int64_t units_of(const MatrixKind &kind, const skimkv_matrix &m) { return (m.rows + kind.rows - 1) / kind.rows; }
+const ProductForm &form_of(const MatrixKind &kind, int64_t n) { return n < kind.many_tokens ? kind.few : kind.many; }
+
+int64_t units_of(const ProductForm &form, const skimkv_matrix &m) { return (m.rows + form.rows - 1) / form.rows; }
 
 // Prepares the inputs of tokens, by several threads if there are many.
-void prepare_inputs(const MatrixKind &kind, const skimkv_matrix &m, const Tokens &tokens, char *inputs, int threads,
+void prepare_inputs(const ProductForm &form, const skimkv_matrix &m, const Tokens &tokens, char *inputs, int threads,
                     skimkv_parallel parallel) {
-    if (tokens.n * m.columns < LEAST_PRODUCTS) return kind.prepare_inputs(m, tokens, inputs, 0, tokens.n);
+    if (tokens.n * m.columns < LEAST_PRODUCTS) return form.prepare_inputs(m, tokens, inputs, 0, tokens.n);
     for_each_part(tokens.n, tokens.n * m.columns, threads, parallel,
-                  [&](int64_t first, int64_t last) { kind.prepare_inputs(m, tokens, inputs, first, last); });
+                  [&](int64_t first, int64_t last) { form.prepare_inputs(m, tokens, inputs, first, last); });
 }
 
 }  // namespace
@@ -47,34 +52,34 @@ int64_t parts_of(int64_t units, int64_t products, int threads) {
 }
 
 const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens) {
-    const char *error = matrix_error(&m, numbers_of(m));
+    const char *error = matrix_error(&m, kind_of(m));
     return error ? error : tokens_error(tokens, m.dtype);
 }
 
-int64_t input_bytes(const skimkv_matrix &m, int64_t n) { return n * numbers_of(m)->input_bytes(m.columns); }
+int64_t input_bytes(const skimkv_matrix &m, int64_t n) { return form_of(*kind_of(m), n).input_bytes(m.columns, n); }
 
 void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,
               int threads, skimkv_parallel parallel) {
-    const MatrixKind *kinds[MOST_MATRICES];
+    const ProductForm *forms[MOST_MATRICES];
     char *inputs_of[MOST_MATRICES];
     int64_t parts[MOST_MATRICES], all = 0;
     for (int i = 0; i < count; i++) {
         const skimkv_matrix &m = matrices[i];
-        kinds[i] = find(*kernels, m.kind);
-        parts[i] = parts_of(units_of(*kinds[i], m), m.rows * m.columns, threads), all += parts[i];
-        const bool have_one_form = i && kinds[i]->prepare_inputs == kinds[i - 1]->prepare_inputs;
+        forms[i] = &form_of(*find(*kernels, m.kind), tokens[i].n);
+        parts[i] = parts_of(units_of(*forms[i], m), m.rows * m.columns, threads), all += parts[i];
+        const bool have_one_form = i && forms[i]->prepare_inputs == forms[i - 1]->prepare_inputs;
         inputs_of[i] = have_one_form ? inputs_of[i - 1] : inputs;
         if (have_one_form) continue;
-        prepare_inputs(*kinds[i], m, tokens[i], inputs, threads, parallel);
-        inputs += tokens[i].n * kinds[i]->input_bytes(m.columns);
+        prepare_inputs(*forms[i], m, tokens[i], inputs, threads, parallel);
+        inputs += forms[i]->input_bytes(m.columns, tokens[i].n);
     }
     for_each_task(all, threads, parallel, [&](int64_t part, int) {
         int i = 0;
         while (part >= parts[i]) part -= parts[i++];
         const skimkv_matrix &m = matrices[i];
-        const int64_t units = units_of(*kinds[i], m), unit = kinds[i]->rows;
+        const int64_t units = units_of(*forms[i], m), unit = forms[i]->rows;
         const int64_t first = units * part / parts[i] * unit, last = units * (part + 1) / parts[i] * unit;
-        kinds[i]->multiply(m, tokens[i], inputs_of[i], first, last < m.rows ? last : m.rows);
+        forms[i]->multiply(m, tokens[i], inputs_of[i], first, last < m.rows ? last : m.rows);
     });
 }
 
@@ -90,7 +95,7 @@ const char *skimkv_product_run(const skimkv_matrix *matrix, const void *x, void 
     if (const char *error = skimkv::matrix_error(m, {x, y, n})) return error;
     const skimkv::Kernels *kernels = skimkv::selected_kernels();
     if (!kernels) return skimkv::NO_KERNELS;
-    const int64_t limit = skimkv::numbers_of(m)->most_tokens, most = n < limit ? n : limit;
+    const int64_t limit = skimkv::form_of(*skimkv::kind_of(m), n).most_tokens, most = n < limit ? n : limit;
     const int64_t size = skimkv::value_bytes(m.dtype);
     char *inputs = (char *)scratch.get((size_t)skimkv::input_bytes(m, most));
     if (!inputs) return skimkv::NO_MEMORY;

@@ -272,7 +272,7 @@ template <InputOrder ORDER> static inline __m512i part_of_lanes(int i) {
 template <bool TWO, int R, int T, class Block>
 static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
     RoundedInputs x[T];
-    for (int t = 0; t < T; t++) x[t] = rounded_inputs_at(inputs + t * block_input_bytes(in), in);
+    for (int t = 0; t < T; t++) x[t] = rounded_inputs_at(inputs + t * block_token_bytes(in), in);
     __m512 sum[R][T];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);

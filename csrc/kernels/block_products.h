@@ -150,6 +150,7 @@ static inline void decode(BlockQ6_K, const uint8_t *p, int8_t *code, float *scal
 
 }  // namespace skimkv::SKIMKV_NS
 
+#include "kernels/many_token_products.h"
 #ifdef SKIMKV_SIMD_VNNI
 #include "isa/block_rows_vnni.h"
 #endif
@@ -196,7 +197,7 @@ template <bool, int R, int T, class Block>
 static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
     for (int i = 0; i < R * T; i++)
         y[i] = multiply_one_row(Block(), w + i / T * row, in,
-                                rounded_inputs_at(inputs + i % T * block_input_bytes(in), in));
+                                rounded_inputs_at(inputs + i % T * block_token_bytes(in), in));
 }
 #endif
 
@@ -216,7 +217,7 @@ template <InputOrder ORDER, int BIAS>
 static void round_block_inputs(const skimkv_matrix &m, const Tokens &tokens, char *inputs, int64_t first,
                                int64_t last) {
     for (int64_t t = first; t < last; t++) {
-        const RoundedInputs to = rounded_inputs_at(inputs + t * block_input_bytes(m.columns), m.columns);
+        const RoundedInputs to = rounded_inputs_at(inputs + t * block_token_bytes(m.columns), m.columns);
         const int64_t at = t * m.columns;
         if (m.dtype == SKIMKV_F32) round_token<ORDER, BIAS>((const float *)tokens.x + at, m.columns, m.dtype, to);
         else if (m.dtype == SKIMKV_BF16) round_token<ORDER, BIAS>((const bf16 *)tokens.x + at, m.columns, m.dtype, to);
@@ -233,7 +234,7 @@ static int multiply_two_rows(const skimkv_matrix &m, const Tokens &tokens, const
         if (tokens.n - from < T) return multiply_two_rows<T / 2, Block>(m, tokens, inputs, first, apart, from);
     const int64_t row_bytes = m.columns * Block::BYTES / Block::SIZE;
     const uint8_t *w = (const uint8_t *)m.data + first * row_bytes;
-    const char *x = inputs + from * block_input_bytes(m.columns);
+    const char *x = inputs + from * block_token_bytes(m.columns);
     float y[2 * T];
     if (has_two_bytes(m.dtype)) multiply_tile<true, 2, T, Block>(w, apart * row_bytes, m.columns, x, y);
     else multiply_tile<false, 2, T, Block>(w, apart * row_bytes, m.columns, x, y);
@@ -282,16 +283,14 @@ template <class Block> static void expand_rows(const skimkv_matrix &m, void *y, 
     }
 }
 
+static int64_t block_input_bytes(int64_t columns, int64_t n) { return n * block_token_bytes(columns); }
+
 template <class Block> static constexpr MatrixKind block_kind(int32_t kind) {
-    return {kind,
-            Block::SIZE == 256 ? 256 : 32,
-            1,
-            1,
-            256,
-            block_input_bytes,
-            round_block_inputs<Block::ORDER, Block::BIAS>,
-            multiply_rows<Block>,
-            expand_rows<Block>};
+    constexpr ProductForm few = {1, 256, block_input_bytes, round_block_inputs<Block::ORDER, Block::BIAS>,
+                                 multiply_rows<Block>};
+    constexpr ProductForm many = {LANE_ROWS, MOST_LANE_TOKENS, lane_input_bytes, round_lane_inputs,
+                                  multiply_many_tokens<Block>};
+    return {kind, Block::SIZE == 256 ? 256 : 32, 1, 1, few, many, MANY_TOKENS, expand_rows<Block>};
 }
 
 }  // namespace skimkv::SKIMKV_NS

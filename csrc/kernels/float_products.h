@@ -140,7 +140,7 @@ static void multiply_floats(const skimkv_matrix &m, const Tokens &tokens, const 
     else multiply_streams<T, ROWS, FLOAT_TOKENS>(m, tokens, x, first, last);
 }
 
-static int64_t float_input_bytes(int64_t columns) { return columns * (int64_t)sizeof(float); }
+static int64_t float_input_bytes(int64_t columns, int64_t n) { return n * columns * (int64_t)sizeof(float); }
 
 template <class T>
 static void order_float_inputs(const skimkv_matrix &m, const Tokens &tokens, char *inputs, int64_t first,
@@ -166,15 +166,9 @@ static void multiply_rows_of_floats(const skimkv_matrix &m, const Tokens &tokens
 }
 
 template <class T> static constexpr MatrixKind float_kind(int32_t kind) {
-    return {kind,
-            32,
-            sizeof(T),
-            1,
-            MOST_FLOAT_TOKENS,
-            float_input_bytes,
-            order_float_inputs<T>,
-            multiply_rows_of_floats<T>,
-            nullptr};
+    constexpr ProductForm form = {1, MOST_FLOAT_TOKENS, float_input_bytes, order_float_inputs<T>,
+                                  multiply_rows_of_floats<T>};
+    return {kind, 32, sizeof(T), 1, form, form, 0, nullptr};
 }
 
 }  // namespace skimkv::SKIMKV_NS

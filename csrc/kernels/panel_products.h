@@ -19,7 +19,7 @@ constexpr int64_t WEIGHTS_AHEAD_BYTES = 4 * PANEL_BLOCK_BYTES;  // how far ahead
 constexpr int TOKENS_AT_ONCE = W == 16 ? 8 : W == 8 ? 4 : 2;    // tokens whose sums fit the registers
 
 // Bytes of one token's inputs as integers: int16 codes, then a float scale for every 32 of them.
-static int64_t panel_input_bytes(int64_t columns) { return (columns * 2 + columns / 32 * 4 + 63) / 64 * 64; }
+static int64_t panel_token_bytes(int64_t columns) { return (columns * 2 + columns / 32 * 4 + 63) / 64 * 64; }
 
 // Rounds one token's inputs.
 template <class T> static void round_panel_token(const T *x, int64_t in, char *to) {
@@ -96,7 +96,7 @@ static void multiply_tokens(int n, const char *w, int64_t panel, int64_t in, con
 // the others from the cache.
 template <int P>
 static void multiply_panels(const skimkv_matrix &m, const Tokens &tokens, const char *x, int64_t first) {
-    const int64_t panel = m.columns / 32 * PANEL_BLOCK_BYTES, stride = panel_input_bytes(m.columns);
+    const int64_t panel = m.columns / 32 * PANEL_BLOCK_BYTES, stride = panel_token_bytes(m.columns);
     const int64_t groups = (tokens.n + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
     const int rows = (int)min(P * PANEL_ROWS, m.rows - first * PANEL_ROWS);
     float y[TOKENS_AT_ONCE * P * PANEL_ROWS], bias[P * PANEL_ROWS] = {};
@@ -115,7 +115,7 @@ static void multiply_panels(const skimkv_matrix &m, const Tokens &tokens, const 
 
 static void round_panel_inputs(const skimkv_matrix &m, const Tokens &tokens, char *x, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) {
-        char *to = x + t * panel_input_bytes(m.columns);
+        char *to = x + t * panel_token_bytes(m.columns);
         if (m.dtype == SKIMKV_F32) round_panel_token((const float *)tokens.x + t * m.columns, m.columns, to);
         else if (m.dtype == SKIMKV_BF16) round_panel_token((const bf16 *)tokens.x + t * m.columns, m.columns, to);
         else round_panel_token((const f16 *)tokens.x + t * m.columns, m.columns, to);
@@ -150,9 +150,11 @@ static void expand_panel_rows(const skimkv_matrix &m, void *y, int64_t first, in
     }
 }
 
+static int64_t panel_input_bytes(int64_t columns, int64_t n) { return n * panel_token_bytes(columns); }
+
 static constexpr MatrixKind panel_kind(int32_t kind) {
-    return {
-        kind, 32, 2, PANEL_ROWS, 256, panel_input_bytes, round_panel_inputs, multiply_panel_rows, expand_panel_rows};
+    constexpr ProductForm form = {PANEL_ROWS, 256, panel_input_bytes, round_panel_inputs, multiply_panel_rows};
+    return {kind, 32, 2, PANEL_ROWS, form, form, 0, expand_panel_rows};
 }
 
 }  // namespace skimkv::SKIMKV_NS

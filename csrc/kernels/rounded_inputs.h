@@ -47,11 +47,11 @@ struct RoundedInputs {
 
 static inline int64_t padded_inputs(int64_t in) { return (in + INPUT_GROUP - 1) / INPUT_GROUP * INPUT_GROUP; }
 
-static int64_t block_input_bytes(int64_t in) {
+static int64_t block_token_bytes(int64_t in) {
     return (padded_inputs(in) * 3 + padded_inputs(in) / 32 * 12 + 63) / 64 * 64;
 }
 
-// Where the inputs of one token are, in block_input_bytes of memory.
+// Where the inputs of one token are, in block_token_bytes of memory.
 static inline RoundedInputs rounded_inputs_at(const char *inputs, int64_t in) {
     char *memory = (char *)inputs;
     const int64_t n = padded_inputs(in);

@@ -45,13 +45,13 @@ def test_product(isa, dtype, type):
     ):
         rows = random_blocks(type, out, inputs)
         w, bias = exact_weights(rows, type), torch.randn(out).to(dtype)
-        for n in (1, 7, 40):
+        for n in (1, 7, 19, 40, 280):
             x = (torch.randn(n, inputs) * torch.rand(n, 1) * 5).to(dtype)
             with on(isa):
                 y, with_bias = ops.linear(x, rows, type), ops.linear(x, rows, type, bias=bias)
             exact = x.double() @ w.T
             room = bound(x, w, exact)
-            if n >= 32:  # a prompt: PyTorch multiplies with weights that were rounded to its type
+            if n >= 32 and not isa.startswith("avx"):  # PyTorch multiplies with weights that were rounded to its type
                 room = room + 2 * EPS[dtype] * (x.double().abs() @ w.abs().T)
             assert y.dtype == dtype and ((y.double() - exact).abs() <= room).all()
             exact = exact + bias.double()

@@ -18,7 +18,7 @@ from .packed_weights import ROWS
 AT_ONCE = 1 << 21  # weights that are dequantised at once: they stay in the caches of a processor
 # Tokens from which on PyTorch multiplies faster: floats, beside our kernels with AVX2 or AVX-512, and beside others; or
 # rows that are dequantised.
-FLOAT_PROMPT, OTHER_FLOAT_PROMPT, PROMPT = 48, 16, 32
+FLOAT_PROMPT, OTHER_FLOAT_PROMPT, PROMPT = 65, 16, 32
 
 
 class Product:
@@ -110,10 +110,10 @@ def linear(
     """Compute x W^T + bias: x (...,in) · weight, a matrix (rows,in) of this kind · bias (rows,) -> (...,rows).
 
     The result has x's type: float32, bfloat16 or float16. rows: None: those of weight, which must be given for packed
-    weights. order: (rows,) int32, the output that each row gives, a
-    permutation; None if row i gives output i; only for blocks. In C++ where the backend is cpu, straight from the
-    stored weights; but for a prompt PyTorch multiplies floats for which the processor has instructions, and rows of
-    blocks are dequantised a part at a time. Raises ValueError if shapes, types or devices do not fit.
+    weights. order: (rows,) int32, the output that each row gives, a permutation; None if row i gives output i; only
+    for blocks. In C++ where the backend is cpu, straight from the stored weights; but for a prompt PyTorch multiplies
+    floats for which the processor has instructions, and where it has matrix units, or neither AVX2 nor AVX-512, also
+    rows that were dequantised a part at a time. Raises ValueError if shapes, types or devices do not fit.
     """
     rows = weight.shape[0] if rows is None else rows
     prepared = matrix(x, weight, kind, rows, bias, order)
@@ -138,7 +138,8 @@ def _prompt_tokens(kind: str, dtype: torch.dtype) -> float:
     """The number of tokens from which on PyTorch multiplies faster, with rows that are dequantised if need be."""
     if kind == matrices.FLOATS:
         return _float_prompt(dtype)
-    return math.inf if kind == matrices.PACKED and not _multiplies_tiles(dtype) else PROMPT
+    is_faster = not _multiplies_tiles(dtype) and (kind == matrices.PACKED or (library.isa() or "").startswith("avx"))
+    return math.inf if is_faster else PROMPT
 
 
 def _float_prompt(dtype: torch.dtype) -> float:
