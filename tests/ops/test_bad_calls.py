@@ -23,7 +23,7 @@ from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 from support import steps
-from support.kernels import NATIVE, compare, filled, on
+from support.kernels import NATIVE, compare, filled, misaligned, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -45,12 +45,6 @@ def parts(numbers, monkeypatch):
 
         monkeypatch.setattr(native.library(), name, called)
     return numbers
-
-
-def misaligned(t):
-    raw = torch.zeros(t.nbytes + 1, dtype=torch.uint8)
-    bytes_ = raw.numpy()[1:]
-    return torch.from_numpy(bytes_.view("float32").reshape(t.shape))
 
 
 BAD_Q = {

@@ -19,7 +19,7 @@ from skimkv.ops import KernelStep, Token
 from skimkv.ops.cpu.run import CpuBackend
 from skimkv.stores.base import Shape
 from skimkv.stores.rotation import KeyRotation
-from support.kernels import NATIVE, on
+from support.kernels import NATIVE, misaligned, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -154,13 +154,8 @@ BAD_TOKENS = {
     "k is": lambda q, k, v: (q, k[:1], v[:1]),
     "v is": lambda q, k, v: (q, k, v.half()),
     "k is .* meta": lambda q, k, v: (q, k.to("meta"), v.to("meta")),
-    "not aligned": lambda q, k, v: (shifted(q), k, v),
+    "not aligned": lambda q, k, v: (misaligned(q), k, v),
 }
-
-
-def shifted(t):
-    raw = torch.zeros(t.nbytes + 1, dtype=torch.uint8).numpy()[1:]
-    return torch.from_numpy(raw.view("float32").reshape(t.shape))
 
 
 @pytest.mark.parametrize("says", BAD_TOKENS)
@@ -282,7 +277,7 @@ def test_a_store_that_another_thread_uses_refuses_a_step(spec):
     assert store.lengths == [22, 22]
     q, k, v = tokens[3]
     with pytest.raises(ValueError, match="not aligned"):
-        method.decode(store, shifted(q), k, v, scale=SCALE)
+        method.decode(store, misaligned(q), k, v, scale=SCALE)
     assert store.lengths == [22, 22] and store.exclusive().free
     method.decode(store, *tokens[4], scale=SCALE)
     assert store.lengths == [23, 23]

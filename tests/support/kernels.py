@@ -57,6 +57,12 @@ def poison(store):
             store.tail[b, ..., n % GROUP :] = torch.nan
 
 
+def misaligned(t):
+    """Zeros of this shape and of float32 at an address that is no multiple of their size."""
+    raw = torch.zeros(t.nbytes + 1, dtype=torch.uint8).numpy()[1:]
+    return torch.from_numpy(raw.view("float32").reshape(t.shape))
+
+
 def filled(D, lengths, dtype, G, channels="copy", r=8, k=0, local=0, mean=True, projection=None, H=2, seed=0, kv=None):
     """q and a store: r channels of q stand out, and k - local positions of K that agree with q in them."""
     torch.manual_seed(seed)
