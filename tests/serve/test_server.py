@@ -62,7 +62,6 @@ def test_the_official_client(server: Running) -> None:
     after = vars(server.generator.totals)
     assert after["reused_tokens"] - before["reused_tokens"] == 60
     assert after["requests"] - before["requests"] == 3
-    assert [model.id for model in client.models.list()] == [NAME]
     status, totals = server.request("/skimkv")
     assert status == 200 and totals["method"] == METHOD and totals["requests"] == after["requests"]
     assert totals["conversations"] == 2 and totals["conversation_bytes"] > 0
@@ -111,9 +110,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"prompt": words(160)}, "the prompt has 160 tokens; prompt and answer together have at most 160"),
     "too long, streamed": ({"prompt": words(160), "stream": True}, "the prompt has 160 tokens"),
     "empty": ({"prompt": ""}, "the prompt is empty"),
-    "no prompt": ({}, "the request has no prompt"),
-    "another model": ({"model": "gpt-4", "prompt": "w3"}, "no 'gpt-4'"),
-    "no messages": ({"chat": True}, "the request has no messages"),
     "no such role": ({"chat": True, "messages": [{"role": "system", "content": "w3"}]}, "no such role"),
     "another template": (
         {"chat": True, "messages": [{"role": "user", "content": "w3"}], "chat_template_kwargs": {"chat_template": "x"}},
@@ -127,8 +123,7 @@ def test_mistakes(server: Running) -> None:
         path = "/v1/chat/completions" if fields.get("chat") else "/v1/completions"
         body = {"model": NAME, **{key: value for key, value in fields.items() if key != "chat"}}
         status, answer = server.request(path, body)
-        assert status == (404 if name == "another model" else 400), (name, answer)
-        assert text in answer["error"]["message"], name
+        assert status == 400 and text in answer["error"]["message"], (name, answer)
         assert "\n" not in answer["error"]["message"], name
     assert server.request("/v1/completions", {"prompt": words(160)})[1]["error"]["code"] == "context_length_exceeded"
 

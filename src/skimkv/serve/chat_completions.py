@@ -7,25 +7,22 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .completions import Event, sse, usage
+from .completions import Event, Form, usage
 from .pieces import Piece, Reasoning, ToolCall
 from .worker import Ended
 
 
-class ChatCompletion:
+class ChatCompletion(Form):
     """Puts the answer to a chat together, as one object or as the events of a stream.
 
     model: the name under which it is served.
     """
 
-    last_words = "data: [DONE]\n\n"
-
     def __init__(self, model: str, body: Mapping[str, Any]) -> None:
-        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.counts_in_stream = bool(body.get("stream_options", {}).get("include_usage"))
+        made = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        super().__init__({**made, "object": "chat.completion.chunk"}, body)
         self.text, self.reasoning = "", ""
         self.calls: list[dict[str, Any]] = []
-        self.ends: list[Ended] = []
 
     def start(self) -> Iterator[Event]:
         """Yield the events before the first piece."""
@@ -46,15 +43,6 @@ class ChatCompletion:
             self.text += piece
             yield self._event({"content": piece})
 
-    def finish(self) -> Iterator[Event]:
-        """Yield the events after the answer."""
-        if self.counts_in_stream:
-            yield {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage(self.ends)}
-
-    def fail(self, error: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events that tell of an error."""
-        yield error
-
     def whole(self) -> dict[str, Any]:
         """Return the answer as one object."""
         content = None if self.calls and not self.text else self.text
@@ -66,14 +54,8 @@ class ChatCompletion:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason()}
         return {**self.head, "object": "chat.completion", "choices": [choice], "usage": usage(self.ends)}
 
-    def write(self, event: Event) -> str:
-        """Write an event of the stream."""
-        return sse(event)
-
     def _reason(self) -> str:
         return "length" if self.ends[0].by_length else "tool_calls" if self.calls else "stop"
 
     def _event(self, delta: dict[str, Any], reason: str | None = None) -> Event:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        counts = {"usage": None} if self.counts_in_stream else {}
-        return {**self.head, "object": "chat.completion.chunk", "choices": [choice], **counts}
+        return self.event_of({"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason})

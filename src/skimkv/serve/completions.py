@@ -28,19 +28,48 @@ def usage(ends: list[Ended]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Completion:
+class Form:
+    """What the answers to completions and to chats have in common: an end, counts where the request asks for them.
+
+    head: of every object and event.
+    """
+
+    last_words = "data: [DONE]\n\n"
+
+    def __init__(self, head: Event, body: Mapping[str, Any]) -> None:
+        self.head = head
+        self.counts_in_stream = bool(body.get("stream_options", {}).get("include_usage"))
+        self.ends: list[Ended] = []
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the events after all answers."""
+        if self.counts_in_stream:
+            yield {**self.head, "choices": [], "usage": usage(self.ends)}
+
+    def fail(self, error: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events that tell of an error."""
+        yield error
+
+    def write(self, event: Event) -> str:
+        """Write an event of the stream."""
+        return sse(event)
+
+    def event_of(self, choice: dict[str, Any]) -> Event:
+        """Make the event with a part of an answer."""
+        counts = {"usage": None} if self.counts_in_stream else {}
+        return {**self.head, "choices": [choice], **counts}
+
+
+class Completion(Form):
     """Puts the answers to a request together, as one object or as the events of a stream.
 
     model: the name under which it is served.
     """
 
-    kind, last_words = "text_completion", "data: [DONE]\n\n"
-
     def __init__(self, model: str, body: Mapping[str, Any]) -> None:
-        self.head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": self.kind, "created": int(time.time()), "model": model}
-        self.counts_in_stream = bool(body.get("stream_options", {}).get("include_usage"))
+        made = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        super().__init__({**made, "model": model}, body)
         self.texts: list[str] = []
-        self.ends: list[Ended] = []
 
     def start(self) -> Iterator[Event]:
         """Yield the events before the first piece."""
@@ -52,19 +81,10 @@ class Completion:
             self.texts.append("")
         if isinstance(piece, Ended):
             self.ends.append(piece)
-            yield self._event(index, "", _reason(piece))
+            yield self.event_of(_choice(index, "", _reason(piece)))
         elif isinstance(piece, Text):
             self.texts[index] += piece
-            yield self._event(index, piece, None)
-
-    def finish(self) -> Iterator[Event]:
-        """Yield the events after all answers."""
-        if self.counts_in_stream:
-            yield {**self.head, "choices": [], "usage": usage(self.ends)}
-
-    def fail(self, error: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events that tell of an error."""
-        yield error
+            yield self.event_of(_choice(index, piece, None))
 
     def whole(self) -> dict[str, Any]:
         """Return the answers as one object."""
@@ -72,14 +92,6 @@ class Completion:
             _choice(i, text, _reason(end)) for i, (text, end) in enumerate(zip(self.texts, self.ends, strict=True))
         ]
         return {**self.head, "choices": choices, "usage": usage(self.ends)}
-
-    def write(self, event: Event) -> str:
-        """Write an event of the stream."""
-        return sse(event)
-
-    def _event(self, index: int, text: str, reason: str | None) -> Event:
-        counts = {"usage": None} if self.counts_in_stream else {}
-        return {**self.head, "choices": [_choice(index, text, reason)], **counts}
 
 
 def _reason(end: Ended) -> str:
