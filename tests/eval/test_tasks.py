@@ -161,6 +161,19 @@ def test_a_record_longer_than_its_words():
         record.records(1, 36482, 3)
 
 
+def test_record():
+    """Every part of the lines is asked for, the same for a seed; an answer is a line."""
+    (one, two), (again, _) = record.records(2, 100, 10, seed=3), record.records(2, 100, 10, seed=3)
+    assert one == again != two and one.context.count("\n") == 100
+    keys = [line.split(" ")[0] for line in one.context.splitlines()]
+    assert sorted(keys.index(question.strip()) // 10 for question, _ in one.questions) == list(range(10))
+    said = {"123\nx: 4": 1, "123": 1, "1234\n": 0, "12": 0, "": 0, "\n123": 0}
+    assert {output: record.score(output, example("123")) for output in said} == said
+    for asked, says in ((11, "asked = 11, lines = 10: need 1 <= asked <= lines"), (0, "asked = 0 must be")):
+        with pytest.raises(ValueError, match=says):
+            record.records(1, 10, asked)
+
+
 def test_specs():
     task = tasks.parse("needle( depths = 3,lengths=(200,))")
     assert task.spec == "needle(lengths=(200,), depths=3)" == tasks.parse(task.spec).spec
