@@ -9,20 +9,7 @@ from types import MethodType
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    DynamicCache,
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.llama import modeling_llama
 
 import skimkv
@@ -47,12 +34,12 @@ SIZES = {
     "eos_token_id": None,
 }
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "llama with biases": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None)),
-    "mistral with a window": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=64)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral with a window": ("mistral", {"sliding_window": 64}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
 }
 REPEATED = {
     "Dense": "Dense",
@@ -74,10 +61,15 @@ METHODS = REPEATED | ATTENDING
 DENSE = "Dense"
 
 
-def random_model(family="llama", weights="bfloat16", dtype=torch.bfloat16):
+def of_kind(kind, **options):
     torch.manual_seed(0)
-    kind, config = FAMILIES[family]
-    model = kind(copy.deepcopy(config)).eval().requires_grad_(False)
+    config = AutoConfig.for_model(kind, **SIZES | options)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def random_model(family="llama", weights="bfloat16", dtype=torch.bfloat16):
+    kind, options = FAMILIES[family]
+    model = of_kind(kind, **options)
     for name, tensor in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             tensor.copy_(torch.rand_like(tensor) + 0.5)
@@ -175,9 +167,7 @@ def test_other_types(weights, dtype, steps_at_once):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rounded_inputs_of_many_layers_are_no_other_arithmetic(weights, steps_at_once):
     """Where products round their inputs, two ways to compute the same differ by more the deeper a model is."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "head_dim": 64}
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).eval().requires_grad_(False)
+    model = of_kind("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=24, head_dim=64)
     logits(quantise(model.bfloat16(), weights))
     assert len(steps_at_once) == 6
 
@@ -201,9 +191,8 @@ def test_generate_with_padding(spec, steps_at_once):
 def test_layers_that_the_library_caches(steps_at_once):
     """A window that is shorter than the text: these layers keep the library's cache, and attend as it does."""
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, layer_types=kinds)
-    torch.manual_seed(0)
-    model = quantise(Qwen2ForCausalLM(config).eval().requires_grad_(False).bfloat16(), "bfloat16")
+    model = of_kind("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    model = quantise(model.bfloat16(), "bfloat16")
 
     def run(mask=None, batch=1):
         cache, tokens = skimkv.Cache(model, "SparQ(r=4, k=8)"), prompt(batch, 30)
@@ -396,10 +385,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_two_steps_is_noticed(change, steps_at_once):
-    torch.manual_seed(0)
     where, apply, is_at_once = CHANGES[change]
-    config = Qwen3Config(**SIZES, attention_bias=True)
-    model = Qwen3ForCausalLM(config).eval().requires_grad_(False).bfloat16()
+    model = of_kind("qwen3", attention_bias=True).bfloat16()
     model.model.layers[1].self_attn.q_proj.bias.normal_()
     model = quantise(model, "bfloat16")
     before = logits(model)
@@ -658,7 +645,7 @@ def test_copies_are_of_their_own_modules(steps_at_once):
 
 
 def test_other_models_keep_their_forward():
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = of_kind("llama")
 
     def forward(self, input_ids=None, **kwargs):
         return self.embed_tokens(input_ids)
@@ -672,7 +659,7 @@ def test_other_models_keep_their_forward():
     ours = logits(model)  # with layers of transformers, it finds nothing to do
     restore_modules([model.model])
     assert "forward" not in model.model.__dict__ and torch.equal(ours, logits(model))
-    gemma = GemmaForCausalLM(GemmaConfig(**SIZES)).eval().bfloat16()
+    gemma = of_kind("gemma").bfloat16()
     quantise(gemma, "int8")
     ours = logits(gemma)
     check_own_forward(gemma, ours)

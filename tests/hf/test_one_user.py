@@ -8,6 +8,7 @@ import torch
 
 import skimkv
 from support.generation import GREEDY, N
+from support.refusals import refuses
 from support.tiny_models import family, prompt
 
 A, B = "LMInfinite(k=2, initial=1)", "H2O(k=3)"
@@ -99,17 +100,13 @@ def test_contexts_nest_and_leaving_them_out_of_order_raises(model):
     dense, a, b = tokens(model), alone(A), alone(B)
     assert dense != a != b != dense
     outer, inner = skimkv.attach(model, A), skimkv.attach(model, B)
-    with pytest.raises(RuntimeError) as caught:
-        outer.__enter__()
-    advises(caught.value)
+    refuses(outer.__enter__, ADVICE, RuntimeError)
     skimkv.detach(model)
     with skimkv.attach(model, A) as outer:
         inner = skimkv.attach(model, B)
         inner.__enter__()
         assert tokens(model) == b
-        with pytest.raises(RuntimeError) as caught:
-            outer.__exit__(None, None, None)
-        advises(caught.value)
+        refuses(lambda: outer.__exit__(None, None, None), ADVICE, RuntimeError)
         assert model.__dict__ == clean, "both are left"
         inner.__exit__(None, None, None)
         assert tokens(model) == dense
@@ -154,9 +151,7 @@ def test_other_threads_are_refused_while_generate_runs(model):
     prepared = in_thread(lambda: skimkv.attach(model, A))
     with Running(model) as running:
         for call in (lambda: skimkv.attach(model, B), lambda: skimkv.detach(model), prepared.__enter__):
-            with pytest.raises(RuntimeError) as caught:
-                call()
-            advises(caught.value)
+            refuses(call, ADVICE, RuntimeError)
         assert running.finish() == a
     skimkv.detach(model)
     assert tokens(model) == dense
@@ -168,9 +163,7 @@ def test_leaving_while_a_generate_runs_that_started_inside(model):
     attached = skimkv.attach(model, A)
     attached.__enter__()
     with Running(model) as running:
-        with pytest.raises(RuntimeError) as caught:
-            attached.__exit__(None, None, None)
-        advises(caught.value)
+        refuses(lambda: attached.__exit__(None, None, None), ADVICE, RuntimeError)
         assert running.finish() == a
     assert model.__dict__ == clean, "the last generate() has undone the attachment"
     assert tokens(model) == dense

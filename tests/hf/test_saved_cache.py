@@ -41,6 +41,12 @@ def read(model, method, batch=2):
     return cache, logits.argmax(-1)
 
 
+def opened(path):
+    """The header and the tensors of a file."""
+    with safe_open(path, "pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
+
+
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_a_text_goes_on(method, tmp_path):
     model, path = family("llama"), tmp_path / "prompt.safetensors"
@@ -120,8 +126,7 @@ def test_what_differs_is_named(tmp_path):
         with pytest.raises(ValueError, match=words) as caught:
             load()
         assert len(str(caught.value).splitlines()) == 1
-    with safe_open(path, "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
+    header, tensors = opened(path)
     for name, value in (("skimkv", "0.0.1"), ("transformers", "4.0"), ("dtype", "torch.float16"), ("format", "0")):
         save_file(tensors, tmp_path / "changed", header | {name: value})
         with pytest.raises(ValueError, match=f"its {name} is '{value}', not"):
@@ -135,8 +140,7 @@ def test_only_known_classes_are_made(tmp_path):
     model, path = family("llama"), tmp_path / "c"
     cache, _ = read(model, "Dense()")
     cache.save(path)
-    with safe_open(path, "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
+    header, tensors = opened(path)
     layers = json.loads(header["layers"])
     layers[0]["own"]["seen"] = {"kind": "Popen", "fields": {}}
     changed = json.dumps(layers)
@@ -152,8 +156,7 @@ def test_a_changed_file_is_refused(method, tmp_path):
     model, path = family("llama"), tmp_path / "c"
     cache, _ = read(model, method)
     cache.save(path)
-    with safe_open(path, "pt") as file:
-        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
+    header, tensors = opened(path)
     changes = [(header | {"layers": header["layers"].replace(f"{N}", f"{10 * N}")}, tensors)]
     for name in list(tensors)[:6]:
         bit = tensors[name].clone()

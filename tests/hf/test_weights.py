@@ -22,8 +22,8 @@ from transformers import (
 
 from skimkv.hf.load import BUILTIN, load
 from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
-from skimkv.hf.weights import quantise, quantise_while_loading, random_linear
-from skimkv.ops import block_weights, packed_weights
+from skimkv.hf.weights import FORMATS, quantise, quantise_while_loading, random_linear
+from skimkv.ops import matrices, packed_weights
 from support import gguf_files
 from support.gguf_files import close, logits, near, tiny
 
@@ -45,69 +45,28 @@ def _gemma() -> torch.nn.Module:
 MAKE = {"llama": tiny, "tied": lambda: tiny(True, attention_bias=True), "gpt2": _gpt2, "gemma": _gemma}
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", MAKE)
-def test_quantised_while_loading(tmp_path, backend, name):
+def test_a_model_with_matrices_of_a_format(tmp_path, backend, name, format):
+    """Made while it is loaded, or afterwards: its tokens are those of the library's modules with these matrices."""
     model = MAKE[name]().eval()
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("int8"))
-    exact = logits(model, IDS)
-    live = quantise(model)
-    assert torch.equal(logits(loaded, IDS), logits(live, IDS))
-    assert near(logits(loaded, IDS), exact)
-    reference = MAKE[name]().eval()  # the same model with its matrices replaced by what the 8-bit ones stand for
-    reference.load_state_dict(type(reference).from_pretrained(tmp_path).state_dict())
-    for name, part in live.named_modules():
-        if isinstance(part, MatrixLinear):
-            rows = packed_weights.dequantise(packed_weights.rows_of(part.weight, torch.arange(part.out_features)))
-            other = reference.get_submodule(name).weight
-            other.data = rows.T if part.transposed else rows
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading(format))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert format == "int4" or near(logits(loaded, IDS), logits(reference, IDS))
+    parts = {name: part for name, part in loaded.named_modules() if isinstance(part, MatrixModule)}
+    assert any(isinstance(part, MatrixLinear) for part in parts.values())
+    for name, part in parts.items():
+        assert part.kind == FORMATS[format].kind and part.dtype == torch.float32
+        rows = matrices.dequantise(part.weight, part.kind, torch.arange(part.shape[0])).float()
+        reference.get_submodule(name).weight.data = rows.T if getattr(part, "transposed", False) else rows
     assert close(logits(loaded, IDS), logits(reference, IDS))
     assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
     with pytest.raises(ValueError, match="not serializable"):
         loaded.save_pretrained(tmp_path / "again")
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_four_bits(tmp_path, backend, name):
-    """The matrices are those of GGUF's Q4_0; loading and quantising a loaded model give the same."""
-    model = MAKE[name]().eval()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("int4"))
-    live = quantise(MAKE[name]().eval(), "int4")
-    assert any(isinstance(part, MatrixLinear) for part in loaded.modules())
-    reference = type(model).from_pretrained(tmp_path).eval()
-    for name, part in loaded.named_modules():
-        if isinstance(part, MatrixLinear):
-            weights = block_weights.dequantise(part.weight, "Q4_0")
-            other = reference.get_submodule(name).weight
-            other.data = weights.T if part.transposed else weights
-    assert close(logits(loaded, IDS), logits(reference, IDS))
-    assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
+    live = quantise(model, format)
+    assert torch.equal(logits(live, IDS), logits(loaded, IDS))
     assert sum(p.nbytes for p in live.parameters()) == sum(p.nbytes for p in loaded.parameters())
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_floats(tmp_path, backend, name):
-    """Matrices of bfloat16 in a model of float32, and of its own type: the same tokens as the library's modules."""
-    model = MAKE[name]().eval()
-    model.save_pretrained(tmp_path)
-    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("float32"))
-    assert any(isinstance(part, MatrixLinear) for part in loaded.modules())
-    assert close(logits(loaded, IDS), logits(exact, IDS))
-    assert torch.equal(loaded.generate(IDS, **GREEDY), exact.generate(IDS, **GREEDY))
-    halved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", **quantise_while_loading("bfloat16"))
-    for name, part in halved.named_modules():
-        if isinstance(part, MatrixModule):
-            assert part.weight.dtype == torch.bfloat16 and part.dtype == torch.float32
-            other = exact.get_submodule(name).weight
-            other.data = part.weight.float().T if part.transposed else part.weight.float()
-    assert close(logits(halved, IDS), logits(exact, IDS))
-    assert torch.equal(halved.generate(IDS, **GREEDY), exact.generate(IDS, **GREEDY))
-    live = quantise(model, "bfloat16")
-    assert torch.equal(logits(live, IDS), logits(halved, IDS))
-    with pytest.raises(ValueError, match="no gradient"):
-        next(part for part in live.modules() if isinstance(part, MatrixLinear))(torch.randn(1, 64, requires_grad=True))
 
 
 def test_what_is_replaced():
@@ -130,8 +89,9 @@ def test_modules():
             table(torch.tensor([[0, bad]]))
     assert head(torch.randn(2, 3, 64)).shape == (2, 3, 40) and head(torch.randn(4, 64)).std() > 0.3
     assert repr(head) == "MatrixLinear(64, 40, packed)"
-    with pytest.raises(ValueError, match="no gradient"):
-        head(torch.randn(1, 64, requires_grad=True))
+    for layer in (head, MatrixLinear(torch.randn(40, 64).bfloat16(), "floats", 40, 64)):
+        with pytest.raises(ValueError, match="no gradient"):
+            layer(torch.randn(1, 64, requires_grad=True))
     with pytest.raises(ValueError, match=r"needs torch\.int16"):
         MatrixLinear(torch.zeros(3, 2, 17, 8, dtype=torch.int16), "packed", 40, 64)
 

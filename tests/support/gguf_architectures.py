@@ -13,7 +13,7 @@ from gguf.quants import Q4_0, Q8_0
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skimkv.hf.gguf_config import ARCHITECTURES, REFUSED
-from support.gguf_files import VOCABULARY, Kind, finish, permuted
+from support.gguf_files import VOCABULARY, Kind, add_tokenizer, finish, permuted
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY) + 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -150,9 +150,7 @@ def tiny_model(architecture: str) -> PreTrainedModel:
 def write(path: Path, architecture: str) -> PreTrainedModel:
     """Write the file, and return the model that it stands for, in float32."""
     model = tiny_model(architecture)
-    w = gguf.GGUFWriter(path, "llama" if architecture == "mistral" else architecture)
-    if architecture == "mistral":
-        w = gguf.GGUFWriter(path, architecture)
+    w = gguf.GGUFWriter(path, architecture)
     _write_metadata(w, architecture, model.config)
     number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture.replace("mistral", "llama"))
     names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
@@ -188,14 +186,7 @@ def _write_metadata(w: gguf.GGUFWriter, architecture: str, config: Any) -> None:
             w.add_float32(full, value)
         else:
             w.add_uint32(full, value)
-    padding = [f"[PAD{i}]" for i in range(3)]
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("gpt-2")
-    w.add_token_list(VOCABULARY + padding)
-    w.add_token_types([3, 3] + [1] * (len(VOCABULARY) - 2) + [5] * 3)
-    w.add_token_merges(["t h", "th e"])
-    w.add_bos_token_id(0)
-    w.add_eos_token_id(1)
+    add_tokenizer(w, config.vocab_size, "gpt-2")
 
 
 def _write_tensor(

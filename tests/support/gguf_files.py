@@ -64,15 +64,20 @@ def header(path: Path, config: LlamaConfig, architecture: str = "llama") -> gguf
     w.add_rope_dimension_count(config.head_dim)
     w.add_rope_freq_base(config.rope_parameters["rope_theta"])
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
-    padding = [f"[PAD{i}]" for i in range(len(VOCABULARY), config.vocab_size)]
+    add_tokenizer(w, config.vocab_size)
+    return w
+
+
+def add_tokenizer(w: gguf.GGUFWriter, tokens: int, pre: str = "default") -> None:
+    """Add byte pairs with two merges, and padding up to this number of tokens."""
+    padding = [f"[PAD{i}]" for i in range(len(VOCABULARY), tokens)]
     w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("default")
+    w.add_tokenizer_pre(pre)
     w.add_token_list(VOCABULARY + padding)
     w.add_token_types([3, 3] + [1] * (len(VOCABULARY) - 2) + [5] * len(padding))
     w.add_token_merges(["t h", "th e"])
-    w.add_bos_token_id(config.bos_token_id)
-    w.add_eos_token_id(config.eos_token_id)
-    return w
+    w.add_bos_token_id(0)
+    w.add_eos_token_id(1)
 
 
 def finish(w: gguf.GGUFWriter) -> None:

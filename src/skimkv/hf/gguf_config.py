@@ -247,9 +247,8 @@ def read_configuration(file: GGUFFile) -> PretrainedConfig:
     """The model's configuration. Raises ValueError for metadata that is missing, damaged or not supported."""
     metadata, tensors = Metadata(file.metadata), file.tensors
     architecture = ARCHITECTURES[metadata.architecture]
-    for needed in ("token_embd.weight",):
-        if needed not in tensors:
-            raise ValueError(f"{needed} is missing")
+    if "token_embd.weight" not in tensors:
+        raise ValueError("token_embd.weight is missing")
     layers, stored = metadata.count("block_count"), len({n.split(".")[1] for n in tensors if n.startswith("blk.")})
     if layers != stored:  # before a model of that many layers is made
         raise ValueError(f"the metadata say {layers} layers; {stored} layers are there")

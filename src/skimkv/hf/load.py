@@ -106,8 +106,7 @@ def load(
 
         return load_gguf(source.location, number_format)
     if source.kind == "folder":
-        _check_weights(Path(source.location))
-        _check_counts(Path(source.location))
+        _check_counts(Path(source.location), _check_weights(Path(source.location)))
     network, tokenizer = _from_pretrained(source, number_format, trust_remote_code, weights, device_map)
     if weights is not None and getattr(torch, weights, None) == network.config.dtype:
         warnings.warn(
@@ -223,34 +222,30 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder}: no weights (*.safetensors)")
 
 
-def _check_weights(folder: Path) -> None:
-    """Raises ValueError if a safetensors file is damaged; only the headers are read."""
+def _check_weights(folder: Path) -> int:
+    """How many tensors the safetensors files hold, by their headers. Raises ValueError if a file is damaged."""
     from safetensors import SafetensorError, safe_open
 
+    tensors = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):
-                pass
+            with safe_open(path, "pt") as file:
+                tensors += len(file.keys())
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: truncated or corrupt: {first_sentence(error)}") from None
+    return tensors
 
 
-def _check_counts(folder: Path) -> None:
-    """Raises ValueError if config.json is no JSON object, or asks for more parts than any checkpoint of this size has.
+def _check_counts(folder: Path, tensors: int) -> None:
+    """Raises ValueError if config.json is no JSON object, or asks for more parts than a checkpoint of `tensors` has.
 
     The library makes a part for each layer before it reads a weight, and would make two thousand million of them.
     """
-    from safetensors import safe_open
-
     path = folder / "config.json"
     with as_value_error(f"{path}: not a configuration"):
         config = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise ValueError(f"{path}: not a configuration: it is no JSON object")
-    tensors = 0
-    for shard in folder.glob("*.safetensors"):
-        with safe_open(shard, "pt") as file:
-            tensors += len(file.keys())
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
         for name, value in part.items():
