@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from . import output
-from .options import MODEL_OPTIONS, Json, Method, Weights, check_model, quiet
+from .options import Json, Method, Weights, model_option, quiet
 
 if TYPE_CHECKING:
     from ..bench.doctor import Finding
@@ -16,19 +16,11 @@ if TYPE_CHECKING:
 MARKS = {"good": ("ok", "green"), "slow": ("slow", "yellow"), "bad": ("bad", "red")}
 
 
-def _model(value: str | None) -> str | None:
-    if value is not None:
-        check_model(value)
-    return value
-
-
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", callback=_model, rich_help_panel=MODEL_OPTIONS,
-            help="Look at this model too; its weights are not read. builtin, a folder, a GGUF file, or a Hugging Face "
-            "id.",
+        model_option(
+            "Look at this model too; its weights are not read. builtin, a folder, a GGUF file, or a Hugging Face id."
         ),
     ] = None,
     weights: Weights = None,

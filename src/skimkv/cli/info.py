@@ -10,16 +10,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from . import output
-from .options import Json, check_model, quiet
+from .options import Json, model_option, quiet
 
 if TYPE_CHECKING:
     from ..methods.base import Method
-
-
-def _model(value: str | None) -> str | None:
-    if value is not None:
-        check_model(value)
-    return value
 
 
 def info(
@@ -28,10 +22,10 @@ def info(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", callback=_model,
-            help="Say how many layers of this model a method decodes; its weights are not read. builtin, a folder, a "
+        model_option(
+            "Say how many layers of this model a method decodes; its weights are not read. builtin, a folder, a "
             "GGUF file, or a Hugging Face id.",
+            panel=None,
         ),
     ] = None,
     as_json: Json = False,

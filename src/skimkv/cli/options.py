@@ -199,8 +199,9 @@ def _seed(value: int) -> int:
     return value
 
 
-def _model(value: str) -> str:
-    check_model(value)
+def _model(value: str | None) -> str | None:
+    if value is not None:
+        check_model(value)
     return value
 
 
@@ -282,13 +283,16 @@ def methods_option(default: str | bool = True) -> Any:
     )  # fmt: skip
 
 
+def model_option(help: str, panel: str | None = MODEL_OPTIONS, default: str | bool = True) -> Any:
+    """Make the option for a model; `default` says in words which one is taken where none is given."""
+    return typer.Option(
+        "--model", metavar="MODEL", callback=_model, show_default=default, help=help, rich_help_panel=panel
+    )
+
+
 Model = Annotated[
-    str,
-    typer.Option(
-        "--model", metavar="MODEL", callback=_model, rich_help_panel=MODEL_OPTIONS,
-        help="The model: builtin, a folder, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
-    ),
-]  # fmt: skip
+    str, model_option("The model: builtin, a folder, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B.")
+]
 Dtype = Annotated[
     str | None,
     typer.Option(

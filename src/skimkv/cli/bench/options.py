@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...hf.load import DTYPES, WEIGHTS
-from ..options import MODEL_OPTIONS, check_dtype, check_model, methods_option, quiet, resolve_device
+from ..options import MODEL_OPTIONS, check_dtype, methods_option, model_option, quiet, resolve_device
 
 if TYPE_CHECKING:
     from ...bench.machine import Machine
@@ -84,21 +84,12 @@ RandomWeights = Annotated[
 
 LoadedModel = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        callback=lambda value: value if value is None else _checked(value),
-        rich_help_panel=MODEL_OPTIONS,
-        show_default="random weights",
-        help="A model with its own weights, in the place of a random one: builtin, a folder, a GGUF file, or a Hugging "
-        "Face id. --weights is then that of `skimkv generate`.",
+    model_option(
+        "A model with its own weights, in the place of a random one: builtin, a folder, a GGUF file, or a Hugging Face "
+        "id. --weights is then that of `skimkv generate`.",
+        default="random weights",
     ),
 ]
-
-
-def _checked(model: str) -> str:
-    check_model(model)
-    return model
 
 
 def check_loaded(context: typer.Context, model: str, weights: str, device: str) -> str | None:
