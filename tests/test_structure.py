@@ -1,4 +1,4 @@
-"""The structure of the source tree: who imports whom, what has a docstring, and that every test asserts something.
+"""The structure of the source tree: who imports whom, and that every test asserts something.
 
 Every rule reads the files with `ast` and runs nothing. A rule is a function that returns one line for each place where
 it is broken. The tests at the end break each rule on purpose in a small package of their own.
@@ -131,24 +131,6 @@ def circles(package: Path) -> list[str]:
     return []
 
 
-def imports_of_matplotlib(package: Path) -> list[str]:
-    """Find imports of matplotlib outside the modules for figures, and those that run when a module is imported."""
-    found = []
-    for path in python_files(package):
-        tree, figures = parse(path), path.stem == "plotting" or path.stem.startswith("figures")
-        inner: set[ast.AST] = set()
-        for node in ast.walk(tree):
-            lazy = isinstance(node, FUNCTION)
-            if lazy or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-                inner.update(ast.walk(node))
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            if any(name.split(".")[0] == "matplotlib" for name in names) and not (figures and node in inner):
-                found.append(f"{path.relative_to(package)}:{node.lineno}")
-    return found
-
-
 def imports_of_tests(folder: Path) -> list[str]:
     """Find imports of test files and of conftest.py; what tests share belongs in a file of its own."""
     found = []
@@ -171,61 +153,6 @@ def unknown_modules(package: Path, *paths: Path) -> list[str]:
             for module in re.findall(rf"(?:from|import|-m) ({package.name}(?:\.[a-z]\w*)+)", line):
                 if module not in known:
                     found.append(f"{path}:{number} {module}")
-    return found
-
-
-def missing_module_docstrings(*folders: Path) -> list[str]:
-    """Find files that do not say what they are for."""
-    return [str(path) for path in python_files(*folders) if not ast.get_docstring(parse(path))]
-
-
-Documented = dict[str, tuple[list[str], set[str]]]  # of each class: the names of its bases, its documented methods
-
-
-def documented_methods(package: Path) -> Documented:
-    """Return what every class of a package documents itself."""
-    classes: Documented = {}
-    for node in (node for path in python_files(package) for node in ast.walk(parse(path))):
-        if isinstance(node, ast.ClassDef):
-            methods = {part.name for part in node.body if isinstance(part, FUNCTION) and ast.get_docstring(part)}
-            bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-            classes[node.name] = [ast.unparse(base).rpartition(".")[2] for base in bases], methods
-    return classes
-
-
-def inherits_docstring(name: str, method: str, classes: Documented) -> bool:
-    """Tell whether a base class that the package defines documents this method."""
-    bases = [base for base in classes[name][0] if base in classes and base != name]
-    return any(method in classes[base][1] or inherits_docstring(base, method, classes) for base in bases)
-
-
-def public_definitions(body: list[ast.stmt], classes: Documented, owner: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, docstring) of every public function, class and method.
-
-    What @overload declares, and a method whose docstring is inherited, are left out.
-    """
-    for node in body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield node.name, ast.get_docstring(node) or ""
-            yield from public_definitions(node.body, classes, node.name)
-        elif isinstance(node, FUNCTION) and not node.name.startswith("_"):
-            text = ast.get_docstring(node) or ""
-            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            if any(name.endswith(("overload", ".setter")) for name in decorators):
-                continue
-            if text or not owner or not inherits_docstring(owner, node.name, classes):
-                yield f"{owner}.{node.name}" if owner else node.name, text
-        elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            yield from public_definitions(node.body, classes, owner)
-
-
-def poor_docstrings(path: Path, classes: Documented) -> list[str]:
-    """Find public names without a docstring whose first paragraph is a sentence: a capital at the start, an end."""
-    found = []
-    for name, text in public_definitions(parse(path).body, classes):
-        first = text.split("\n\n")[0].strip()
-        if not (re.match(r"[A-ZΑ-Ω]", first) and re.search(r"[.!?:][)\"'”`]*$", first)):
-            found.append(f"{name}: {first!r}")
     return found
 
 
@@ -307,10 +234,6 @@ def test_no_modules_import_each_other() -> None:
     assert circles(PACKAGE) == []
 
 
-def test_only_figures_import_matplotlib_and_only_when_they_draw() -> None:
-    assert imports_of_matplotlib(PACKAGE) == []
-
-
 def test_no_test_imports_another() -> None:
     assert imports_of_tests(TESTS) + imports_of_tests(TRAINING) == []
 
@@ -319,19 +242,6 @@ def test_modules_that_are_named_exist() -> None:
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     assert unknown_modules(PACKAGE, *python_files(PACKAGE, TESTS, TRAINING, ROOT / "benchmarks"), *documents) == []
     assert unknown_modules(TRAINING, *python_files(TRAINING), *documents) == []
-
-
-def test_every_file_has_a_docstring() -> None:
-    assert missing_module_docstrings(PACKAGE, TESTS, TRAINING, ROOT / "benchmarks") == []
-
-
-def test_every_public_name_has_a_docstring() -> None:
-    paths, classes = (
-        {str(path.relative_to(PACKAGE)): path for path in python_files(PACKAGE)},
-        documented_methods(PACKAGE),
-    )
-    found = {name: poor_docstrings(path, classes) for name, path in paths.items()}
-    assert {name: poor for name, poor in found.items() if poor} == {}
 
 
 def test_every_test_asserts_something() -> None:
@@ -386,13 +296,6 @@ def test_a_circle_is_seen(tmp_path: Path) -> None:
     assert sorted(line.split(" imports ")[1:]) == ["skimkv.ops.a", "skimkv.ops.b", "skimkv.ops.c"]
 
 
-def test_an_import_of_matplotlib_is_seen(tmp_path: Path) -> None:
-    lazy = "if TYPE_CHECKING:\n    from matplotlib.axes import Axes\ndef draw():\n    import matplotlib.pyplot"
-    assert imports_of_matplotlib(write(tmp_path, {"eval/figures": lazy, "plotting": lazy})) == []
-    package = write(tmp_path, {"eval/figures": "from matplotlib.axes import Axes", "plotting": "", "eval/run": lazy})
-    assert imports_of_matplotlib(package) == ["eval/figures.py:1", "eval/run.py:2", "eval/run.py:4"]
-
-
 @pytest.mark.parametrize("statement", ["from ops.test_gpu import case", "from . import test_gpu", "import conftest"])
 def test_an_import_of_a_test_is_seen(tmp_path: Path, statement: str) -> None:
     folder = write(tmp_path, {"test_this": f"from support import kernels\n{statement}"})
@@ -405,27 +308,6 @@ def test_a_module_that_does_not_exist_is_seen(tmp_path: Path) -> None:
     assert unknown_modules(package, *python_files(package)) == []
     (package / "cli" / "main.py").write_text(text.replace("base", "case"))
     assert unknown_modules(package, *python_files(package)) == [f"{package}/cli/main.py:2 skimkv.methods.case"]
-
-
-DOCUMENTED = "class A:\n    'An A.'\n    def f(self):\n        'Do f.'"
-
-
-@pytest.mark.parametrize(("text", "poor"), [
-    ('def f():\n    """Return one."""', []),
-    ('def f():\n    """Return one (see eq. 3).\n\n    x (n,)\n    """', []),
-    ("def f(): pass", ["f: ''"]),
-    ('def f():\n    """return one."""', ["f: 'return one.'"]),
-    ('def f():\n    """Return one"""', ["f: 'Return one'"]),
-    ('class A:\n    """An A."""\n\n    def f(self): pass\n    def _g(self): pass', ["A.f: ''"]),
-    ("class _A:\n    def f(self): pass\ndef _g(): pass", []),
-    (f"{DOCUMENTED}\nclass B(m.A[T]):\n    'A B.'\n    def f(self): pass", []),
-    (f"{DOCUMENTED}\nclass B(m.A[T]):\n    'A B.'\n    def g(self): pass", ["B.g: ''"]),
-    ('class B(nn.Module):\n    """A B."""\n    def forward(self): pass', ["B.forward: ''"]),
-])  # fmt: skip
-def test_a_poor_docstring_is_seen(tmp_path: Path, text: str, poor: list[str]) -> None:
-    package = write(tmp_path, {"spec": text})
-    assert poor_docstrings(package / "spec.py", documented_methods(package)) == poor
-    assert missing_module_docstrings(package) == [str(package / "__init__.py"), str(package / "spec.py")]
 
 
 def test_a_test_that_asserts_nothing_is_seen(tmp_path: Path) -> None:

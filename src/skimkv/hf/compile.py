@@ -164,6 +164,7 @@ class CompiledForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a decode step by what was compiled, and everything else by the model's own forward."""
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         cache: Any = arguments.get("past_key_values")
         ids, positions = arguments.get("input_ids"), arguments.get("position_ids")

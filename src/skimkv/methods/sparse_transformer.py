@@ -40,6 +40,7 @@ class Order:
         self._lock = threading.Lock()
 
     def __call__(self, n: int) -> int:
+        """Return the slot of token n."""
         if n >= len(self._slots):
             with self._lock:
                 self._extend(n)
