@@ -13,7 +13,8 @@ records count them, the shares do not.
 With --both-ways the halves then change places, and every document is judged, with settings chosen on the other half.
 
 Files whose names end in a number, such as code-0.txt, are documents of a kind: every second document of each kind
-chooses, and the budgets are also shown by kind. benchmarks/divergence_texts.py writes such files.
+chooses (of all, where a kind has only one), and the budgets are also shown by kind. benchmarks/divergence_texts.py
+writes such files.
 
 FOLDER/results.jsonl (counted.jsonl for --counted) holds the records, so that the same command goes on after an
 interruption, or adds methods; FOLDER/divergence.json and FOLDER/divergence.png are written at the end.
@@ -194,7 +195,9 @@ def families(records: Sequence[Record], chooses: int = 0) -> list[Family]:
     lines: dict[str, Family] = {}
     for method, own in by_setting.items():
         line = lines.setdefault(family(method), Family(family(method), [], {}, {}))
-        kinds = by_kind(own).values()
+        kinds = list(by_kind(own).values())
+        if min(map(len, kinds)) < 2:  # no kind can choose for itself
+            kinds = [own]
         line.chosen_on.append(measure([record for records in kinds for record in records[chooses::2]]))
         line.records[method] = [record for records in kinds for record in records[1 - chooses :: 2]]
         line.reported[method] = measure(line.records[method])

@@ -72,6 +72,15 @@ def test_each_kind_of_text_chooses_with_half_of_its_documents():
     assert row["kinds"]["chat"]["kl_p99"] == 0.8 and row["kl_mean"] == pytest.approx(0.35)
 
 
+def test_kinds_of_one_document_choose_together():
+    own = records("H2O(k=9)", 0.02, [2, 4, 6])
+    own = [{**record, "id": f"{kind}-0:0"} for record, kind in zip(own, "abc", strict=True)]
+    ways = [script.families(own, chooses) for chooses in (0, 1)]
+    assert [way[0].chosen_on[0].kl_mean for way in ways] == [4, 4]
+    (row,) = script.budget_rows(ways, "H2O", [0.02])
+    assert {kind: found["kl_mean"] for kind, found in row["kinds"].items()} == {"a": 2, "b": 4, "c": 6}
+
+
 def test_both_ways_judge_every_document():
     """The first half prefers k=4 and the second k=9, so each is judged where the other was chosen."""
     own = [*records("H2O(k=4)", 0.02, [0.1, 0.4]), *records("H2O(k=9)", 0.02, [0.3, 0.2])]
