@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.main import get_command
 
+import skimkv
 from skimkv.cli.app import app
+from skimkv.eval.tasks import ruler
 from support.command_server import Server
 from support.gguf_files import VOCABULARY, write
 from support.page_commands import TEMPLATE, Command, commands, run_commands, smaller, write_data, write_hub, write_model
 
 ROOT = Path(__file__).parents[2]
-OWN_TEST = "run-on-a-large-model.md"  # test_large_model_page.py runs its commands
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = [command for page in PAGES for command in commands(page)]
 MODELS = {
     "meta-llama/Llama-3.2-1B": "llama", "meta-llama/Llama-3.2-1B-Instruct": "llama", "Qwen/Qwen3-0.6B": "qwen3",
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "llama", "meta-llama/Llama-3.1-8B": "llama", "Qwen/Qwen3-8B": "qwen3",
 }  # fmt: skip
-# What is made smaller, so that two cores can do it: lengths, sizes and numbers of examples.
+# What is made smaller, so that two cores can do it: lengths, sizes and numbers of examples, and no GPU.
 SMALLER = [
     (r"^skimkv demo$", "skimkv demo --model toy --lines 12 --asked 2"),
     (r"--lines \d+ --asked \d+", "--model toy --lines 12 --asked 2"),
@@ -36,13 +39,14 @@ SMALLER = [
     (r"^(skimkv bench serve\b.*)--memory \S+", r"\1--memory 1M --shape tiny --layers 1"),
     (r"^(skimkv generate\b(?!.*--max-new-tokens).*)", r"\1 --max-new-tokens 4"),
     (r"^(skimkv eval\b(?!.*--limit).*)", r"\1 --limit 1"), (r"--limit \d+", "--limit 1"),
+    (r"--device cuda", "--device cpu"), (r"--mode both", "--mode aware"), (r"--target-kl [\d.]+", "--target-kl 9"),
     (r"^(skimkv tune\b.*)", r"\1 --prompt 32 --scored 4 --pieces 5 --channels none"),
 ]  # fmt: skip
 
 
 def is_for_skimkv(command: Command) -> bool:
     """Whether skimkv itself runs this command, and nothing else is needed."""
-    return command.argv[:1] == ["skimkv"] and not command.needs and command.page != OWN_TEST
+    return command.argv[:1] == ["skimkv"] and not command.needs
 
 
 def test_every_command_runs_here_or_says_what_it_needs() -> None:
@@ -73,6 +77,18 @@ def test_commands_that_need_something_are_spelt_right() -> None:
         assert {word for word in words if word.startswith("--")} <= known, command
         checked += 1
     assert checked > 3
+
+
+def test_commands_of_the_harness() -> None:
+    """They get models that the same page downloads, and methods that exist."""
+    found = [command.argv for command in COMMANDS if command.page == "run-on-a-large-model.md"]
+    models = [argv[-1] for argv in found if argv[:2] == ["hf", "download"]]
+    harness = [argv for argv in found if argv[:3] == ["python", "-m", "skimkv.lm_eval"]]
+    assert len(models) == len(harness) == 2 and set(models) <= set(MODELS)
+    for argv in harness:
+        arguments = argv[argv.index("--model_args") + 1]
+        name, method = re.fullmatch(r"pretrained=([^,]+),dtype=bfloat16,method=(.+)", arguments).groups()  # type: ignore[union-attr]
+        assert name in models and skimkv.parse(method)
 
 
 def stand_ins(folder: Path) -> None:
@@ -110,7 +126,14 @@ def test_the_commands_run(tmp_path: Path) -> None:
                 for path in (tmp_path / "files").iterdir():
                     (folder / path.name).symlink_to(path)
     printed = run_commands([(folder, list(argv[1:])) for argv, folder in argvs.items()], tmp_path / "files" / "home")
-    assert len(re.findall(r"^0 \[", printed, re.MULTILINE)) == len(argvs) > 25
+    assert len(re.findall(r"^0 \[", printed, re.MULTILINE)) == len(argvs) > 35
+    llama, qwen = ({*ruler.RECIPES, "conversation", "squad", "triviaqa", "kl"}, {*ruler.RECIPES})
+    for name, model, tasks in (("llama", "meta-llama/Llama-3.1-8B", llama), ("qwen", "Qwen/Qwen3-8B", qwen)):
+        lines = (tmp_path / "run-on-a-large-model.md" / f"{name}.jsonl").read_text().splitlines()[1:]
+        records = [json.loads(line) for line in lines]
+        assert {(record["model"], record["dtype"]) for record in records} == {(model, "bfloat16")}
+        found = {(record["task"].partition("(")[0], record["method"]) for record in records}
+        assert len(found) == len(records) and Counter(task for task, _ in found) == dict.fromkeys(tasks, 4)
 
 
 @pytest.mark.slow
