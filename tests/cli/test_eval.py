@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import skimkv
 from skimkv import records
@@ -20,11 +19,6 @@ from skimkv.cli.eval import Mode, Sweep
 from skimkv.eval import results, sweeps
 from skimkv.hf import fingerprint
 from support.evaluation import SPECS, eval_argv
-
-
-@pytest.fixture(autouse=True)
-def one_thread(_threads_and_seed):
-    torch.set_num_threads(1)  # the model is too small for two
 
 
 def test_a_torn_run_goes_on_where_it_was(tmp_path, capsys):

@@ -23,54 +23,51 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command(tmp_path, text, capsys):
+@pytest.fixture
+def tuned(tmp_path, text, capsys):
+    """Chooses, and chooses again after its records were cut, as by a kill: (what is found, records, what is shown)."""
     out, figure = tmp_path / "t.jsonl", tmp_path / "t.png"
-    sizes = ["--prompt", "64", "--scored", "8", "--pieces", "3", "--target-loss", "2%"]
-    argv = ["tune", "--text", str(text), *sizes, "--out", str(out)]
-    assert main([*argv, "--plot", str(figure), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert figure.read_bytes().startswith(b"\x89PNG")
+
+    def tune(*options):
+        argv = ["tune", "--text", str(text), "--prompt", "64", "--scored", "8", *options, "--out", str(out)]
+        assert main([*argv, "--plot", str(figure), "--json"]) == 0
+        found, whole = json.loads(capsys.readouterr().out), out.read_bytes()
+        assert figure.read_bytes().startswith(b"\x89PNG")
+        out.write_bytes(whole[: len(whole) // 2])
+        assert main([*argv, "--json"]) == 0
+        assert {**json.loads(capsys.readouterr().out), "figure": None} == {**found, "figure": None}
+        assert out.read_bytes() == whole
+        assert main(argv) == 0 and out.read_bytes() == whole
+        return found, whole, capsys.readouterr().out
+
+    return tune
+
+
+def test_a_target_of_loss(tuned):
+    """The cheapest that was tried within the target is chosen."""
+    found, records, shown = tuned("--pieces", "3", "--target-loss", "2%")
     chosen, tried = found["chosen"], found["searched"]
     assert chosen in tried and chosen["increase"] <= 0.02 == found["target"]
     assert chosen["bytes"] == min(t["bytes"] for t in tried if t["increase"] <= 0.02)
     assert chosen["share"] == pytest.approx(chosen["bytes"] / found["dense_bytes"])
     assert found["checked"]["method"] == chosen["method"] and found["checked"]["increase"] != chosen["increase"]
-    whole = out.read_bytes()
-    assert whole.count(b"\n") == 1 + 3 * (len(tried) + 1 + 2), "a header, and each piece by each method"
+    assert records.count(b"\n") == 1 + 3 * (len(tried) + 1 + 2), "a header, and each piece by each method"
     assert {t["method"].partition("(")[0] for t in tried} == {"Skim", "SparQ"}
-    out.write_bytes(whole[: len(whole) // 2])  # killed there
-    assert main([*argv, "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert {**again, "figure": None} == {**found, "figure": None}
-    assert out.read_bytes() == whole
-    assert main(argv) == 0 and out.read_bytes() == whole
-    shown = capsys.readouterr().out
     assert "On 3 other pieces: " in shown and "±" not in shown and "95%:" not in shown, "3 pieces give no interval"
     assert chosen["low"] is None and chosen["high"] is None
 
 
-def test_a_target_of_divergence(tmp_path, text, capsys):
-    """The cheapest that was tried within the target is chosen, and a run that was killed finds the same."""
-    out, figure = tmp_path / "t.jsonl", tmp_path / "t.png"
-    sizes = ["--prompt", "64", "--scored", "8", "--pieces", "5", "--target-kl", "0.02", "--channels", "int4"]
-    argv = ["tune", "--text", str(text), *sizes, "--out", str(out)]
-    assert main([*argv, "--plot", str(figure), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert figure.read_bytes().startswith(b"\x89PNG") and found["target"] == 0.02 and found["dense_kl"] < 1e-9
+def test_a_target_of_divergence(tmp_path, text, tuned, capsys):
+    found, _, shown = tuned("--pieces", "5", "--channels", "int4", "--target-kl", "0.02")
+    assert found["target"] == 0.02 and found["dense_kl"] < 1e-9
     chosen, tried = found["chosen"], found["searched"]
     assert chosen in tried and chosen["low"] < chosen["kl_mean"] < chosen["high"] and chosen["kl_mean"] <= 0.02
     assert chosen["bytes"] == min(t["bytes"] for t in tried if t["kl_mean"] <= 0.02) < max(t["bytes"] for t in tried)
     assert any(t["kl_mean"] > 0.02 for t in tried) and chosen["kl_mean"] < chosen["kl_p99"] <= chosen["kl_max"]
     assert found["checked"]["method"] == chosen["method"] and found["checked"]["kl_mean"] != chosen["kl_mean"]
-    whole = out.read_bytes()
-    out.write_bytes(whole[: len(whole) // 2])  # killed there
-    assert main([*argv, "--json"]) == 0
-    assert {**json.loads(capsys.readouterr().out), "figure": None} == {**found, "figure": None}
-    assert out.read_bytes() == whole
-    assert main(argv) == 0
-    shown = capsys.readouterr().out
     assert "within 0.02 nats" in shown and "mean KL" in shown and "On 5 other pieces" in shown
-    assert main([*argv[:-2], "--target-kl", "0", "--out", str(tmp_path / "u.jsonl")]) == 2
+    argv = ["tune", "--text", str(text), "--prompt", "64", "--scored", "8", "--pieces", "5", "--channels", "int4"]
+    assert main([*argv, "--target-kl", "0", "--out", str(tmp_path / "u.jsonl")]) == 2
     err = capsys.readouterr().err
     assert "the target 0 is below" in err.splitlines()[-1] and "what rounding in float32 does" in err
 

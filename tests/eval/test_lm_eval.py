@@ -6,7 +6,6 @@ import json
 import sys
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 import skimkv
@@ -61,7 +60,6 @@ def test_sparse_decode_runs(manager, monkeypatch):
 
     from skimkv.eval.lm_eval import SkimLM
 
-    torch.set_num_threads(1)
     model, tokenizer = skimkv.load("builtin")
     calls, decode = [], skimkv.SparQ.decode
     monkeypatch.setattr(skimkv.SparQ, "decode", lambda *args, **kwargs: calls.append(1) or decode(*args, **kwargs))
@@ -103,7 +101,6 @@ def test_the_command(task_folder, tmp_path, monkeypatch, capsys, family):
 
     # without the harness's own tasks, of which an index takes many seconds
     monkeypatch.setattr(TaskManager.__init__, "__defaults__", (None, None, False, None))
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN)
     configuration = tiny_configuration(family, vocab_size=len(tokenizer), max_position_embeddings=2048)
     random_model(configuration).save_pretrained(tmp_path / "model")

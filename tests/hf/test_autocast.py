@@ -28,7 +28,6 @@ BLOCKS = ["Q4_0", "Q8_0", "Q6_K", "IQ4_XS"]
 
 @pytest.fixture(autouse=True)
 def _without_gradients():
-    torch.manual_seed(0)
     with torch.no_grad():
         yield
 

@@ -63,7 +63,6 @@ YARN_KEYS = (
     ],
 )
 def test_the_rotation_is_the_one_that_the_metadata_say(tmp_path, edit, rope):
-    torch.manual_seed(0)
     plain = tiny()
     model = tiny(rope_parameters=BASE | rope)
     model.load_state_dict(plain.state_dict())

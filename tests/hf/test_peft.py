@@ -32,6 +32,16 @@ def tokens(model, **options):
     return model.generate(**inputs).tolist()
 
 
+def same_at_full_budget(model):
+    """Assert that methods of that budget leave the adapter's tokens as they are, which are not the model's own."""
+    own = tokens(model)
+    assert own != tokens(family("llama"))
+    for spec in FULL:
+        with skimkv.attach(model, spec):
+            assert tokens(model) == own, spec
+    return own
+
+
 @pytest.fixture
 def model():
     """A LoRA model with two adapters, of which the first is active."""
@@ -119,22 +129,13 @@ def test_a_compiled_step_follows_the_adapter(model):
 def test_adapters_of_transformers_itself():
     model = own_llama()
     model.add_adapter(lora(), "first")
-    own = tokens(model)
-    assert own != tokens(family("llama"))
-    for spec in FULL:
-        with skimkv.attach(model, spec):
-            assert tokens(model) == own
+    assert same_at_full_budget(model)
 
 
 def test_other_kinds_of_adapters():
     options = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "k_proj"], "r": 4, "init_weights": False}
     for config in (peft.LoHaConfig(**options), peft.OFTConfig(**{**options, "r": 0, "oft_block_size": 8})):
-        model = peft.get_peft_model(own_llama(), config).eval()
-        own = tokens(model)
-        assert own != tokens(family("llama"))
-        for spec in FULL:
-            with skimkv.attach(model, spec):
-                assert tokens(model) == own, (config.peft_type, spec)
+        assert same_at_full_budget(peft.get_peft_model(own_llama(), config).eval()), config.peft_type
     mixed = peft.get_peft_model(own_llama(), lora(), mixed=True).eval()
     own = tokens(mixed)
     assert tokens(mixed, past_key_values=skimkv.Cache(mixed, "H2O(k=128)")) == own
@@ -154,11 +155,9 @@ def test_a_lora_model_drafts_and_verifies(model):
 )
 def test_virtual_tokens_at_full_budget(config):
     model = with_virtual_tokens(config)
-    own, together = tokens(model), tokens(model, input_ids=prompt(2, N))
-    assert own != tokens(family("llama"))
+    own, together = same_at_full_budget(model), tokens(model, input_ids=prompt(2, N))
     for spec in FULL:
         with skimkv.attach(model, spec):
-            assert tokens(model) == own
             assert tokens(model, input_ids=prompt(2, N)) == together
         cache = skimkv.Cache(model, spec)
         assert tokens(model, past_key_values=cache) == own

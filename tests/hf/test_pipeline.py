@@ -1,6 +1,7 @@
 """A pipeline of transformers, and streams: with attach, and with a cache for each call."""
 
 import threading
+from functools import partial
 
 import peft
 import pytest
@@ -64,24 +65,23 @@ def test_a_model_of_peft():
         assert generate("red-fox: 31425", **OPTIONS) == expected
 
 
+def streamed(call, **request):
+    """The text that a call streams from a thread of its own."""
+    streamer = TextIteratorStreamer(WORDS, skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=call, kwargs={**request, "streamer": streamer})
+    thread.start()
+    text = "".join(streamer)
+    thread.join(60)
+    return text
+
+
 @pytest.mark.parametrize("spec", [*FULL, DROPS])
 def test_a_stream_of_a_thread_inside_the_with(generate, spec):
     """What streams is the text that generate() returns, where the stream is read to its end before the `with` ends."""
     model, inputs = generate.model, WORDS(TEXTS[0], return_tensors="pt")
     with skimkv.attach(model, spec):
         expected = WORDS.decode(model.generate(**inputs, **GREEDY)[0, N:])
-        for call in (
-            lambda streamer: model.generate(**inputs, streamer=streamer, **GREEDY),
-            lambda streamer: generate(TEXTS[0], streamer=streamer, **OPTIONS),
-        ):
-            streamer = TextIteratorStreamer(WORDS, skip_prompt=True, timeout=60)
-            thread = threading.Thread(target=call, args=(streamer,))
-            thread.start()
-            assert "".join(streamer) == expected
-            thread.join(60)
-    streamer = TextIteratorStreamer(WORDS, skip_prompt=True, timeout=60)
-    request = {**inputs, "past_key_values": skimkv.Cache(model, spec), "streamer": streamer, **GREEDY}
-    thread = threading.Thread(target=model.generate, kwargs=request)
-    thread.start()
-    assert "".join(streamer) == expected
-    thread.join(60)
+        assert streamed(model.generate, **inputs, **GREEDY) == expected
+        assert streamed(partial(generate, TEXTS[0]), **OPTIONS) == expected
+    cache = skimkv.Cache(model, spec)
+    assert streamed(model.generate, **inputs, past_key_values=cache, **GREEDY) == expected

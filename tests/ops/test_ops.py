@@ -88,7 +88,6 @@ def test_the_largest_integer_sums_of_the_widest_head(channels):
     With r = D the sums of weights times codes are as large as they can be, and they must still fit 32 bits.
     """
     D, n = 576, 512
-    torch.manual_seed(0)
     size = torch.randint(2, (n + 1,)) / 3
     size[[0, 256]], size[[3, 50, 100, 200, 300, 350, 400, 450]] = 0.0, 1.0
     store = Full(Shape(1, 1, 2, D), torch.float32, "cpu", channels, True)
@@ -176,7 +175,6 @@ def test_slots(isa, D, G, dtype, scored, kv):
 @pytest.mark.parametrize("isa", ISAS)
 def test_of_equal_scores_the_oldest_token_goes(isa):
     """Keys are zero, so that every token gets one weight: many scores stay equal, also of recent tokens."""
-    torch.manual_seed(0)
     for capacity in (1, 15, 16, 17, 100):
         store = Slots(Shape(2, 3, 2, 16), torch.float32, "cpu", capacity, scored=True)
         store.append(torch.zeros(2, 3, 100, 16), torch.randn(2, 3, 100, 16))

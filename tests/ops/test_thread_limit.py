@@ -76,7 +76,6 @@ def test_fewer_threads_are_used_while_one_is_late_and_all_of_them_later():
 
 def test_a_step_gives_the_same_on_fewer_threads(monkeypatch):
     """How a step is split follows the threads that were asked for, not those that there are."""
-    torch.manual_seed(0)
     pool, method = Pool(), Dense()
     monkeypatch.setattr(native, "thread_pool", lambda: pool.address)
     store = method.store(Shape(1, 1, 2, 16), torch.float32)

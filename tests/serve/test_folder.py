@@ -103,33 +103,28 @@ def files(path: Path) -> list[str]:
 QUICK = SPARQ, "Skim(k=16, r=8)", "H2O(k=24)"
 
 
-@pytest.mark.parametrize("method", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in EACH)], ids=str)
-def test_a_server_that_is_started_again_gives_the_same_tokens(method: Any, serve: Any, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*the method decodes 1 of 2 layers")
+@pytest.mark.parametrize(("method", "name"), [
+    *((one, "llama") for one in QUICK), (SPARQ, "gemma2"), (SPARQ, "gpt2"),
+    *(pytest.param(one, "llama", marks=pytest.mark.slow) for one in EACH),
+], ids=str)  # fmt: skip
+def test_a_server_that_is_started_again_gives_the_same_tokens(
+    method: Any, name: str, serve: Any, tmp_path: Path
+) -> None:
     """Two turns in one server, whose conversation stays in memory; and one turn in each of two servers."""
-    ids, whole, first = text(60), serve(None, method), serve(tmp_path, method)
+    ids, whole, first = text(60), serve(None, method, name=name), serve(tmp_path, method, name=name)
     words, _ = whole.ask(ids)
     assert first.ask(ids) == (words, 0)
     first.end()
     later = next_turn(ids, words)
-    second = serve(tmp_path, method, parallel=3)
+    second = serve(tmp_path, method, parallel=3, name=name)
     assert second.ask(later) == whole.ask(later) and whole.generator.totals.reused_tokens == 60
     assert second.generator.totals.loaded_tokens == second.generator.totals.reused_tokens == 60
     second.end()
     assert len(files(tmp_path)) == 1  # that of the turn before has gone
-    third = serve(tmp_path, method)
+    third = serve(tmp_path, method, name=name)
     (stored,) = third.folder._files.values()
     assert torch.equal(stored.ids, later.int())
-
-
-@pytest.mark.filterwarnings("ignore:.*the method decodes 1 of 2 layers")
-@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
-def test_other_families(name: str, serve: Any, tmp_path: Path) -> None:
-    ids, whole, first = text(60), serve(None, name=name), serve(tmp_path, name=name)
-    words, _ = whole.ask(ids)
-    assert first.ask(ids) == (words, 0)
-    first.end()
-    later = next_turn(ids, words)
-    assert serve(tmp_path, name=name).ask(later) == whole.ask(later) and whole.generator.totals.reused_tokens == 60
 
 
 def test_the_longest_beginning_is_loaded_where_that_pays(serve: Any, tmp_path: Path) -> None:
