@@ -144,7 +144,7 @@ struct Run {
 
     // Normalises x (tokens,size) row by row.
     void normalise(const skimkv_norm &norm, int64_t size, int dtype, const void *x, void *y, int64_t tokens) const {
-        const skimkv_rms_norm op{norm.w, size, norm.eps, dtype};
+        const skimkv_rms_norm op{norm.w, size, norm.eps, dtype, 0};
         kernels->rms_norm(&op, {x, y, tokens}, 0, tokens);
     }
 };
@@ -243,7 +243,7 @@ const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *s
         finish(run, layer, now, states, states.tokens[i % 2]);
         now = states.tokens[i % 2];
     }
-    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype};
+    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype, 0};
     return skimkv_rms_norm_run(&norm, now, y, n, threads, parallel);
 }
 

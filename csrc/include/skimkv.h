@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 19
+#define SKIMKV_VERSION 20
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -294,12 +294,14 @@ SKIMKV_API const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y
 #define SKIMKV_MAX_FLOAT_TOKENS 64
 
 /* Root-mean-square normalisation of n tokens x [n,size] -> y [n,size]: w * x / sqrt(mean(x^2) + eps), where the
- * quotient is rounded to dtype before the product. */
+ * quotient is rounded to dtype before the product; or, as Gemma has it, (1 + w) * x / sqrt(mean(x^2) + eps), of which
+ * the result alone is rounded. */
 typedef struct skimkv_rms_norm {
     const void *w; /* [size] */
     int64_t size;
     float eps;     /* at least 0 */
     int32_t dtype; /* of w, x and y */
+    int32_t adds_one;
 } skimkv_rms_norm;
 
 SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,

@@ -163,41 +163,58 @@ static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32
     for (int i = 0; i < 32; i++) to.code[at + i] = (int16_t)code[i];
 }
 
-// Multiplies a row with one token. Both kinds of inputs are 16-bit integers here.
-template <class Block>
-static inline float multiply_one_row(Block, const uint8_t *w, int64_t in, const RoundedInputs &x) {
-    constexpr int STEP = 2 * W;  // weights of one vector of pairs
-    vf sum[2] = {splat(0.f), splat(0.f)};
-    float offsets = 0;
-    uint8_t last[Block::BYTES];
-    for (int64_t at = 0; at < in; at += Block::SIZE, w += Block::BYTES) {
-        alignas(64) int8_t code[Block::SIZE];
-        alignas(64) float scale[Block::SIZE / Block::PART], offset[Block::SIZE / Block::PART];
-        decode(Block(), whole_group<Block>(w, in - at, last), code, scale, offset);
-        for (int i = 0; i < Block::SIZE; i += STEP) {
-            const float of_input = x.scale[(at + i) / 32];
-            vf factor = splat(scale[i / Block::PART] * of_input);
-            if constexpr (STEP > Block::PART) {  // two parts in a vector
-                float lane[W];
-                for (int j = 0; j < W; j++) lane[j] = scale[(i + 2 * j) / Block::PART] * of_input;
-                factor = load(lane);
-            }
-            vi pairs;
-            __builtin_memcpy(&pairs, x.code + at + i, sizeof pairs);
-            const vf products = to_floats(multiply_add(IntegerSum{}, load_int16_pairs(code + i), pairs));
-            sum[i / STEP % 2] = fma(products, factor, sum[i / STEP % 2]);
-        }
-        if constexpr (Block::HAS_OFFSET)
-            for (int i = 0; i < Block::SIZE / 16; i++) offsets += offset[i * 16 / Block::PART] * x.sum[at / 16 + i];
-    }
-    return sum_lanes(sum[0] + sum[1]) + offsets;
-}
-// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T].
+// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T]. Each group is decoded once. Both kinds of inputs are
+// 16-bit integers here.
 template <bool, int R, int T, class Block>
 static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
-    for (int i = 0; i < R * T; i++)
-        y[i] = multiply_one_row(Block(), w + i / T * row, in,
-                                rounded_inputs_at(inputs + i % T * block_token_bytes(in), in));
+    constexpr int PART = Block::PART, STEP = 2 * W;     // weights of a scale, and of a vector of pairs
+    constexpr int WEIGHTS = STEP > PART ? STEP : PART;  // whose products are added as integers
+    RoundedInputs x[T];
+    for (int t = 0; t < T; t++) x[t] = rounded_inputs_at(inputs + t * block_token_bytes(in), in);
+    vf sum[R][T];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
+    const auto add = [&](int r, const uint8_t *p, int64_t at) __attribute__((always_inline)) {
+        alignas(64) int8_t code[Block::SIZE];
+        alignas(64) float scale[Block::SIZE / PART], offset[Block::SIZE / PART];
+        decode(Block(), p, code, scale, offset);
+        for (int i = 0; i < Block::SIZE; i += WEIGHTS) {
+            vi codes[WEIGHTS / STEP];
+            for (int j = 0; j < WEIGHTS / STEP; j++) codes[j] = load_int16_pairs(code + i + j * STEP);
+            vf of_weights = splat(scale[i / PART]);
+            if constexpr (STEP > PART) {  // two parts in a vector
+                float lane[W];
+                for (int j = 0; j < W; j++) lane[j] = scale[(i + 2 * j) / PART];
+                of_weights = load(lane);
+            }
+            for (int t = 0; t < T; t++) {
+                IntegerSum products{};
+                for (int j = 0; j < WEIGHTS / STEP; j++) {
+                    vi pairs;
+                    __builtin_memcpy(&pairs, x[t].code + at + i + j * STEP, sizeof pairs);
+                    products = multiply_add(products, codes[j], pairs);
+                }
+                sum[r][t] = fma(to_floats(products), of_weights * splat(x[t].scale[(at + i) / 32]), sum[r][t]);
+            }
+        }
+        for (int i = 0; i < Block::SIZE / 16 && Block::HAS_OFFSET; i += W) {
+            constexpr int SUMS = Block::SIZE / 16 < W ? Block::SIZE / 16 : W;
+            float lane[W] = {}, sums[W] = {};
+            for (int j = 0; j < SUMS; j++) lane[j] = offset[(i + j) * 16 / PART];
+            const vf offsets = load(lane);
+            for (int t = 0; t < T; t++) {
+                __builtin_memcpy(sums, x[t].sum + at / 16 + i, SUMS * sizeof(float));
+                sum[r][t] = fma(offsets, load(sums), sum[r][t]);
+            }
+        }
+    };
+    int64_t at = 0;
+    for (; at + Block::SIZE <= in; at += Block::SIZE, w += Block::BYTES)
+        for (int r = 0; r < R; r++) add(r, w + r * row, at);
+    uint8_t last[Block::BYTES];
+    for (int r = 0; r < R && at < in; r++) add(r, whole_group<Block>(w + r * row, in - at, last), at);
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) y[r * T + t] = sum_lanes(sum[r][t]);
 }
 #endif
 

@@ -1,5 +1,6 @@
 // Root-mean-square normalisation, as models have it between their layers: y = w * x / sqrt(mean(x^2) + eps) of every
-// token. The mean and the division are of 32 bits; the quotient is rounded to the tokens' type before the product.
+// token. The mean and the division are of 32 bits; the quotient is rounded to the tokens' type before the product,
+// unless the factor is 1 + w.
 #pragma once
 #include <stdint.h>
 
@@ -23,7 +24,7 @@ template <class T> static float sum_of_squares(const T *x, int64_t size) {
     return sum;
 }
 
-template <class T> static void normalise(const T *x, const T *w, int64_t size, float eps, T *y) {
+template <class T> static void normalise(const T *x, const T *w, int64_t size, float eps, bool adds_one, T *y) {
     constexpr int PART = 64;
     const float factor = 1 / __builtin_sqrtf(sum_of_squares(x, size) / (float)size + eps);
     for (int64_t at = 0; at < size; at += PART) {
@@ -32,8 +33,8 @@ template <class T> static void normalise(const T *x, const T *w, int64_t size, f
         T rounded[PART];
         to_float(x + at, value, n), to_float(w + at, weight, n);
         for (int i = 0; i < n; i++) value[i] *= factor;
-        from_float(value, rounded, n), to_float(rounded, value, n);
-        for (int i = 0; i < n; i++) value[i] *= weight[i];
+        if (!adds_one) from_float(value, rounded, n), to_float(rounded, value, n);
+        for (int i = 0; i < n; i++) value[i] *= adds_one ? 1 + weight[i] : weight[i];
         from_float(value, y + at, n);
     }
 }
@@ -41,7 +42,7 @@ template <class T> static void normalise(const T *x, const T *w, int64_t size, f
 template <class T>
 static void normalise_tokens(const skimkv_rms_norm *op, const Tokens &tokens, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
-        normalise((const T *)tokens.x + t * op->size, (const T *)op->w, op->size, op->eps,
+        normalise((const T *)tokens.x + t * op->size, (const T *)op->w, op->size, op->eps, op->adds_one,
                   (T *)tokens.y + t * op->size);
 }
 

@@ -30,7 +30,7 @@ FAMILIES = {
         lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS)),
         LAYER | {"self_attn.q_norm", "self_attn.k_norm"},
     ),
-    "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**SIZES, **HEADS)), None),  # multiplies with 1 + w
+    "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**SIZES, **HEADS)), LAYER),  # multiplies with 1 + w
 }
 
 
@@ -44,9 +44,7 @@ def test_what_is_replaced_and_that_logits_stay(backend, family, dtype):
             weight.copy_(torch.rand_like(weight) + 0.5)
     ids = torch.arange(2, 42)[None] * 7 % 257
     before = model(ids).logits
-    names = (
-        set() if parts is None else {"model.norm"} | {f"model.layers.{i}.{part}" for i in range(2) for part in parts}
-    )
+    names = {"model.norm"} | {f"model.layers.{i}.{part}" for i in range(2) for part in parts}
     state = model.state_dict()
     replace_norms(model.modules())
     assert model.state_dict().keys() == state.keys()

@@ -229,7 +229,7 @@ static Result norm(const Case &c) {
     for (int i = 0; i < n * c.D; i++) x0.push_back(noise());
     const Bytes w = pack(w0, c.dtype), x = pack(x0, c.dtype);
     Bytes y(x.size());
-    const skimkv_rms_norm op{w.data(), c.D, 1e-5f, c.dtype};
+    const skimkv_rms_norm op{w.data(), c.D, 1e-5f, c.dtype, 0};
     must(skimkv_rms_norm_run(&op, x.data(), y.data(), n, 1, nullptr));
     Result result;
     for (size_t i = 0; i < y.size(); i += (size_t)size) result.y.push_back(float_of(&y[i], c.dtype));

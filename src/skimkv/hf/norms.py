@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -52,8 +53,10 @@ class NormForward:
         """The operation; None if the module computes something else."""
         if self._watch is None or not self._watch.is_unchanged():
             self._watch, self._product, eps = Watch([self.norm]), None, eps_of(self.norm)
-            if eps is not None and _is_rms_norm(self.norm, eps):
-                self._product = ops.Product(partial(ops.norm_matrix, eps=eps), partial(ops.rms_norm, eps=eps))
+            for adds_one in (False, True):
+                form = {"eps": eps, "adds_one": adds_one}
+                if eps is not None and self._product is None and _is_rms_norm(self.norm, **form):
+                    self._product = ops.Product(partial(ops.norm_matrix, **form), partial(ops.rms_norm, **form))
         return self._product
 
     def __getstate__(self) -> dict[str, object]:
@@ -73,15 +76,21 @@ def eps_of(norm: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def _is_rms_norm(norm: Any, eps: float) -> bool:
-    """Whether a module computes `ops.rms_norm`, with the same roundings, of numbers so small that eps counts."""
-    weight: Tensor = norm.weight
+def _is_rms_norm(norm: Any, eps: float, adds_one: bool) -> bool:
+    """Whether a module computes `ops.rms_norm`, with the same roundings, of numbers so small that eps counts.
+
+    It is asked with weights of ours: with its own, such as ones, w and 1 + w might be of one effect.
+    """
     draw = torch.Generator().manual_seed(0)
+    weight = (torch.rand(norm.weight.shape, generator=draw) + 0.5).to(norm.weight.dtype)
+    norm = copy.copy(norm)
+    norm._parameters = {"weight": weight}
     x = (2 * max(eps, 1e-12) ** 0.5 * torch.randn(4, weight.shape[0], generator=draw)).to(weight.dtype)
+    normalise = partial(ops.rms_norm, eps=eps, adds_one=adds_one)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        if not is_close(ops.rms_norm(x.float(), weight.float(), eps=eps), type(norm).forward(norm, x.float())):
+        if not is_close(normalise(x.float(), weight.float()), type(norm).forward(norm, x.float())):
             return False
-        ours, own = ops.rms_norm(x, weight, eps=eps), type(norm).forward(norm, x)
+        ours, own = normalise(x, weight), type(norm).forward(norm, x)
     return x.dtype == torch.float32 or bool(ours.dtype == own.dtype and (ours != own).float().mean() <= MOST_ROUNDED)
 
 

@@ -9,7 +9,7 @@ from .linear import Matrix, dtype_number
 from .structs import CRMSNorm
 
 
-def norm_matrix(x: Tensor, weight: Tensor, eps: float) -> Matrix:
+def norm_matrix(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Matrix:
     """The weights (size,) of a normalisation, which are a diagonal matrix, for x and its like.
 
     Raises ValueError if a type, a stride or a device has no kernel.
@@ -17,6 +17,5 @@ def norm_matrix(x: Tensor, weight: Tensor, eps: float) -> Matrix:
     dtype, size = dtype_number(x), weight.shape[0]
     if not weight.is_contiguous():
         raise ValueError("weights must be contiguous")
-    return Matrix(
-        CRMSNorm(weight.data_ptr(), size, eps, dtype), library.library().skimkv_rms_norm_run, size, size, (weight,)
-    )
+    op = CRMSNorm(weight.data_ptr(), size, eps, dtype, adds_one)
+    return Matrix(op, library.library().skimkv_rms_norm_run, size, size, (weight,))

@@ -128,7 +128,7 @@ class CMatrix(Structure):
 class CRMSNorm(Structure):
     """A root-mean-square normalisation."""
 
-    _fields_ = fields(("w", c_void_p), ("size", c_int64), ("eps", c_float), ("dtype", c_int32))
+    _fields_ = fields(("w", c_void_p), ("size", c_int64), ("eps", c_float), ("dtype adds_one", c_int32))
 
 
 class CNorm(Structure):
