@@ -53,10 +53,11 @@ class NormForward:
         """The operation; None if the module computes something else."""
         if self._watch is None or not self._watch.is_unchanged():
             self._watch, self._product, eps = Watch([self.norm]), None, eps_of(self.norm)
-            for adds_one in (False, True):
-                form = {"eps": eps, "adds_one": adds_one}
-                if eps is not None and self._product is None and _is_rms_norm(self.norm, **form):
-                    self._product = ops.Product(partial(ops.norm_matrix, **form), partial(ops.rms_norm, **form))
+            for adds_one in () if eps is None else (False, True):
+                if _is_rms_norm(self.norm, eps, adds_one):
+                    prepare = partial(ops.norm_matrix, eps=eps, adds_one=adds_one)
+                    self._product = ops.Product(prepare, partial(ops.rms_norm, eps=eps, adds_one=adds_one))
+                    break
         return self._product
 
     def __getstate__(self) -> dict[str, object]:
