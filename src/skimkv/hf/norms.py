@@ -52,12 +52,7 @@ class NormForward:
     def product(self) -> ops.Product | None:
         """The operation; None if the module computes something else."""
         if self._watch is None or not self._watch.is_unchanged():
-            self._watch, self._product, eps = Watch([self.norm]), None, eps_of(self.norm)
-            for adds_one in () if eps is None else (False, True):
-                if _is_rms_norm(self.norm, eps, adds_one):
-                    prepare = partial(ops.norm_matrix, eps=eps, adds_one=adds_one)
-                    self._product = ops.Product(prepare, partial(ops.rms_norm, eps=eps, adds_one=adds_one))
-                    break
+            self._watch, self._product = Watch([self.norm]), _product_of(self.norm)
         return self._product
 
     def __getstate__(self) -> dict[str, object]:
@@ -75,6 +70,18 @@ def eps_of(norm: nn.Module) -> float | None:
     if weight is None or weight.ndim != 1 or len(norm._parameters) > 1 or norm._modules:
         return None
     return eps if isinstance(eps, float) else None
+
+
+def _product_of(norm: nn.Module) -> ops.Product | None:
+    """The operation that a module computes, with a factor of w or of 1 + w; None if it computes something else."""
+    eps = eps_of(norm)
+    if eps is None:
+        return None
+    for adds_one in (False, True):
+        if _is_rms_norm(norm, eps, adds_one):
+            prepare = partial(ops.norm_matrix, eps=eps, adds_one=adds_one)
+            return ops.Product(prepare, partial(ops.rms_norm, eps=eps, adds_one=adds_one))
+    return None
 
 
 def _is_rms_norm(norm: Any, eps: float, adds_one: bool) -> bool:
