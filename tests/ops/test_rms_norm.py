@@ -27,7 +27,8 @@ def test_against_the_formula(isa, dtype, adds_one):
                 y = ops.rms_norm(x, w, eps=1e-5, adds_one=adds_one)
             assert y.dtype == dtype and y.shape == x.shape
             # one or two roundings to the type, and those of the mean in float32
-            assert ((y.double() - exact).abs() <= ((1 if adds_one else 2.1) * EPS[dtype] + 2.0**-20) * exact.abs() + 1e-7).all(), (size, n)
+            room = (1 if adds_one else 2.1) * EPS[dtype] + 2.0**-20
+            assert ((y.double() - exact).abs() <= room * exact.abs() + 1e-7).all(), (size, n)
 
 
 @pytest.mark.parametrize("isa", ISAS[:-1])

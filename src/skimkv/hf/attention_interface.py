@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops import SoftmaxOptions
 from .layer import MARK, AttentionLayer
+from .masked_blocks import attend_in_blocks
 
 # Our names of attention functions -> the library's function for layers and caches that are not ours.
 LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
@@ -53,7 +54,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a model calls: query (B,Hq,n,D) · key, value (B,H,n,D) -> (B,n,Hq,D), no weights.
 
-    A key that is marked with our layer goes to this layer; any other to the library's function of that name.
+    A key that is marked with our layer goes to this layer; any other to the library's function of that name, a block of
+    queries at a time where the mask hides most keys.
     Raises ValueError if the model passes a keyword that we do not support.
     """
     layer: AttentionLayer | None = getattr(key, MARK, None)
@@ -79,8 +81,7 @@ def attention(
     if attention_mask is not None and attention_mask.ndim == 1:
         attention_mask = _library_mask(attention_mask)
     function = ALL_ATTENTION_FUNCTIONS["sdpa"] if library_name == "sdpa" else _eager(module)
-    result: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **kwargs)
-    return result
+    return attend_in_blocks(function, module, query, key, value, attention_mask, **kwargs)
 
 
 def _eager(module: torch.nn.Module) -> Any:
