@@ -22,7 +22,6 @@ from transformers.masking_utils import (
     or_masks,
     sliding_window_overlay,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops import SoftmaxOptions
 from .layer import MARK, AttentionLayer
@@ -54,8 +53,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a model calls: query (B,Hq,n,D) · key, value (B,H,n,D) -> (B,n,Hq,D), no weights.
 
-    A key that is marked with our layer goes to this layer; any other to the library's function of that name, a block of
-    queries at a time where the mask hides most keys.
+    A key that is marked with our layer goes to this layer; any other to the library's function of that name. PyTorch's,
+    which says no weights, is called for a block of queries at a time where the mask hides most keys.
     Raises ValueError if the model passes a keyword that we do not support.
     """
     layer: AttentionLayer | None = getattr(key, MARK, None)
@@ -80,8 +79,10 @@ def attention(
         return layer.attend(query, key, value, attention_mask, softmax), None
     if attention_mask is not None and attention_mask.ndim == 1:
         attention_mask = _library_mask(attention_mask)
-    function = ALL_ATTENTION_FUNCTIONS["sdpa"] if library_name == "sdpa" else _eager(module)
-    return attend_in_blocks(function, module, query, key, value, attention_mask, **kwargs)
+    if library_name == "sdpa":
+        return attend_in_blocks(module, query, key, value, attention_mask, **kwargs), None
+    result: tuple[Tensor, Tensor | None] = _eager(module)(module, query, key, value, attention_mask, **kwargs)
+    return result
 
 
 def _eager(module: torch.nn.Module) -> Any:

@@ -6,37 +6,32 @@ the others need not be multiplied: over n tokens a window of w then costs n w pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 QUERIES = 256  # of a block
 
 
 def attend_in_blocks(
-    function: Callable[..., tuple[Tensor, Tensor | None]],
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Call an attention function of the library for each block of queries and the keys that it sees: (B,n,Hq,D).
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Tensor:
+    """Call the library's function for PyTorch's attention for each block of queries and the keys that it sees.
 
-    query (B,Hq,n,D) · key, value (B,H,m,D). It is called once, as it would be otherwise, where a mask hides less than
+    query (B,Hq,n,D) · key, value (B,H,m,D) -> (B,n,Hq,D). It is called once, as it would be otherwise, where a mask hides less than
     half, where there is none of (B or 1,Hq or 1,n,m), and with dropout or a bias of positions.
     """
     is_whole = not isinstance(mask, Tensor) or mask.shape[-2:] != (query.shape[2], key.shape[2])
     blocks = None if is_whole or kwargs.get("dropout") or kwargs.get("position_bias") is not None else blocks_of(mask)
+    function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if blocks is None:
-        return function(module, query, key, value, mask, **kwargs)
+        return function(module, query, key, value, mask, **kwargs)[0]  # type: ignore[no-any-return]
     parts = [
         function(module, query[:, :, q], key[:, :, k], value[:, :, k], mask[..., q, k], **kwargs)[0] for q, k in blocks
     ]
-    return torch.cat(parts, 1), None
+    return torch.cat(parts, 1)
 
 
 def blocks_of(mask: Tensor) -> list[tuple[slice, slice]] | None:
