@@ -20,8 +20,8 @@ def attend_in_blocks(
 ) -> Tensor:
     """Call the library's function for PyTorch's attention for each block of queries and the keys that it sees.
 
-    query (B,Hq,n,D) · key, value (B,H,m,D) -> (B,n,Hq,D). It is called once, as it would be otherwise, where a mask hides less than
-    half, where there is none of (B or 1,Hq or 1,n,m), and with dropout or a bias of positions.
+    query (B,Hq,n,D) · key, value (B,H,m,D) -> (B,n,Hq,D). It is called once, as it would be otherwise, where a mask
+    hides less than half, where there is none of (B or 1,Hq or 1,n,m), and with dropout or a bias of positions.
     """
     is_whole = not isinstance(mask, Tensor) or mask.shape[-2:] != (query.shape[2], key.shape[2])
     blocks = None if is_whole or kwargs.get("dropout") or kwargs.get("position_bias") is not None else blocks_of(mask)
