@@ -144,10 +144,6 @@ static inline vi repeat_pair(int32_t two) { return (vi)_mm512_set1_epi32(two); }
 static inline IntegerSum multiply_add(IntegerSum s, vi a, vi b) {
     return (vi)_mm512_dpwssd_epi32((__m512i)s, (__m512i)a, (__m512i)b);
 }
-// The same for four bytes in every lane, of which those of a are unsigned.
-static inline IntegerSum multiply_add_bytes(IntegerSum s, vi a, vi b) {
-    return (vi)_mm512_dpbusd_epi32((__m512i)s, (__m512i)a, (__m512i)b);
-}
 #else
 static inline IntegerSum multiply_add(IntegerSum s, vi a, vi b) {
     return s + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);

@@ -1,9 +1,9 @@
 // Products y = x W^T + bias of many tokens, such as a prompt has, with the blocks of a GGUF file.
 //
-// Each lane of a vector is a token. Some rows of W are decoded to integers, and words of a row's codes are repeated in
-// all lanes and multiplied with the tokens' words of inputs: so a row is decoded once for all tokens, and no lanes are
-// summed. Inputs are rounded with one scale for every 32, those of bfloat16 to 8 bits where the processor multiplies
-// bytes, and others to 16 bits.
+// Each lane of a vector is a token. Some rows of W are decoded to integers, and pairs of a row's codes are repeated in
+// all lanes and multiplied with the tokens' pairs of inputs: so a row is decoded once for all tokens, and no lanes are
+// summed. Inputs are rounded to 16 bits with one scale for every 32, of any type: what a prompt loses all later tokens
+// see.
 #pragma once
 #include <stdint.h>
 
@@ -22,39 +22,15 @@ constexpr int LANE_ROWS = 16;                  // rows that are decoded at once
 constexpr int LANE_COLUMNS = 256;              // and columns
 constexpr int ROWS_AT_ONCE = W == 16 ? 8 : 4;  // whose sums fit the registers, for two vectors of tokens
 
-// How words of 32 bits are multiplied: COUNT codes of weights and as many of inputs, of at most LARGEST. IS_BIASED: the
-// codes of weights are made unsigned.
-struct WordsOfTwo {
-    using Weight = int16_t;
-    using Input = int16_t;
-    static constexpr int COUNT = 2, LARGEST = 32767;
-    static constexpr bool IS_BIASED = false;
-    static inline IntegerSum add(IntegerSum sum, vi weights, vi inputs) { return multiply_add(sum, weights, inputs); }
-};
-#ifdef SKIMKV_SIMD_VNNI
-struct WordsOfFour {
-    using Weight = uint8_t;
-    using Input = int8_t;
-    static constexpr int COUNT = 4, LARGEST = 127;
-    static constexpr bool IS_BIASED = true;
-    static inline IntegerSum add(IntegerSum sum, vi weights, vi inputs) {
-        return multiply_add_bytes(sum, weights, inputs);
-    }
-};
-using WordsOfBf16 = WordsOfFour;
-#else
-using WordsOfBf16 = WordsOfTwo;
-#endif
-
 // Bytes of the inputs of one token: codes, a scale for every 32 of them, and a sum for every 16.
 static int64_t lane_token_bytes(int64_t in) { return in * 2 + in / 32 * 12; }
 static int64_t lane_input_bytes(int64_t in, int64_t n) {
     return (n + LANE_GROUP - 1) / LANE_GROUP * LANE_GROUP * lane_token_bytes(in);
 }
 
-// The inputs of W tokens: words of codes [in/COUNT][W], scales [in/32][W], and sums of codes [in/16][W].
+// The inputs of W tokens: pairs of codes [in/2][W], scales [in/32][W], and sums of codes [in/16][W].
 struct TokenLanes {
-    int32_t *words;
+    int32_t *pairs;
     float *scale;
     int32_t *sum;
 };
@@ -71,14 +47,13 @@ static inline vi load_words(const int32_t *p) {
 }
 
 // Rounds a token's inputs into its lane; zeros where x is nullptr.
-template <class Form, class T> static void round_into_lane(const T *x, int64_t in, const TokenLanes &to, int lane) {
+template <class T> static void round_into_lane(const T *x, int64_t in, const TokenLanes &to, int lane) {
     for (int64_t b = 0; b < in / 32; b++) {
         int32_t code[32] = {};
-        to.scale[b * W + lane] = x ? round_inputs(x + b * 32, (float)Form::LARGEST, code) : 0;
-        typename Form::Input narrow[32];
-        for (int i = 0; i < 32; i++) narrow[i] = (typename Form::Input)code[i];
-        for (int i = 0; i < 32 / Form::COUNT; i++)
-            __builtin_memcpy(to.words + (b * 32 / Form::COUNT + i) * W + lane, narrow + i * Form::COUNT, 4);
+        to.scale[b * W + lane] = x ? round_inputs(x + b * 32, 32767, code) : 0;
+        int16_t narrow[32];
+        for (int i = 0; i < 32; i++) narrow[i] = (int16_t)code[i];
+        for (int i = 0; i < 16; i++) __builtin_memcpy(to.pairs + (b * 16 + i) * W + lane, narrow + i * 2, 4);
         for (int half = 0; half < 2; half++) {
             int32_t sum = 0;
             for (int i = 0; i < 16; i++) sum += code[half * 16 + i];
@@ -88,17 +63,17 @@ template <class Form, class T> static void round_into_lane(const T *x, int64_t i
 }
 
 // Rounds the tokens first .. last-1, and after the last one of all fills its vector.
-template <class Form, class T>
+template <class T>
 static void round_tokens_into_lanes(int64_t in, const Tokens &tokens, char *inputs, int64_t first, int64_t last) {
     const int64_t end = last < tokens.n ? last : (last + W - 1) / W * W;
     for (int64_t t = first; t < end; t++)
-        round_into_lane<Form>(t < last ? (const T *)tokens.x + t * in : nullptr, in, token_lanes(inputs, in, t / W),
-                              (int)(t % W));
+        round_into_lane(t < last ? (const T *)tokens.x + t * in : nullptr, in, token_lanes(inputs, in, t / W),
+                        (int)(t % W));
 }
 static void round_lane_inputs(const skimkv_matrix &m, const Tokens &tokens, char *inputs, int64_t first, int64_t last) {
-    if (m.dtype == SKIMKV_F32) round_tokens_into_lanes<WordsOfTwo, float>(m.columns, tokens, inputs, first, last);
-    else if (m.dtype == SKIMKV_F16) round_tokens_into_lanes<WordsOfTwo, f16>(m.columns, tokens, inputs, first, last);
-    else round_tokens_into_lanes<WordsOfBf16, bf16>(m.columns, tokens, inputs, first, last);
+    if (m.dtype == SKIMKV_F32) round_tokens_into_lanes<float>(m.columns, tokens, inputs, first, last);
+    else if (m.dtype == SKIMKV_F16) round_tokens_into_lanes<f16>(m.columns, tokens, inputs, first, last);
+    else round_tokens_into_lanes<bf16>(m.columns, tokens, inputs, first, last);
 }
 
 // Some columns of rows as they are decoded, with a scale and an offset for every part of 16 or 32 columns: a weight is
@@ -109,25 +84,23 @@ struct DecodedRows {
 };
 
 // What multiplies them: their codes as a form has them, and sums [vector of tokens][row][W] of all columns so far.
-template <class Form> struct LaneProducts {
+struct LaneProducts {
     DecodedRows rows;
-    alignas(64) typename Form::Weight code[LANE_ROWS][LANE_COLUMNS];
+    alignas(64) int16_t code[LANE_ROWS][LANE_COLUMNS];
     float sum[MOST_LANE_TOKENS / W][LANE_ROWS][W];
 };
 
-// Widens the decoded codes, or adds a bias to them.
-template <class Form> static inline void convert_codes(LaneProducts<Form> &p, int rows, int bias) {
+// Widens the decoded codes.
+static inline void widen_codes(LaneProducts &p, int rows) {
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < LANE_COLUMNS; i++)
-            p.code[r][i] = (typename Form::Weight)(p.rows.code[r][i] + (Form::IS_BIASED ? bias : 0));
+        for (int i = 0; i < LANE_COLUMNS; i++) p.code[r][i] = p.rows.code[r][i];
 }
 
 // Multiplies the rows row .. row+R-1 with V vectors of tokens from number g on, in `parts` parts of PART columns from
 // column `at` on.
-template <class Form, int PART, int R, int V>
-static inline void multiply_lanes(LaneProducts<Form> &p, int row, const TokenLanes *x, int64_t g, int64_t at, int parts,
-                                  int bias, bool has_offset) {
-    constexpr int WORDS = PART / Form::COUNT;
+template <int PART, int R, int V>
+static inline void multiply_lanes(LaneProducts &p, int row, const TokenLanes *x, int64_t g, int64_t at, int parts,
+                                  bool has_offset) {
     for (int part = 0; part < parts; part++) {
         const int64_t from = at + part * PART;
         IntegerSum products[R][V] = {};
@@ -135,20 +108,16 @@ static inline void multiply_lanes(LaneProducts<Form> &p, int row, const TokenLan
         for (int v = 0; v < V; v++) {
             sums[v] = load_words(x[v].sum + from / 16 * W);
             if (PART == 32) sums[v] = sums[v] + load_words(x[v].sum + (from / 16 + 1) * W);
-            if constexpr (Form::IS_BIASED) {
-                const vi correction = sums[v] * -bias;
-                for (int r = 0; r < R; r++) products[r][v] = correction;
-            }
         }
 #pragma GCC unroll 8
-        for (int i = 0; i < WORDS; i++) {
+        for (int i = 0; i < PART / 2; i++) {
             vi inputs[V];
-            for (int v = 0; v < V; v++) inputs[v] = load_words(x[v].words + (from / Form::COUNT + i) * W);
+            for (int v = 0; v < V; v++) inputs[v] = load_words(x[v].pairs + (from / 2 + i) * W);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                int32_t word;
-                __builtin_memcpy(&word, p.code[row + r] + part * PART + i * Form::COUNT, 4);
-                for (int v = 0; v < V; v++) products[r][v] = Form::add(products[r][v], repeat_pair(word), inputs[v]);
+                int32_t pair;
+                __builtin_memcpy(&pair, p.code[row + r] + part * PART + i * 2, 4);
+                for (int v = 0; v < V; v++) products[r][v] = multiply_add(products[r][v], repeat_pair(pair), inputs[v]);
             }
         }
         for (int v = 0; v < V; v++) {
@@ -164,20 +133,20 @@ static inline void multiply_lanes(LaneProducts<Form> &p, int row, const TokenLan
 }
 
 // The same for all rows that were decoded, and all tokens.
-template <class Form, int PART>
-static void multiply_decoded_rows(LaneProducts<Form> &p, int rows, const char *inputs, int64_t in, int64_t groups,
-                                  int64_t at, int bias, bool has_offset) {
+template <int PART>
+static void multiply_decoded_rows(LaneProducts &p, int rows, const char *inputs, int64_t in, int64_t groups, int64_t at,
+                                  bool has_offset) {
     const int parts = (int)min(in - at, LANE_COLUMNS) / PART;
     for (int64_t g = 0; g < groups; g += 2) {
         const TokenLanes x[2] = {token_lanes(inputs, in, g), token_lanes(inputs, in, g + 1)};
         int row = 0;
         for (; row + ROWS_AT_ONCE <= rows && g + 1 < groups; row += ROWS_AT_ONCE)
-            multiply_lanes<Form, PART, ROWS_AT_ONCE, 2>(p, row, x, g, at, parts, bias, has_offset);
+            multiply_lanes<PART, ROWS_AT_ONCE, 2>(p, row, x, g, at, parts, has_offset);
         for (; row + ROWS_AT_ONCE <= rows; row += ROWS_AT_ONCE)
-            multiply_lanes<Form, PART, ROWS_AT_ONCE, 1>(p, row, x, g, at, parts, bias, has_offset);
+            multiply_lanes<PART, ROWS_AT_ONCE, 1>(p, row, x, g, at, parts, has_offset);
         for (; row < rows; row++)
             for (int v = 0; v < (g + 1 < groups ? 2 : 1); v++)
-                multiply_lanes<Form, PART, 1, 1>(p, row, x + v, g + v, at, parts, bias, has_offset);
+                multiply_lanes<PART, 1, 1>(p, row, x + v, g + v, at, parts, has_offset);
     }
 }
 
@@ -218,29 +187,21 @@ static void decode_rows(const skimkv_matrix &m, int64_t first, int rows, int64_t
 }
 
 // Multiplies the rows first .. last-1 with all tokens.
-template <class Form, class Block>
-static void multiply_in_lanes(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
-                              int64_t last) {
+template <class Block>
+static void multiply_many_tokens(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
+                                 int64_t last) {
     const int64_t groups = (tokens.n + W - 1) / W;
-    LaneProducts<Form> p;
+    LaneProducts p;
     for (; first < last; first += LANE_ROWS) {
         const int rows = (int)min(last - first, LANE_ROWS);
         for (int64_t g = 0; g < groups; g++)
             for (int r = 0; r < LANE_ROWS; r++) store(p.sum[g][r], splat(0.f));
         for (int64_t at = 0; at < m.columns; at += LANE_COLUMNS) {
             decode_rows<Block>(m, first, rows, at, p.rows);
-            convert_codes(p, rows, Block::BIAS);
-            multiply_decoded_rows<Form, Block::PART>(p, rows, inputs, m.columns, groups, at, Block::BIAS,
-                                                     Block::HAS_OFFSET);
+            widen_codes(p, rows);
+            multiply_decoded_rows<Block::PART>(p, rows, inputs, m.columns, groups, at, Block::HAS_OFFSET);
         }
         store_lanes(m, tokens, first, rows, p.sum);
     }
 }
-template <class Block>
-static void multiply_many_tokens(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
-                                 int64_t last) {
-    if (m.dtype == SKIMKV_BF16) multiply_in_lanes<WordsOfBf16, Block>(m, tokens, inputs, first, last);
-    else multiply_in_lanes<WordsOfTwo, Block>(m, tokens, inputs, first, last);
-}
-
 }  // namespace skimkv::SKIMKV_NS

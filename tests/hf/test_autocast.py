@@ -153,10 +153,8 @@ def test_a_model_under_autocast(tmp_path, backend, weights, dtype):
         expected = reference(**inputs).logits
         logits = model(**inputs).logits
         assert logits.dtype == expected.dtype == dtype
-        # no closer than what the rounding of bfloat16's norms does to the library's own logits; beside blocks inputs of
-        # bfloat16 are rounded to 8 bits, one scale for 32, whose steps are two to four times as large
-        rounds = dtype == torch.bfloat16 and weights in ("int4", "gguf")
-        most = (0.3 if rounds else 0.12) * expected[mask.bool()].float().std()
+        # no closer than what the rounding of bfloat16's norms does to the library's own logits
+        most = 0.12 * expected[mask.bool()].float().std()
         assert (logits - expected)[mask.bool()].abs().max() <= most
         with skimkv.attach(model, "SparQ(r=16, k=64)"):
             options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

@@ -17,8 +17,8 @@ from .packed_weights import ROWS
 
 AT_ONCE = 1 << 21  # weights that are dequantised at once: they stay in the caches of a processor
 # Tokens from which on PyTorch multiplies faster: floats, beside our kernels with AVX2 or AVX-512, and beside others; or
-# rows that are dequantised.
-FLOAT_PROMPT, OTHER_FLOAT_PROMPT, PROMPT = 65, 16, 32
+# rows that are dequantised, of blocks beside our kernels, and beside others or with matrix units.
+FLOAT_PROMPT, OTHER_FLOAT_PROMPT, BLOCK_PROMPT, PROMPT = 65, 16, 160, 32
 
 
 class Product:
@@ -138,8 +138,10 @@ def _prompt_tokens(kind: str, dtype: torch.dtype) -> float:
     """The number of tokens from which on PyTorch multiplies faster, with rows that are dequantised if need be."""
     if kind == matrices.FLOATS:
         return _float_prompt(dtype)
-    is_faster = not _multiplies_tiles(dtype) and (kind == matrices.PACKED or (library.isa() or "").startswith("avx"))
-    return math.inf if is_faster else PROMPT
+    if _multiplies_tiles(dtype) or not (kind == matrices.PACKED or (library.isa() or "").startswith("avx")):
+        return PROMPT
+    has_products = kind != matrices.PACKED and dtype != torch.float32 and library.has_instructions(dtype)
+    return BLOCK_PROMPT if has_products else math.inf
 
 
 def _float_prompt(dtype: torch.dtype) -> float:
