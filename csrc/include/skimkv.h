@@ -299,9 +299,9 @@ SKIMKV_API const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y
 typedef struct skimkv_rms_norm {
     const void *w; /* [size] */
     int64_t size;
-    float eps;     /* at least 0 */
-    int32_t dtype; /* of w, x and y */
-    int32_t adds_one;
+    float eps;        /* at least 0 */
+    int32_t dtype;    /* of w, x and y */
+    int32_t adds_one; /* 1 if the factor is 1 + w, 0 if it is w */
 } skimkv_rms_norm;
 
 SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,

@@ -267,39 +267,25 @@ template <InputOrder ORDER> static inline __m512i part_of_lanes(int i) {
     return _mm512_add_epi32(quarters(), _mm512_set1_epi32(ORDER == InputOrder::HALVES_OF_32 ? i * 2 : i * 4));
 }
 
-// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T]. Each group is decoded once. A last group of fewer
-// blocks is filled with zeros.
-template <bool TWO, int R, int T, class Block>
-static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
-    RoundedInputs x[T];
-    for (int t = 0; t < T; t++) x[t] = rounded_inputs_at(inputs + t * block_token_bytes(in), in);
-    __m512 sum[R][T];
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
-    const auto add = [&](int r, const uint8_t *p, int64_t at) __attribute__((always_inline)) {
-        constexpr int BIAS = Block::BIAS, JOINED = Block::ORDER == InputOrder::HALVES_OF_32 ? 2 : 1;
-        DecodedGroup group;
-        decode(Block(), p, group);
-        for (int t = 0; t < T; t++) {
-            const __m512 scale = group.scale * input_scales<Block>(x[t].scale + at / 32);
-            for (int i = 0; i < Block::SIZE / 64; i += JOINED) {
-                __m512i products = products_of<TWO, BIAS>(group.code[i], x[t], at + i * 64);
-                if (JOINED == 2)
-                    products =
-                        _mm512_add_epi32(products, products_of<TWO, BIAS>(group.code[i + 1], x[t], at + i * 64 + 64));
-                const __m512 of_lanes = _mm512_permutexvar_ps(part_of_lanes<Block::ORDER>(i), scale);
-                sum[r][t] = fma(_mm512_cvtepi32_ps(products), of_lanes, sum[r][t]);
-            }
-            if (Block::HAS_OFFSET) sum[r][t] = fma(group.offset, input_sums<Block>(x[t].sum + at / 16), sum[r][t]);
+// Adds the products of a group, whose first column is `at`, with T tokens to sum[T].
+template <bool TWO, int T, class Block>
+__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, const RoundedInputs *x,
+                                                            vf *sum) {
+    constexpr int BIAS = Block::BIAS, JOINED = Block::ORDER == InputOrder::HALVES_OF_32 ? 2 : 1;
+    DecodedGroup group;
+    decode(Block(), p, group);
+    for (int t = 0; t < T; t++) {
+        const __m512 scale = group.scale * input_scales<Block>(x[t].scale + at / 32);
+        for (int i = 0; i < Block::SIZE / 64; i += JOINED) {
+            __m512i products = products_of<TWO, BIAS>(group.code[i], x[t], at + i * 64);
+            if (JOINED == 2)
+                products =
+                    _mm512_add_epi32(products, products_of<TWO, BIAS>(group.code[i + 1], x[t], at + i * 64 + 64));
+            const __m512 of_lanes = _mm512_permutexvar_ps(part_of_lanes<Block::ORDER>(i), scale);
+            sum[t] = fma(_mm512_cvtepi32_ps(products), of_lanes, sum[t]);
         }
-    };
-    int64_t at = 0;
-    for (; at + Block::SIZE <= in; at += Block::SIZE, w += Block::BYTES)
-        for (int r = 0; r < R; r++) add(r, w + r * row, at);
-    uint8_t last[Block::BYTES];
-    for (int r = 0; r < R && at < in; r++) add(r, whole_group<Block>(w + r * row, in - at, last), at);
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) y[r * T + t] = sum_lanes(sum[r][t]);
+        if (Block::HAS_OFFSET) sum[t] = fma(group.offset, input_sums<Block>(x[t].sum + at / 16), sum[t]);
+    }
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -163,60 +163,60 @@ static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32
     for (int i = 0; i < 32; i++) to.code[at + i] = (int16_t)code[i];
 }
 
-// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T]. Each group is decoded once. Both kinds of inputs are
-// 16-bit integers here.
-template <bool, int R, int T, class Block>
-static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
+// Adds the products of a group, whose first column is `at`, with T tokens to sum[T]. Both kinds of inputs are 16-bit
+// integers here.
+template <bool, int T, class Block>
+__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, const RoundedInputs *x,
+                                                            vf *sum) {
     constexpr int PART = Block::PART, STEP = 2 * W;     // weights of a scale, and of a vector of pairs
     constexpr int WEIGHTS = STEP > PART ? STEP : PART;  // whose products are added as integers
+    alignas(64) int8_t code[Block::SIZE];
+    alignas(64) float scale[Block::SIZE / PART], offset[Block::SIZE / PART];
+    decode(Block(), p, code, scale, offset);
+    for (int i = 0; i < Block::SIZE; i += WEIGHTS) {
+        vi codes[WEIGHTS / STEP];
+        for (int j = 0; j < WEIGHTS / STEP; j++) codes[j] = load_int16_pairs(code + i + j * STEP);
+        vf of_weights = splat(scale[i / PART]);
+        if constexpr (STEP > PART) {  // two parts in a vector
+            float lane[W];
+            for (int j = 0; j < W; j++) lane[j] = scale[(i + 2 * j) / PART];
+            of_weights = load(lane);
+        }
+        for (int t = 0; t < T; t++) {
+            IntegerSum products{};
+            for (int j = 0; j < WEIGHTS / STEP; j++)
+                products = multiply_add(products, codes[j], load_integers(x[t].code + at + i + j * STEP));
+            sum[t] = fma(to_floats(products), of_weights * splat(x[t].scale[(at + i) / 32]), sum[t]);
+        }
+    }
+    for (int part = 0; part < Block::SIZE / PART && Block::HAS_OFFSET; part++) {
+        const vf of_lane = splat(offset[part] * (1.f / W));  // W lanes that are summed: exact, for W is a power of two
+        for (int t = 0; t < T; t++) {
+            const float *inputs = x[t].sum + at / 16 + part * (PART / 16);
+            sum[t] = fma(of_lane, splat(PART == 16 ? inputs[0] : inputs[0] + inputs[1]), sum[t]);
+        }
+    }
+}
+#endif
+
+// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T]. Each group is decoded once. A last group of fewer
+// blocks is filled with zeros.
+template <bool TWO, int R, int T, class Block>
+static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
     RoundedInputs x[T];
     for (int t = 0; t < T; t++) x[t] = rounded_inputs_at(inputs + t * block_token_bytes(in), in);
     vf sum[R][T];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
-    const auto add = [&](int r, const uint8_t *p, int64_t at) __attribute__((always_inline)) {
-        alignas(64) int8_t code[Block::SIZE];
-        alignas(64) float scale[Block::SIZE / PART], offset[Block::SIZE / PART];
-        decode(Block(), p, code, scale, offset);
-        for (int i = 0; i < Block::SIZE; i += WEIGHTS) {
-            vi codes[WEIGHTS / STEP];
-            for (int j = 0; j < WEIGHTS / STEP; j++) codes[j] = load_int16_pairs(code + i + j * STEP);
-            vf of_weights = splat(scale[i / PART]);
-            if constexpr (STEP > PART) {  // two parts in a vector
-                float lane[W];
-                for (int j = 0; j < W; j++) lane[j] = scale[(i + 2 * j) / PART];
-                of_weights = load(lane);
-            }
-            for (int t = 0; t < T; t++) {
-                IntegerSum products{};
-                for (int j = 0; j < WEIGHTS / STEP; j++) {
-                    vi pairs;
-                    __builtin_memcpy(&pairs, x[t].code + at + i + j * STEP, sizeof pairs);
-                    products = multiply_add(products, codes[j], pairs);
-                }
-                sum[r][t] = fma(to_floats(products), of_weights * splat(x[t].scale[(at + i) / 32]), sum[r][t]);
-            }
-        }
-        for (int i = 0; i < Block::SIZE / 16 && Block::HAS_OFFSET; i += W) {
-            constexpr int SUMS = Block::SIZE / 16 < W ? Block::SIZE / 16 : W;
-            float lane[W] = {}, sums[W] = {};
-            for (int j = 0; j < SUMS; j++) lane[j] = offset[(i + j) * 16 / PART];
-            const vf offsets = load(lane);
-            for (int t = 0; t < T; t++) {
-                __builtin_memcpy(sums, x[t].sum + at / 16 + i, SUMS * sizeof(float));
-                sum[r][t] = fma(offsets, load(sums), sum[r][t]);
-            }
-        }
-    };
     int64_t at = 0;
     for (; at + Block::SIZE <= in; at += Block::SIZE, w += Block::BYTES)
-        for (int r = 0; r < R; r++) add(r, w + r * row, at);
+        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(w + r * row, at, x, sum[r]);
     uint8_t last[Block::BYTES];
-    for (int r = 0; r < R && at < in; r++) add(r, whole_group<Block>(w + r * row, in - at, last), at);
+    for (int r = 0; r < R && at < in; r++)
+        add_group<TWO, T, Block>(whole_group<Block>(w + r * row, in - at, last), at, x, sum[r]);
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) y[r * T + t] = sum_lanes(sum[r][t]);
 }
-#endif
 
 // Rounds one token's inputs, to be multiplied with codes of a bias.
 template <InputOrder ORDER, int BIAS, class T>

@@ -40,12 +40,6 @@ static inline TokenLanes token_lanes(const char *inputs, int64_t in, int64_t gro
     return {(int32_t *)memory, scale, (int32_t *)(scale + W * (in / 32))};
 }
 
-static inline vi load_words(const int32_t *p) {
-    vi x;
-    __builtin_memcpy(&x, p, sizeof x);
-    return x;
-}
-
 // Rounds a token's inputs into its lane; zeros where x is nullptr.
 template <class T> static void round_into_lane(const T *x, int64_t in, const TokenLanes &to, int lane) {
     for (int64_t b = 0; b < in / 32; b++) {
@@ -83,7 +77,7 @@ struct DecodedRows {
     float scale[LANE_ROWS][LANE_COLUMNS / 16], offset[LANE_ROWS][LANE_COLUMNS / 16];
 };
 
-// What multiplies them: their codes as a form has them, and sums [vector of tokens][row][W] of all columns so far.
+// What multiplies them: their codes in 16 bits, and sums [vector of tokens][row][W] of all columns so far.
 struct LaneProducts {
     DecodedRows rows;
     alignas(64) int16_t code[LANE_ROWS][LANE_COLUMNS];
@@ -106,13 +100,13 @@ static inline void multiply_lanes(LaneProducts &p, int row, const TokenLanes *x,
         IntegerSum products[R][V] = {};
         vi sums[V];
         for (int v = 0; v < V; v++) {
-            sums[v] = load_words(x[v].sum + from / 16 * W);
-            if (PART == 32) sums[v] = sums[v] + load_words(x[v].sum + (from / 16 + 1) * W);
+            sums[v] = load_integers(x[v].sum + from / 16 * W);
+            if (PART == 32) sums[v] = sums[v] + load_integers(x[v].sum + (from / 16 + 1) * W);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < PART / 2; i++) {
             vi inputs[V];
-            for (int v = 0; v < V; v++) inputs[v] = load_words(x[v].pairs + (from / 2 + i) * W);
+            for (int v = 0; v < V; v++) inputs[v] = load_integers(x[v].pairs + (from / 2 + i) * W);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 int32_t pair;
@@ -204,4 +198,5 @@ static void multiply_many_tokens(const skimkv_matrix &m, const Tokens &tokens, c
         store_lanes(m, tokens, first, rows, p.sum);
     }
 }
+
 }  // namespace skimkv::SKIMKV_NS

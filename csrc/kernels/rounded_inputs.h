@@ -1,7 +1,8 @@
 // The inputs of products with quantised weights as integers, with a scale for every 32 of them. For GGUF blocks there
 // are also the sums of every 16.
 //
-// Beside blocks, inputs of bfloat16 have 8 bits, as llama.cpp rounds them, with more scales; other inputs have 15 bits.
+// Beside blocks, inputs of bfloat16 of a few tokens have 8 bits, as llama.cpp rounds them, with more scales; others
+// have 15 bits, or 16 (kernels/many_token_products.h).
 #pragma once
 #include <stdint.h>
 

@@ -44,11 +44,6 @@ static inline vi is_drawn(vw hash, vf probability) {
     const vi threshold = __builtin_convertvector(below_one * splat(0x1p31f), vi);
     return ((vi)(hash >> 1) < threshold) | (vi)(probability >= splat(1.f));
 }
-static inline vi load_integers(const int32_t *p) {
-    vi x;
-    __builtin_memcpy(&x, p, sizeof x);
-    return x;
-}
 static inline void store_integers(int32_t *p, vi x) { __builtin_memcpy(p, &x, sizeof x); }
 
 // Counts the rows of K, or of V, that are read, the current token's not included.

@@ -15,6 +15,11 @@ constexpr float LOWEST = -3e38f;
 static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+static inline vi load_integers(const void *p) {  // of 32 bits, or pairs of 16
+    vi x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+}
 // Prefetches into the L1 cache. To the compiler a prefetch has no effect, and it would drop a function that does
 // nothing else; the empty asm keeps it. So __builtin_prefetch is called nowhere else.
 static inline void prefetch(const void *p) {

@@ -112,8 +112,9 @@ def linear(
     The result has x's type: float32, bfloat16 or float16. rows: None: those of weight, which must be given for packed
     weights. order: (rows,) int32, the output that each row gives, a permutation; None if row i gives output i; only
     for blocks. In C++ where the backend is cpu, straight from the stored weights; but for a prompt PyTorch multiplies
-    floats for which the processor has instructions, and where it has matrix units, or neither AVX2 nor AVX-512, also
-    rows that were dequantised a part at a time. Raises ValueError if shapes, types or devices do not fit.
+    floats for which the processor has instructions, and rows that were dequantised a part at a time: where the
+    processor has matrix units, where it has neither AVX2 nor AVX-512, and from BLOCK_PROMPT tokens on where it has
+    instructions for a type of 16 bits. Raises ValueError if shapes, types or devices do not fit.
     """
     rows = weight.shape[0] if rows is None else rows
     prepared = matrix(x, weight, kind, rows, bias, order)

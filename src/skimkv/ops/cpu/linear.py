@@ -52,8 +52,8 @@ def matrix(
     """A matrix of one of the kinds of ops/matrices.py, to be multiplied with x and its like.
 
     Where it is quantised, activations become integers of 16 bits with a scale for every 32, which adds an error of at
-    most 2^-15 max |x| of these to each; with blocks, those of bfloat16 become integers of 8 bits. x is float32,
-    bfloat16 or float16. Raises ValueError if a type, a stride or a device has no kernel.
+    most 2^-15 max |x| of these to each; with blocks, those of fewer than 16 tokens in bfloat16 have 8 bits. x is
+    float32, bfloat16 or float16. Raises ValueError if a type, a stride or a device has no kernel.
     """
     dtype = dtype_number(x)
     if not weight.is_contiguous():
