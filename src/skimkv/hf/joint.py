@@ -230,6 +230,7 @@ class _JointStep:
         self.cache, self.softmax = cache, softmax
         self.addresses: list[int | None] = []
         self._locked: list[tuple[JointLayer, Sequence[Store]]] = []
+        self._given: list[GivenPositions | None] = []  # of the rows of every part, the same in all layers
         layers: list[Any] = cache.layers
         try:
             for layer, options in zip(layers, softmax, strict=True):
@@ -253,10 +254,12 @@ class _JointStep:
             kernels.append(kernel)
             stores.append(part.store)
         self._locked.append((layer, stores))
-        given = self.cache.given
+        if not self._given:
+            given = self.cache.given
+            self._given = [None if given is None else given.part(rows) for rows in layer.rows]
         return [
-            prepare_step(part, None if given is None else given.part(rows), kernel, dtype, softmax)
-            for part, rows, kernel in zip(layer.parts, layer.rows, kernels, strict=True)
+            prepare_step(part, given, kernel, dtype, softmax)
+            for part, given, kernel in zip(layer.parts, self._given, kernels, strict=True)
         ]
 
     def attend_by(self, name: str, modules: Sequence[nn.Module]) -> Attend | None:
