@@ -111,6 +111,8 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
         raise ValueError(f"{name} is not supported: it does not take another attention function")
     if any(v is not None and v != k for v, k in _settings(config, "v_head_dim", "head_dim")):
         raise ValueError(f"{name} is not supported: its keys and values differ in size")
+    # Each module's own parameters are listed only where one of them may be meant: that takes long.
+    may_have_sinks = any("sink" in part for module, path in modules.items() for part in (path, *module._parameters))
     for module, path in modules.items():
         index = vars(module).get("layer_idx")
         if not isinstance(index, int) or index >= len(layers) or not layers[index].supported:
@@ -119,7 +121,7 @@ def model_layers(model: PreTrainedModel, max_tokens: int | None = None) -> list[
             raise ValueError(f"{name} is not supported: layer {index} attends to an encoder as well")
         if getattr(module, "is_causal", True) is False:
             raise ValueError(f"{name} is not supported: layer {index} is not causal")
-        if any(
+        if may_have_sinks and any(
             "sink" in parameter and parameter.rpartition(".")[2] != "sinks"
             for parameter, _ in module.named_parameters()
         ):

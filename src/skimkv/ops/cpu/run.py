@@ -223,6 +223,7 @@ def append_block(store: Full, k: Tensor, v: Tensor, pad: Sequence[int] | None = 
     B, n = store.shape.B, k.shape[2]
     new = [n - p for p in pads]
     longest = max(length + count for length, count in zip(store.lengths, new, strict=True))
+    store.reserve(longest - max(store.lengths))  # before the memory is described, which it would change
     memory = placed_memory(store, more=longest - max(store.lengths))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     expect("k", k, (B, *k.shape[1:]), store.dtype)
