@@ -15,7 +15,7 @@ uint64_t read_runs(const char *p, int64_t run, int streams) {
     for (int64_t i = 0; i < run; i += 256)
         for (int s = 0; s < streams; s++) {
             const char *at = p + s * run + i;
-            for (int ahead = 1024; ahead < 1280; ahead += 64) __builtin_prefetch(at + ahead);
+            for (int ahead = 1024; ahead < 1280; ahead += 64) __builtin_prefetch(at + ahead, 0, 2);
             a += *(const cache_line *)at, b += *(const cache_line *)(at + 64);
             c += *(const cache_line *)(at + 128), d += *(const cache_line *)(at + 192);
         }

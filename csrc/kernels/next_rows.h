@@ -8,8 +8,7 @@ namespace skimkv::SKIMKV_NS {
 
 // The rows that come next. They are prefetched while others are worked on, a share with each of these: so the memory is
 // at work while arithmetic is done, and it reads on where the hardware's prefetchers do not, as over the end of a page
-// or where a row ends within a cache line. Where one row follows the other in memory, no line is prefetched twice,
-// because every prefetch takes one of the few places that the L1 cache has for lines on their way.
+// or where a row ends within a cache line. Where one row follows the other in memory, no line is prefetched twice.
 class NextRows {
     const char *const *rows;
     const char *first = nullptr;                  // the first row, if the others follow it in memory
