@@ -22,9 +22,9 @@ from .pieces import Piece, Writer
 # At the end: how long answers that were given up may take to end by themselves, and how long the thread may take then.
 LEAVING_SECONDS, ENDING_SECONDS = 1.0, 5.0
 LOADING_SECONDS = 0.05  # how often the worker looks for new requests while nothing but files is being loaded
-# How long a piece of a prompt may take where others wait for their next tokens, and where nobody does. In that time a
-# request that comes, or a client that leaves, is not noticed.
-PIECE_SECONDS, LONE_PIECE_SECONDS = 0.2, 1.0
+# How long others may wait for their next tokens, for a piece of a prompt and the step after it; and how long a piece
+# may take where nobody waits. In that time a request that comes, or a client that leaves, is not noticed.
+TOKEN_SECONDS, LONE_PIECE_SECONDS = 0.2, 1.0
 
 
 class Task(NamedTuple):
@@ -80,6 +80,7 @@ class Worker:
         self.generator, self.tokenizer, self.parallel = generator, tokenizer, 1 if generator.alone else parallel
         self.meter = Meter()
         self._piece, self._is_even_round = PieceLength(), False
+        self._step_seconds = 0.0  # that the last step took
         self._running: list[_Running] = []
         self._loading: list[_Loading] = []
         self._waiting: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
@@ -196,7 +197,9 @@ class Worker:
         answer, start = running.answer, time.perf_counter()
         most = None
         if self.parallel > 1:
-            most = self._piece.within(PIECE_SECONDS if len(self._running) > len(reading) else LONE_PIECE_SECONDS)
+            others_wait = len(self._running) > len(reading)
+            rest = max(TOKEN_SECONDS - self._step_seconds, TOKEN_SECONDS / 2)  # slow steps must not starve prompts
+            most = self._piece.within(rest if others_wait else LONE_PIECE_SECONDS)
             if answer.unread - most < SHORTEST_PIECE:  # so few tokens would be multiplied by other kernels
                 most = None
         before = answer.unread
@@ -206,7 +209,7 @@ class Worker:
     def _step(self) -> None:
         """Give every answer whose prompt has been read its next token, and end those whose clients have gone."""
         self._end_those_that_left()
-        ready = [running for running in self._running if not running.answer.is_reading]
+        ready, start = [running for running in self._running if not running.answer.is_reading], time.perf_counter()
         if not ready:
             return
         try:
@@ -218,6 +221,7 @@ class Worker:
             return
         for running, row in zip(ready, logits, strict=True):
             self._go_on(running, partial(running.answer.choose, row))
+        self._step_seconds = time.perf_counter() - start
 
     def _end_those_that_left(self) -> None:
         for running in [running for running in self._running if not running.answer.is_open]:
