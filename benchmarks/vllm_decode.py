@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="Timed steps of each engine.")
     parser.add_argument("--wait", action="store_true", help="Wait for a line on the standard input before timing.")
     args = parser.parse_args()
+    if args.text and not args.model:
+        parser.error("--text needs --model, whose tokenizer it takes")
     import torch
 
     methods = [None, *(args.method or ["Dense()", "SparQ(r=16, k=128)"])]
