@@ -140,6 +140,7 @@ ELSEWHERE = {
     "Window": "it is LMInfinite(k=512, initial=0) here",
     "FlexGen": "its sparse attention is TopK(k=128) here, its quantised cache is Dense(kv='int4')",
     "Twilight": "its pruner is TopP(p=0.95) here",
+    "RaBitQCache": "its one-bit index is that of RaBitQ(k=128) here",
     "KIVI": "skimkv does not have it; a quantised cache is Dense(kv='int4') here",
     "DoubleSparsity": "skimkv does not have it; SparQ(r=16, k=128) also scores with a few channels",
     "Loki": "skimkv does not have it; LowRank(r=32, k=128) also scores in a low-rank projection",

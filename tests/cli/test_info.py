@@ -22,10 +22,11 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = answer(capsys, "info")
     assert list(facts) == ["versions", "devices", "backends", "gpu_kernels", "methods"]
     assert [method["name"] for method in facts["methods"]] == list(METHODS)
-    assert {method["store"] for method in facts["methods"]} == {"Full", "Slots", "Clusters"}
+    assert {method["store"] for method in facts["methods"]} == {"Full", "SignIndexed", "Slots", "Clusters"}
     kernels = {method["name"]: method["kernels"] for method in facts["methods"]}
     without = {name: of for name, of in kernels.items() if of != ["cpu", "gpu"]}
-    on_a_cpu_only, reference = ("Skim", "Quest", "TOVA"), ("SubGenStream", "TopP", "SANTA", "VAttention", "RocketKV")
+    on_a_cpu_only = ("Skim", "Quest", "TOVA")
+    reference = ("SubGenStream", "TopP", "RaBitQ", "SANTA", "VAttention", "RocketKV")
     assert without == {name: ["cpu"] for name in on_a_cpu_only} | {name: [] for name in reference}
     assert facts["backends"]["cpu"]["backend"] in ("ref", "cpu")
 

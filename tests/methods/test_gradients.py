@@ -15,7 +15,7 @@ from support.tiny_models import family
 FULL = ["Dense()", "SparQ(r=16, k=400)", "TopK(k=400)", "LMInfinite(k=400)", "H2O(k=400)", "LowRank(r=16, k=400)"]
 FULL += ["Strided(k=400)", "SubGen(k=300, recent=64)", "SparQ(r=16, k=400, mean_value=True)"]
 FULL += ["Skim(k=400)", "Quest(page=4, k=400)", "TOVA(k=400)", "SnapKV(k=400)", "StreamingLLM(k=400)"]
-FULL += ["TopP(p=1)", "SANTA(s=400)", "VAttention(k=400)", "RocketKV(k=400, top=400)"]
+FULL += ["TopP(p=1)", "RaBitQ(k=400)", "SANTA(s=400)", "VAttention(k=400)", "RocketKV(k=400, top=400)"]
 
 
 @pytest.fixture(autouse=True)

@@ -122,7 +122,7 @@ def test_bytes_of_a_row(kv, D, width):
 
 # methods that choose by what is rounded to the cache's type choose the same in float32 only
 ROUNDED = [(spec, torch.float32) for spec in QUANTISED]
-CHOOSING = ("LowRank", "Quest", "Skim", "SparQ", "TopP", "VAttention", "H2O", "SubGen")
+CHOOSING = ("LowRank", "Quest", "Skim", "SparQ", "TopP", "RaBitQ", "VAttention", "H2O", "SubGen")
 ROUNDED += [(s, torch.bfloat16) for s in QUANTISED if not s.startswith(CHOOSING)]
 
 

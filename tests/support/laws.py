@@ -17,7 +17,8 @@ SMALL = [
     "H2O(k=0.2, pattern='fixed')", "H2O(k=24, pattern='top')", "Quest(page=8, k=24)", "Quest(page=5, k=9)",
     "SnapKV(k=24)", "SnapKV(k=0.2, window=4, pool=3)", "StreamingLLM(k=20)", "StreamingLLM(k=0.2)", "TOVA(k=24)",
     "TOVA(k=0.2)", "TopK(k=12, mean_value=True)", "SubGen(k=10, recent=8)", "SubGenStream(delta=2.0, t=3, s=8)",
-    "TopP(p=0.6)", "SANTA(s=12)", "SANTA(s=12, draws='systematic')", "VAttention(epsilon=0.5, k=12, base=8, local=3)",
+    "TopP(p=0.6)", "RaBitQ(k=12)", "SANTA(s=12)", "SANTA(s=12, draws='systematic')",
+    "VAttention(epsilon=0.5, k=12, base=8, local=3)",
     "VAttention(epsilon=0.9, k=5, base=20, r=7, verified='output')", "RocketKV(k=40, top=16)",
     "RocketKV(k=0.4, window=4, pool=3, page=5, top=12, r=7)", "Skim(k=3, error=0.3)",
 ]  # fmt: skip
@@ -30,7 +31,8 @@ QUANTISED = [
     "Strided(k=20, kv='int4')", "Fixed(k=20, c=2, kv='int8')", "H2O(k=24, kv='int4')", "H2O(k=24, kv='int8')",
     "H2O(k=0.2, kv='int4')", "Quest(page=8, k=24, kv='int4')", "SnapKV(k=24, kv='int8')",
     "StreamingLLM(k=20, kv='int8')", "TOVA(k=24, kv='int4')", "SubGen(k=10, recent=8, kv='int4')",
-    "TopP(p=0.7, kv='int8')", "SANTA(s=12, kv='int4')", "VAttention(epsilon=0.5, k=12, base=8, kv='int8')",
+    "TopP(p=0.7, kv='int8')", "RaBitQ(k=12, kv='int4')", "SANTA(s=12, kv='int4')",
+    "VAttention(epsilon=0.5, k=12, base=8, kv='int8')",
     "RocketKV(k=40, top=16, kv='int4')", "Skim(k=2, r=7, error=0.5, kv='int8')",
 ]  # fmt: skip
 SMALL += QUANTISED
@@ -45,7 +47,7 @@ FULL = [
     "TopK(k=5000, oracle=True, kv='int4')", "LowRank(r=4, k=5000, kv='int8')", "LMInfinite(k=5000, kv='int4')",
     "Strided(k=5000, kv='int8')", "Fixed(k=5000, kv='int4')", "H2O(k=5000, kv='int4')",
     "Quest(page=16, k=5000, kv='int8')", "SnapKV(k=5000, kv='int4')", "SubGen(k=4000, recent=1000, kv='int8')",
-    "TopP(p=1)", "SANTA(s=5000)", "VAttention(k=5000)", "RocketKV(k=5000, top=5000)",
+    "TopP(p=1)", "RaBitQ(k=5000)", "SANTA(s=5000)", "VAttention(k=5000)", "RocketKV(k=5000, top=5000)",
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

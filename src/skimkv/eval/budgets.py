@@ -26,7 +26,8 @@ SLACK = 1.05  # a method whose least useful setting reads this much over the sha
 MEASURED_STEPS = 8  # after the prompt, over which the bytes of a method are averaged that depend on the data
 MOST_SIXTEENTHS = 160  # of a power of two: with p the smallest share of the weights that is left out is 2**-10
 GRID = 1.02  # the ratio of neighbouring settings that are tried where bytes are measured
-SLOW_REFERENCES = ("SubGenStream", "TopP", "SANTA", "VAttention", "RocketKV")  # no kernels: for `eval`, not for a demo
+# no kernels: for `eval`, not for a demo
+SLOW_REFERENCES = ("SubGenStream", "TopP", "RaBitQ", "SANTA", "VAttention", "RocketKV")
 
 MeanShare = Callable[[Method], float]  # the share of dense's bytes that a method's steps read on average
 

@@ -41,6 +41,7 @@ RIVALS = (
     *(f"Quest(page=16, k={k})" for k in (64, 128, 256, 512)),
     *(f"TopK(k={k}, mean_value=True)" for k in (2, 8, 32, 128, 256)),
     *(f"TopP(p={p})" for p in (0.7, 0.85, 0.95, 0.99)),
+    *(f"RaBitQ(k={k})" for k in (64, 128, 256, 512)),
     *(f"SANTA(s={s})" for s in (16, 64, 256)),
     *(f"VAttention(epsilon={epsilon})" for epsilon in (0.4, 0.2, 0.1, 0.05)),
     *(f"RocketKV(k={k}, top={k // 4})" for k in (192, 256, 384, 512, 768)),

@@ -11,6 +11,7 @@ from .h2o import H2O
 from .lm_infinite import LMInfinite
 from .lowrank import LowRank
 from .quest import Quest
+from .rabitq import RaBitQ
 from .rocketkv import RocketKV
 from .santa import SANTA
 from .skim import Skim
@@ -27,14 +28,14 @@ from .vattention import VAttention
 METHODS: dict[str, type[Method]] = {
     method.__name__: method
     for method in (
-        Dense, SparQ, Skim, Quest, VAttention, TopP, TopK, SANTA, LowRank, LMInfinite, StreamingLLM, Strided, Fixed,
-        H2O, SnapKV, RocketKV, TOVA, SubGen, SubGenStream,
+        Dense, SparQ, Skim, Quest, VAttention, TopP, RaBitQ, TopK, SANTA, LowRank, LMInfinite, StreamingLLM, Strided,
+        Fixed, H2O, SnapKV, RocketKV, TOVA, SubGen, SubGenStream,
     )
 }  # fmt: skip
 
 __all__ = [
-    "H2O", "METHODS", "SANTA", "TOVA", "Dense", "Fixed", "LMInfinite", "LowRank", "Quest", "RocketKV", "Skim", "SnapKV",
-    "SparQ", "StreamingLLM", "Strided", "SubGen", "SubGenStream", "TopK", "TopP", "VAttention", "bind_spec",
+    "H2O", "METHODS", "SANTA", "TOVA", "Dense", "Fixed", "LMInfinite", "LowRank", "Quest", "RaBitQ", "RocketKV", "Skim",
+    "SnapKV", "SparQ", "StreamingLLM", "Strided", "SubGen", "SubGenStream", "TopK", "TopP", "VAttention", "bind_spec",
     "load_announced_methods", "parse", "register",
 ]  # fmt: skip
 
