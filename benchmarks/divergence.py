@@ -12,6 +12,9 @@ records count them, the shares do not.
 
 With --both-ways the halves then change places, and every document is judged, with settings chosen on the other half.
 
+With --beside FAMILY, which may be given several times, every setting of the other families is also shown as it stands,
+chosen or not, beside what these families reach in as many bytes, between two settings.
+
 Files whose names end in a number, such as code-0.txt, are documents of a kind: every second document of each kind
 chooses (of all, where a kind has only one), and the budgets are also shown by kind. benchmarks/divergence_texts.py
 writes such files.
@@ -274,6 +277,23 @@ def share_rows(ways: Ways, shares: Sequence[float]) -> list[dict[str, Any]]:
     return rows
 
 
+def setting_rows(ways: Ways, beside: Sequence[str]) -> list[dict[str, Any]]:
+    """Every setting of the other lines on the reported documents, and the lines `beside` at its share of the bytes.
+
+    These are the geometric means of the ways', None beyond the ends of a line.
+    """
+    rows = []
+    for lines in zip(*ways, strict=True):
+        if lines[0].name in ("Dense", *beside):
+            continue
+        for method in lines[0].records:
+            own = measure([record for line in lines for record in line.records[method]])
+            others = {row["family"]: row for row in share_rows(ways, [own.share]) if row["family"] in beside}
+            found = {name: {key: others[name][key] for key in ("kl_mean", "kl_p99")} for name in beside}
+            rows.append({**own.json(), "beside": found})
+    return sorted(rows, key=lambda row: row["share"])
+
+
 def middle(values: Iterable[float | None]) -> float | None:
     """The geometric mean; None where a value is."""
     found = list(values)
@@ -506,6 +526,22 @@ def print_tables(
     console.print(table)
 
 
+def print_settings(rows: Sequence[Mapping[str, Any]], beside: Sequence[str]) -> None:
+    """Print the table of `setting_rows` for people."""
+    others = [f"{name}: mean KL, 99th percentile" for name in beside]
+    table = output.table(
+        "settings as they stand, beside others at as many bytes", "setting", "of dense", "mean KL", "99th percentile",
+        "same top token", *others,
+    )  # fmt: skip
+    for row in rows:
+        found = ((x["kl_mean"], x["kl_p99"]) for x in row["beside"].values())
+        table.add_row(
+            row["method"], f"{row['share']:.1%}", f"{row['kl_mean']:.3g}", f"{row['kl_p99']:.3g}",
+            f"{row['agreement']:.1%}", *("–" if mean is None else f"{mean:.3g}, {p99:.3g}" for mean, p99 in found),
+        )  # fmt: skip
+    output.console(170).print(table)
+
+
 def _interval(low: float | None, high: float | None, sign: str = "") -> str:
     """Both ends of an interval; nothing where there is none."""
     return "" if low is None or high is None else f"{low:{sign}.3g} … {high:{sign}.3g}"
@@ -522,6 +558,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", action="append", help="a grid; may be given several times instead of the default")
     parser.add_argument("--counted", action="append", help="a grid whose bytes are counted on the reference backend")
     parser.add_argument("--baseline", default=BASELINE, help="the family that others are compared with")
+    parser.add_argument("--beside", action="append", default=[], help="show all other settings beside this family")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a document's prompt")
     parser.add_argument("--reference", type=int, default=128, help="tokens that are forced after it")
     parser.add_argument("--answer", type=int, help="force dense's own answers of so many tokens, and see what grows")
@@ -538,8 +575,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = run(args)
         ways = [families(records, chooses) for chooses in ((0, 1) if args.both_ways else (0,))]
         lines = ways[0]
-        if args.baseline not in (names := [line.name for line in lines]):
-            raise ValueError(f"--baseline {args.baseline} is none of the families: {'; '.join(names)}")
+        names = [line.name for line in lines]
+        for flag, name in (("--baseline", args.baseline), *(("--beside", name) for name in args.beside)):
+            if name not in names:
+                raise ValueError(f"{flag} {name} is none of the families: {'; '.join(names)}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -547,6 +586,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tails, shares = target_rows(ways, args.baseline, TAIL_TARGETS, tail=True), share_rows(ways, BUDGETS)
     setting = {name: getattr(args, name) for name in ("model", "dtype", "context", "reference", "seed", "baseline")}
     documents = sum(len(next(iter(way[0].records.values()))) for way in ways)
+    settings_beside = setting_rows(ways, args.beside) if args.beside else []
     curves = {line.name: [found.json() for found in line.front()] for line in lines}
     told = {
         **setting,
@@ -555,6 +595,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "targets": targets,
         "tail_targets": tails,
         "shares": shares,
+        "settings": settings_beside,
         "curves": curves,
     }
     (args.out / "divergence.json").write_text(json.dumps(told, indent=1) + "\n")
@@ -562,6 +603,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{args.model}, {args.texts.name}, {args.dtype}: {drawn} documents, {args.reference} tokens after "
     draw(lines, f"{title}{args.context}", args.out / "divergence.png")
     print_tables(rows, targets, tails, shares)
+    if settings_beside:
+        print_settings(settings_beside, args.beside)
     print(f"{args.out}: results.jsonl, divergence.json, divergence.png")
     return 0
 

@@ -99,6 +99,17 @@ def test_shares_for_a_99th_percentile():
     assert row["share"] == pytest.approx(0.04) and row["kl_p99"] == 0.4 and row["times_fewer_than_baseline"] == 1
 
 
+def test_settings_as_they_stand_are_shown_beside_a_line_at_as_many_bytes():
+    """The line has .4 at 2% and .1 at 8%, so .2 at 4%; beyond its ends it has nothing."""
+    line = [*records("Skim(k=4)", 0.02, [0.4] * 4), *records("Skim(k=9)", 0.08, [0.1] * 4)]
+    others = [*records("H2O(k=9)", 0.09, [0.3] * 4), *records("H2O(k=4)", 0.04, [0.5, 0.7, 0.5, 0.7])]
+    ways = [script.families([*line, *others], chooses) for chooses in (0, 1)]
+    near, far = script.setting_rows(ways, ["Skim"])
+    assert near["method"] == "H2O(k=4)" and near["kl_mean"] == pytest.approx(0.6) and near["kl_p99"] == 1.4
+    assert near["beside"] == {"Skim": {"kl_mean": pytest.approx(0.2), "kl_p99": pytest.approx(0.4)}}
+    assert far["share"] == pytest.approx(0.09) and far["beside"] == {"Skim": {"kl_mean": None, "kl_p99": None}}
+
+
 def test_growth_is_that_of_the_last_quarter_over_the_first():
     """Two answers of 500 tokens: one grows from 1 to 3, the other stays at 2."""
     grows, stays = [1.0] * 250 + [3.0] * 250, [2.0] * 500
@@ -182,5 +193,11 @@ def test_a_small_run(tmp_path, capsys):
     assert script.main([*argv, "--counted", "TopK(k=[8, 16], oracle=True)"]) == 0
     assert json.loads((out / "divergence.json").read_text()) == found
     assert (out / "results.jsonl").stat().st_size == size
+    assert script.main([*argv, "--method", "H2O(k=[8, 16])", "--beside", "SparQ"]) == 0
+    assert "settings as they stand" in capsys.readouterr().out
+    shown = json.loads((out / "divergence.json").read_text())["settings"]
+    assert [row["method"] for row in shown] == ["H2O(k=8)", "H2O(k=16)"] and shown[1]["beside"]["SparQ"]["kl_mean"] > 0
+    assert script.main([*argv, "--beside", "Skim"]) == 2
+    assert "--beside Skim is none of the families: SparQ" in capsys.readouterr().err
     assert script.main([*argv[:-1], "Dense"]) == 2
     assert "--baseline Dense is none of the families: SparQ" in capsys.readouterr().err
