@@ -131,9 +131,8 @@ constexpr int SPAN_TILES = 256;
 // prefetches what follows the span. A longer one gains nothing by that.
 constexpr int SHORT_SPAN_TILES = 16;
 
-// Sums of 2^(logit - shift) over the tiles of a unit or of a part of it, for every query. The shift is the maximum of
-// the first tile, and changes only if a later tile exceeds it by more than SHIFT_LIMIT: so no tile waits for its own
-// maximum.
+// Sums of 2^(logit - shift) over the tiles of a section, for every query. The shift is the maximum of the first tile,
+// and changes only if a later tile exceeds it by more than SHIFT_LIMIT: so no tile waits for its own maximum.
 struct ExpSums {
     float *shift;  // [G]
     float *sum;    // [G][16]
@@ -320,7 +319,7 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
 }
 
 // Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. begin .. end-1 are all tiles of the
-// part that this span belongs to. next: the chunk of tile t1, where the next span begins, or NULL.
+// section that this span belongs to. next: the chunk of tile t1, where the next span begins, or NULL.
 template <class E>
 static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const Scores &z,
                        const ByteWeights &weights, const ExpSums &sums, int64_t t0, int64_t t1, int64_t begin,

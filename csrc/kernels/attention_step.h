@@ -47,9 +47,9 @@ struct Plan {
     int64_t units, parts, longest;  // parts of a unit; tokens of the longest row
     int P;                          // floats of a query row
     TaskCounter *counter;
-    int *finished;   // [units]: parts that are finished; of TOVA [B]: KV heads
-    float *partial;  // dense, if parts > 1: [units][parts] states of the softmax
-    int64_t partial_ld;
+    int *finished;  // [units]: parts that are finished; of TOVA [B]: KV heads
+    float *states;  // dense: [units][MOST_SECTIONS] states of the softmax
+    int64_t states_ld;
     float *weights;  // TOVA: [units] softmax weights
     int64_t weights_ld;
     Arena scores;  // sparse, if parts > 1: [units] Scores
@@ -73,27 +73,32 @@ static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t 
     return x;
 }
 
+// Sections of a unit that has so many positions to score. Each has a sum of weights of its own, so that scores depend
+// neither on the threads nor on the batch's other rows. Where a row has many heads, threads have enough to do without.
+static inline int64_t scored_sections(const skimkv_cache *c, int64_t n) {
+    return max(1, min((16 + c->H - 1) / c->H, n / 1024));
+}
+
 static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     const skimkv_cache *c = op->cache;
     Plan p{};
     p.units = (int64_t)c->B * c->H, p.P = padded_head(c->D);
     p.longest = longest_row(c) + (op->k_new ? 1 : 0);
-    // A part of fewer positions is not worth a task. Every part of a sparse step chooses the channels again.
     const bool dense = is_dense(op);
     const int64_t scored = op->method == SKIMKV_QUEST ? p.longest / c->page : p.longest;
-    const int64_t least = dense ? 512 : 1024, tasks = (dense ? 8 : 4) * nth;
-    p.parts = nth == 1 || keeps_weights(op) ? 1 : (tasks + p.units - 1) / p.units;
-    p.parts = max(1, min(p.parts, scored / least));
-    if (op->method == SKIMKV_SKIM && fills_group(op)) p.parts = 1;  // every part needs the codes of the new group
+    p.parts = ((dense ? 8 : 4) * nth + p.units - 1) / p.units;
+    p.parts = min(p.parts, dense ? sections_of(p.longest) : scored_sections(c, scored));
+    // Every part of a sparse step chooses the channels again, and of Skim it needs the codes of a group that is filled.
+    if (nth == 1 || keeps_weights(op) || (op->method == SKIMKV_SKIM && fills_group(op))) p.parts = 1;
     Arena a{(char *)work};
     p.counter = a.take<TaskCounter>(1);
     p.finished = a.take<int>(p.units);
     if (op->method == SKIMKV_TOVA) {
         p.weights_ld = round_up(p.longest, 16);
         p.weights = a.take<float>(p.units * p.weights_ld);
-    } else if (dense && p.parts > 1) {
-        p.partial_ld = round_up(online_softmax_floats(c->G, p.P), 16);
-        p.partial = a.take<float>(p.units * p.parts * p.partial_ld);
+    } else if (dense && !keeps_weights(op)) {
+        p.states_ld = round_up(online_softmax_floats(c->G, p.P), 16);
+        p.states = a.take<float>(p.units * MOST_SECTIONS * p.states_ld);
     } else if (p.parts > 1) {
         Arena unit_scores{nullptr};
         take_scores(unit_scores, op, p.longest);
@@ -110,9 +115,9 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
 
 static size_t attention_scratch_bytes(const skimkv_op *op, int nth) { return plan_step(op, nullptr, nth).total; }
 
-// The first position of part i. Parts consist of whole tiles.
-static inline int64_t part_start(int64_t n, int64_t parts, int64_t i) {
-    return min(n, round_up((n * i + parts - 1) / parts, GROUP));
+// The first position of section i. Sections consist of whole tiles.
+static inline int64_t section_start(int64_t n, int64_t sections, int64_t i) {
+    return min(n, round_up((n * i + sections - 1) / sections, GROUP));
 }
 
 // Notes that a part of the unit is finished; whether it was the last one.
@@ -146,16 +151,17 @@ static void dense_task(const skimkv_op *op, const Plan &p, ThreadScratch &thread
         put_into_common_slot<T, R>(op, b, x, p.weights + b * c->H * p.weights_ld, p.weights_ld);
         return clock.mark(SKIMKV_STAGE_APPEND);
     }
-    append_if_last<T>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1));
+    const int64_t length = section_length(n), sections = sections_of(n);
+    const int64_t from = sections * i / p.parts * length, to = min(n, sections * (i + 1) / p.parts * length);
+    append_if_last<T>(op, b, h, from, to);
     clock.mark(SKIMKV_STAGE_APPEND);
-    float *state = p.parts > 1 ? p.partial + task * p.partial_ld : x.online;
-    const OnlineSoftmax o = online_softmax_at(state, c->G);
-    dense_positions<T, R, D_>(op, b, h, part_start(n, p.parts, i), part_start(n, p.parts, i + 1), x, o);
+    float *states = p.states + unit * MOST_SECTIONS * p.states_ld;
+    dense_positions<T, R, D_>(op, b, h, from, to, x, length, states, p.states_ld);
     clock.mark(SKIMKV_STAGE_ATTEND);
     if (!is_last_part(p, unit)) return;
-    const OnlineSoftmax sum = p.parts > 1 ? online_softmax_at(p.partial + unit * p.parts * p.partial_ld, c->G) : o;
-    for (int64_t j = 1; j < p.parts; j++)
-        merge_softmax(sum, online_softmax_at(p.partial + (unit * p.parts + j) * p.partial_ld, c->G), c->G, p.P);
+    const OnlineSoftmax sum = online_softmax_at(states, c->G);
+    for (int64_t j = 1; j < sections; j++)
+        merge_softmax(sum, online_softmax_at(states + j * p.states_ld, c->G), c->G, p.P);
     finish_dense(op, b, h, sum);
     clock.mark(SKIMKV_STAGE_ATTEND);
     if (op->keep == SKIMKV_SLOT) put_into_slot<T, R>(op, b, h, x, 0);
@@ -185,17 +191,20 @@ template <class T> static void prepare_query(const skimkv_op *op, const Plan &p,
 template <class T, class R, int D_>
 static void score_part(const skimkv_op *op, const Plan &p, ThreadScratch &x, const Scores &z, int64_t i) {
     const Unit &u = x.unit;
-    const int64_t from = part_start(u.n, p.parts, i), to = part_start(u.n, p.parts, i + 1);
-    const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
-    if (from >= to) return;
-    if (op->method != SKIMKV_SKIM || p.parts > 1) append_if_last<T>(op, u.b, u.h, from, to);
-    x.clock.mark(SKIMKV_STAGE_APPEND);
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
-    if (op->method == SKIMKV_QUEST) score_pages<T, D_>(op, u, z, x.sums, t0, t1);
-    else if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
-    else score_channels<T>(op, u, z, x.weights, x.sums, t0, t1);
-    x.clock.mark(SKIMKV_STAGE_SCORE);
+    const int64_t sections = scored_sections(op->cache, u.n);
+    for (int64_t j = sections * i / p.parts; j < sections * (i + 1) / p.parts; j++) {
+        const int64_t from = section_start(u.n, sections, j), to = section_start(u.n, sections, j + 1);
+        const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
+        if (from >= to) continue;
+        if (op->method != SKIMKV_SKIM || p.parts > 1) append_if_last<T>(op, u.b, u.h, from, to);
+        x.clock.mark(SKIMKV_STAGE_APPEND);
+        if (op->method == SKIMKV_QUEST) score_pages<T, D_>(op, u, z, x.sums, t0, t1);
+        else if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
+        else score_channels<T>(op, u, z, x.weights, x.sums, t0, t1);
+        x.clock.mark(SKIMKV_STAGE_SCORE);
+    }
 }
 
 // Steps 2 and 3 of the thread's unit, whose scores are z.

@@ -18,6 +18,17 @@ namespace skimkv::SKIMKV_NS {
 // cache, and what is done once a block, such as rounding the weights, costs them a tenth of the time.
 constexpr int MOST_BLOCK_ROWS = 2 * BLOCK_ROWS;
 template <class R> constexpr int rows_of_block = row_bits<R> ? MOST_BLOCK_ROWS : BLOCK_ROWS;
+// Positions are attended to in sections, whose states of the softmax are joined in their order, so that a result
+// depends neither on the threads nor on the batch's other rows. A section has a power of two of positions: at least
+// 512, and so many that n positions are at most MOST_SECTIONS, because the start of each costs a quarter of a
+// microsecond.
+constexpr int64_t MOST_SECTIONS = 16;
+static inline int64_t section_length(int64_t n) {
+    int64_t length = 512;
+    while (length * MOST_SECTIONS < n) length *= 2;
+    return length;
+}
+static inline int64_t sections_of(int64_t n) { return (n + section_length(n) - 1) / section_length(n); }
 
 // Whether a step attends to all rows, and whether it then needs their softmax weights.
 static inline bool is_dense(const skimkv_op *op) { return op->method == SKIMKV_DENSE || op->method == SKIMKV_TOVA; }
@@ -27,7 +38,7 @@ static inline bool keeps_weights(const skimkv_op *op) { return op->score || op->
 struct DenseScratch {
     float *q;       // query_floats
     float *s;       // [G][MOST_BLOCK_ROWS], or [G][padded_n + MOST_BLOCK_ROWS] where weights are kept
-    float *online;  // the state of the online softmax
+    float *online;  // the state of the softmax
     uint8_t *row;   // k and v of the new row, where rows are quantised
 };
 static DenseScratch take_dense(Arena &a, const skimkv_op *op, int64_t n) {
@@ -74,25 +85,29 @@ static void gather_block(const skimkv_op *op, int64_t b, int64_t h, int64_t from
     for (; j % W; j++) k[j] = k[j - 1], v[j] = v[j - 1];
 }
 
-// Attends to the positions from .. to-1; the state of the softmax is then in o.
+// Attends to the positions from .. to-1 of a unit, sections of `length` positions; states [sections][ld] get theirs.
 template <class T, class R, int D_>
 static void dense_positions(const skimkv_op *op, int64_t b, int64_t h, int64_t from, int64_t to, const DenseScratch &x,
-                            const OnlineSoftmax &o) {
+                            int64_t length, float *states, int64_t ld) {
     const skimkv_cache *c = op->cache;
     const int G = c->G, P = padded_head(c->D);
     Unit u{};
     u.q = x.q;
     load_query(op, u, b, h);
     constexpr int ROWS = rows_of_block<R>;
-    const R *rows[2][2][ROWS + W];  // [this block or the next][k, v]
-    reset_softmax(o, G, P);
+    static_assert(512 % ROWS == 0);
+    const R *rows[2][2][ROWS + W];                           // [this block or the next][k, v]
+    const OnlineSoftmax o = online_softmax_at(x.online, G);  // which stays in the L1 cache
     if (from < to) gather_block<T>(op, b, h, from, min(from + ROWS, to), x, rows[0][0], rows[0][1]);
     for (int64_t p = from, i = 0; p < to; p += ROWS, i ^= 1) {
         const int n = (int)min(ROWS, to - p);
         const R **k = rows[i][0], **v = rows[i][1], **next = rows[i ^ 1][0];
+        if ((p & (length - 1)) == 0) reset_softmax(o, G, P);
         if (p + n < to) gather_block<T>(op, b, h, p + n, min(p + n + ROWS, to), x, next, rows[i ^ 1][1]);
         dot_query_with_keys<R, D_>(op, u, k, n, x.s, ROWS, v);
         update_softmax<R, D_>(o, P, G, c->D, v, n, x.s, ROWS, softcap_log2(op), p + 2 * ROWS <= to ? next : nullptr);
+        if (((p + n) & (length - 1)) == 0 || p + n == to)
+            __builtin_memcpy(states + p / length * ld, x.online, online_softmax_floats(G, P) * sizeof(float));
     }
 }
 

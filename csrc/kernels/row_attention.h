@@ -220,7 +220,8 @@ static inline void merge_softmax(const OnlineSoftmax &to, const OnlineSoftmax &f
         if (to.l[g] == 0) a = 0;
         if (from.l[g] == 0) b = 0;
         to.m[g] = m, to.l[g] = a * to.l[g] + b * from.l[g];
-        for (int i = 0; i < P; i++) to.acc[g * P + i] = a * to.acc[g * P + i] + b * from.acc[g * P + i];
+        float *x = to.acc + g * P, *y = from.acc + g * P;
+        for (int i = 0; i < P; i += W) store(x + i, splat(a) * load(x + i) + splat(b) * load(y + i));
     }
 }
 

@@ -22,7 +22,7 @@ namespace skimkv::SKIMKV_NS {
 struct Scores {
     float *s;            // [tiles][G][256] logits; if G > 1, 2^(logit - shift of the tile)
     float *tile_shift;   // [G][tiles] shift of every tile of 256 positions
-    float *tile_sum;     // [G][tiles] sum of 2^(logit - shift) of a part's tiles, at its last one; 0 at the others
+    float *tile_sum;     // [G][tiles] sum of 2^(logit - shift) of a section's tiles, at its last one; 0 at the others
     float *lane_max;     // [16*tiles] maxima of s, as select_largest needs them
     uint64_t *drawable;  // for Skim [4*tiles]: a bit for every position, set where its key may be drawn
 };
