@@ -210,6 +210,21 @@ def test_prompts_in_a_type_without_instructions(isa, dtype, monkeypatch):
             w.check(x)
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.startswith("avx")])
+def test_a_piece_of_a_prompt_is_multiplied_as_the_prompt_is(isa):
+    """Floats: by PyTorch where that multiplies all; not the last token alone, whose logits are wanted, nor blocks."""
+    floats, blocks = Weights("float32", 64, 128), Weights("Q4_0", 64, 128)
+    with on(isa):
+        for tokens, by_pytorch in ((300, True), (64, False), (0, False)):
+            ops.tokens_of_prompt.set(tokens)
+            try:
+                assert (ops.matrix(torch.randn(16, 128), floats.stored, "floats") is None) == by_pytorch
+                assert ops.matrix(torch.randn(1, 128), floats.stored, "floats") is not None
+                assert ops.matrix(torch.randn(16, 128), blocks.stored, "Q4_0") is not None
+            finally:
+                ops.tokens_of_prompt.set(0)
+
+
 def test_floats_in_rows_that_are_no_blocks_of_32_go_to_pytorch():
     odd = torch.randn(5, 33)
     assert torch.equal(ops.linear(odd, odd, "floats"), odd @ odd.T)

@@ -51,6 +51,9 @@ def test_a_prepared_product_notices_what_changes():
     agrees(other, None, x.bfloat16(), 1)
     with ops.backend("ref"):
         agrees(other, None, x, 1)
+    ops.tokens_of_prompt.set(300)
+    agrees(other, None, x, 1)
+    ops.tokens_of_prompt.set(0)
     duplicate = pickle.loads(pickle.dumps(ops.Product(partial(ops.matrix, kind="floats"), compute)))
     assert torch.equal(duplicate(x, w), ops.linear(x, w, "floats"))
     with pytest.raises(ValueError, match="no gradient"):

@@ -9,7 +9,7 @@ from .cpu.layers import Layer, Layers, Norm
 from .cpu.linear import Matrix
 from .fixed_keys import move_fixed
 from .key_scores import key_scores
-from .linear import Product, linear, matrix
+from .linear import Product, linear, matrix, tokens_of_prompt
 from .prefill import append_block, causal_attention
 from .rms_norm import norm_matrix, rms_norm
 from .step import Backend, KernelStep, SoftmaxOptions, Token
@@ -17,5 +17,5 @@ from .step import Backend, KernelStep, SoftmaxOptions, Token
 __all__ = [
     "BACKENDS", "Backend", "KernelStep", "Layer", "Layers", "Matrix", "Norm", "Product", "SoftmaxOptions", "Token",
     "append_block", "backend", "backend_for", "causal_attention", "forced_backend", "graphable", "key_scores", "linear",
-    "matrix", "move_fixed", "named_backend", "norm_matrix", "rms_norm", "select_backend",
+    "matrix", "move_fixed", "named_backend", "norm_matrix", "rms_norm", "select_backend", "tokens_of_prompt",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,11 @@ AT_ONCE = 1 << 21  # weights that are dequantised at once: they stay in the cach
 # Tokens from which on PyTorch multiplies faster: floats, beside our kernels with AVX2 or AVX-512, and beside others; or
 # rows that are dequantised, of blocks beside our kernels, and beside others or with matrix units.
 FLOAT_PROMPT, OTHER_FLOAT_PROMPT, BLOCK_PROMPT, PROMPT = 65, 16, 160, 32
+
+# Of how many tokens those that are multiplied are a piece; 0 where they are all. Floats are multiplied in the way that
+# is faster for all of them, so that no number depends on how a prompt was cut; blocks, where that would take twice the
+# time for short pieces, are not.
+tokens_of_prompt: ContextVar[int] = ContextVar("tokens_of_prompt", default=0)
 
 
 class Product:
@@ -56,7 +62,7 @@ class Product:
             raise ValueError("weights for inference have no gradient: use torch.no_grad()")
         form = (
             x.shape, x.dtype, x.is_cpu, weight.shape, weight.dtype, weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), forced_backend.get(),
+            None if bias is None else bias.data_ptr(), forced_backend.get(), tokens_of_prompt.get(),
         )  # fmt: skip
         if form == self._form and self._matrix is not None:
             return self._matrix
@@ -94,7 +100,10 @@ def matrix(
     matrices.check(weight, kind, rows, x.shape[-1])
     if x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
         return None
-    if x.numel() >= _prompt_tokens(kind, x.dtype) * x.shape[-1]:
+    tokens = x.numel() // x.shape[-1]
+    if tokens > 1 and kind == matrices.FLOATS:  # a single one is the last of a prompt, whose logits are wanted
+        tokens = max(tokens, tokens_of_prompt.get())
+    if tokens >= _prompt_tokens(kind, x.dtype):
         return None
     return cpu.matrix(x, weight, kind, rows, bias, order)
 

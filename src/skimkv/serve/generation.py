@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
+from .. import ops
 from ..hf.cache import Cache
 from ..hf.joint import can_join, joint_requests
 from ..hf.positions import counts_in_cache, positions_of
@@ -343,7 +344,11 @@ class Open:
         start = self.read_tokens
         end = len(self.prompt.ids) if most is None else min(start + most, len(self.prompt.ids))
         positions = torch.arange(start, end, device=self.ids.device)[None]
-        logits = self.generator._logits(self.cache, self.ids[:, start:end], positions)
+        cut = ops.tokens_of_prompt.set(len(self.prompt.ids) - self._begun.reused)
+        try:
+            logits = self.generator._logits(self.cache, self.ids[:, start:end], positions)
+        finally:
+            ops.tokens_of_prompt.reset(cut)
         self.read_tokens = end
         if self.is_reading:
             return

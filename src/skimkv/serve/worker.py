@@ -22,9 +22,10 @@ from .pieces import Piece, Writer
 # At the end: how long answers that were given up may take to end by themselves, and how long the thread may take then.
 LEAVING_SECONDS, ENDING_SECONDS = 1.0, 5.0
 LOADING_SECONDS = 0.05  # how often the worker looks for new requests while nothing but files is being loaded
-# How long others may wait for their next tokens, for a piece of a prompt and the step after it; and how long a piece
-# may take where nobody waits. In that time a request that comes, or a client that leaves, is not noticed.
-TOKEN_SECONDS, LONE_PIECE_SECONDS = 0.2, 1.0
+# How long a piece of a prompt and the step after it shall take where others wait for their next tokens, so that they
+# come within 0.2 seconds although some take a third longer than expected; and how long a piece may take where nobody
+# waits. In that time a request that comes, or a client that leaves, is not noticed.
+TOKEN_SECONDS, LONE_PIECE_SECONDS = 0.15, 1.0
 
 
 class Task(NamedTuple):
