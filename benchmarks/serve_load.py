@@ -1,14 +1,16 @@
 """Load `skimkv serve` with clients that ask at the same time: python benchmarks/serve_load.py MODEL
 
 For every number of --parallel a server is started on a free port, every client asks one streamed completion, all at
-once, and the server is ended. Prompts are random tokens, different for every client and the same for every server, and
-answers are greedy and have all --new tokens. A table of the figures is printed, then whether the answers are the same:
+once, and the server is ended. Prompts are random tokens, or pieces of the files that --text names, different for every
+client and the same for every server, and answers are greedy and have all --new tokens. A table of the figures is
+printed, then whether the answers are the same:
 
     tokens/s   new tokens of all clients, over the time from the first request to the last token
     while decoding   the same without prompts: from the time at which every client has its first token to the first
         client's end, and of --parallel 1 from each client's first token to its last
     first token, p50 and p99   seconds from a client's request to its first piece of text
-    between tokens, p50 and p99   milliseconds between two pieces of text of one client
+    between tokens, p50 and p99   milliseconds between two pieces of text of one client. A token that ends in the middle
+        of a character comes with the next one, which happens often after random tokens: --text avoids it
 
 With --cache-dir every server keeps its conversations there, and a second one is started afterwards, which is asked the
 same: its row, `again`, tells how long a client waits where a file holds what was read of its prompt. In the first row,
@@ -96,6 +98,23 @@ def ask_all(port: int, model: str, prompts: Sequence[Sequence[int]], new: int, e
     return [answers[i] for i in range(len(prompts))]
 
 
+def make_prompts(arguments: argparse.Namespace) -> list[list[int]]:
+    """The tokens of every client's prompt: pieces of the text, or random ones."""
+    if arguments.text is None:
+        draw = random.Random(0)
+        return [
+            [draw.randrange(10, arguments.vocabulary) for _ in range(arguments.prompt)]
+            for _ in range(arguments.clients)
+        ]
+    from transformers import AutoTokenizer
+
+    text = "\n".join(file.read_text() for file in arguments.text)
+    tokens = AutoTokenizer.from_pretrained(arguments.model)(text)["input_ids"]
+    if len(tokens) < arguments.clients * arguments.prompt:
+        raise SystemExit(f"--text has {len(tokens)} tokens, not {arguments.clients} x {arguments.prompt}: name more")
+    return [tokens[i * arguments.prompt : (i + 1) * arguments.prompt] for i in range(arguments.clients)]
+
+
 def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
     """Start a server that answers `parallel` requests together, load it, and end it."""
     argv = [
@@ -110,11 +129,7 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
         first = process.stdout.readline()
         if "http://" not in first:
             raise SystemExit(f"the server did not start; try {' '.join(argv[2:])}")
-        port, draw = int(first.rpartition(":")[2].partition("/")[0]), random.Random(0)
-        prompts = [
-            [draw.randrange(10, arguments.vocabulary) for _ in range(arguments.prompt)]
-            for _ in range(arguments.clients)
-        ]
+        port, prompts = int(first.rpartition(":")[2].partition("/")[0]), make_prompts(arguments)
         end = arguments.end_token
         ask_all(port, arguments.model, [prompts[0][:100]], 8, end)  # the first tokens prepare the model's layers
         return ask_all(port, arguments.model, prompts, arguments.new, end)
@@ -158,6 +173,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1536, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=512, help="tokens of each answer")
     parser.add_argument("--parallel", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--text", type=Path, nargs="+", help="take the prompts from these files, one after the other")
     parser.add_argument("--vocabulary", type=int, default=1000, help="prompts are drawn from the first tokens")
     parser.add_argument("--end-token", type=int, default=2, help="the token that ends a text; it gets a bias of -100")
     parser.add_argument("--cache-dir", type=Path, help="a new folder, in which the servers keep conversations")
