@@ -228,6 +228,7 @@ def test_a_piece_of_a_prompt_is_multiplied_as_the_prompt_is(isa):
 def test_floats_in_rows_that_are_no_blocks_of_32_go_to_pytorch():
     odd = torch.randn(5, 33)
     assert torch.equal(ops.linear(odd, odd, "floats"), odd @ odd.T)
+    assert torch.equal(ops.linear(odd[:, :0], odd[:, :0].contiguous(), "floats"), torch.zeros(5, 5))
 
 
 @pytest.mark.parametrize("isa", ISAS)

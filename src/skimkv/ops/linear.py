@@ -98,9 +98,9 @@ def matrix(
         )
     rows = weight.shape[0] if rows is None else rows
     matrices.check(weight, kind, rows, x.shape[-1])
-    if x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
+    if x.shape[-1] == 0 or x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
         return None
-    tokens = x.numel() // x.shape[-1]
+    tokens = x.shape[:-1].numel()
     if tokens > 1 and kind == matrices.FLOATS:  # a single one is the last of a prompt, whose logits are wanted
         tokens = max(tokens, tokens_of_prompt.get())
     if tokens >= _prompt_tokens(kind, x.dtype):
