@@ -157,6 +157,42 @@ def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
         cache.crop(5)
 
 
+@pytest.mark.parametrize("spec", ["Dense()", "H2O(k=10)"])
+def test_what_cannot_be_cropped_leaves_the_cache_as_it_is(spec):
+    """Where one kind of layer can forget and the other cannot, none does: the text goes on."""
+    model = family("gemma3")  # a sliding layer of 8 tokens and one of full attention
+    for n, back, reason in [(5, 2, "H2O.* has dropped tokens"), (20, 2, "has dropped tokens"), (20, 0, None)]:
+        ids = prompt(1, n + 1)
+        cache = skimkv.Cache(model, spec)
+        model(ids[:, :n], past_key_values=cache)
+        plain = copy.deepcopy(cache)
+        if reason is not None and (n > 8 or "H2O" in spec):
+            with pytest.raises(ValueError, match=reason):
+                cache.crop(-back)
+        else:
+            cache.crop(-back)
+            ids = ids[:, : n - back + 1]
+            plain = skimkv.Cache(model, spec)
+            model(ids[:, :-1], past_key_values=plain)
+        assert [layer.get_seq_length() for layer in cache.layers] == [ids.shape[1] - 1] * 2
+        close(*(model(ids[:, -1:], past_key_values=c).logits for c in (cache, plain)))
+    cache.activate_past_recording()
+    model(prompt(1, 3, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="4 cannot be forgotten, 3 are on record"):
+        cache.crop(-4)
+    cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [21, 21]
+    cache = skimkv.Cache(model, spec)
+    cache.activate_past_recording()
+    for ids in (prompt(1, 5), *prompt(1, 6, 1).split(1, 1)):
+        model(ids, past_key_values=cache)
+    cache.crop(-6)  # past the window and back: all of it is on record
+    plain = skimkv.Cache(model, spec)
+    model(prompt(1, 5), past_key_values=plain)
+    close(*(model(prompt(1, 1, 2), past_key_values=c).logits for c in (cache, plain)))
+    skimkv.detach(model)
+
+
 @every_spec
 def test_reset_is_a_new_cache(spec):
     model, ids = family("llama"), prompt(1, N)

@@ -27,7 +27,7 @@ from .installation import install, lock, wants_fast
 from .layer import AttentionLayer, Layer
 from .positions import GivenPositions, Positions, counts_in_cache, positions_of
 from .rotary import key_rotations
-from .states import LayerWithStates, is_state_layer, refuse_crop, repeated_rows, select_rows, state_tensors
+from .states import LayerWithStates, check_crop, has_slid, is_state_layer, repeated_rows, select_rows, state_tensors
 from .supported import ModelLayer, needed_max_tokens, supported_layers
 
 
@@ -271,10 +271,10 @@ class Cache(LibraryCache):
         Raises ValueError if a layer cannot do that, and then forgets nothing.
         """
         layers: list[Any] = self.layers
-        if not all(layer.is_croppable and layer.record_past for layer in layers if is_state_layer(layer)):
-            refuse_crop(tokens_to_remove)
         for layer in layers:
-            if not is_state_layer(layer) or layer.record_past:
+            check_crop(layer, tokens_to_remove)
+        for layer in layers:
+            if not (is_state_layer(layer) or has_slid(layer)) or layer.record_past:
                 layer.crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

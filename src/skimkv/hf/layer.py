@@ -409,14 +409,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             twin._select(torch.tensor(rows))  # makes new tensors and leaves the old
         return twin
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens of every row.
-
-        A `Full` store forgets them itself. Any other store goes back to the snapshot that was taken after the last
-        crop and decodes again what stays, which is exact: a method's answers depend on its tokens only.
-
-        Raises ValueError if the number is positive, or if the layer recorded fewer tokens than it shall forget.
-        """
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError if `crop` would."""
         n, store = -int(tokens_to_remove), self.store  # a tensor from assisted decoding before 5.18
         if n < 0:
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to forget")
@@ -429,6 +423,17 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
                 f"{self.method} has dropped tokens; {n} cannot be forgotten, {len(self.log)} are on record "
                 "(call activate_past_recording() first)"
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens of every row.
+
+        A `Full` store forgets them itself. Any other store goes back to the snapshot that was taken after the last
+        crop and decodes again what stays, which is exact: a method's answers depend on its tokens only.
+
+        Raises ValueError if the number is positive, or if the layer recorded fewer tokens than it shall forget.
+        """
+        self.check_crop(tokens_to_remove)
+        n, store = -int(tokens_to_remove), self.store
         log, snapshot, self.log, self.snapshot = self.log, self.snapshot, [], None
         if not n or store is None:
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ..stores.base import Workspace
 from .layer import AttentionLayer, Layer
@@ -51,9 +51,13 @@ class KeepsStates(LinearAttentionLayer):
         LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
         super(LinearAttentionCacheLayerMixin, self).batch_select_indices(indices)  # type: ignore[misc]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing for 0. Raises ValueError otherwise: a state cannot forget single tokens."""
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError unless tokens_to_remove is 0: a state cannot forget single tokens."""
         refuse_crop(tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Do nothing for 0. Raises ValueError otherwise."""
+        self.check_crop(tokens_to_remove)
 
     def take_states(self, other: Any, rows: Tensor | None = None) -> None:
         """Make the states a copy of those of another layer; rows: of its batch, None for all of them."""
@@ -81,6 +85,28 @@ def refuse_crop(tokens_to_remove: int) -> None:
             f"cannot forget {-int(tokens_to_remove)} tokens: this model has layers of linear attention or a state "
             "space, whose states cannot go back"
         )
+
+
+def check_crop(layer: Any, tokens_to_remove: int) -> None:
+    """Raise ValueError if a layer, ours or the library's, cannot forget the last -tokens_to_remove tokens."""
+    if isinstance(layer, Layer):
+        layer.check_crop(tokens_to_remove)
+    elif is_state_layer(layer):
+        if not (layer.is_croppable and layer.record_past):
+            refuse_crop(tokens_to_remove)
+    elif has_slid(layer) and tokens_to_remove:
+        n, held, seen = -int(tokens_to_remove), int(layer.keys.shape[-2]), layer.get_seq_length()
+        on_record = held - (layer.sliding_window - 1 if held < seen else 0) if layer.record_past else 0
+        if n > on_record:
+            raise ValueError(
+                f"a sliding layer has dropped tokens; {n} cannot be forgotten, {on_record} are on record "
+                "(call activate_past_recording() first)"
+            )
+
+
+def has_slid(layer: Any) -> bool:
+    """Whether a layer of a cache is the library's and has seen more tokens than its window lets it keep."""
+    return isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
 
 
 def is_state_layer(layer: Any) -> bool:
