@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,8 +103,7 @@ def _number(low: float, high: float) -> Check:
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and low <= value <= high
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _whole(low: int, high: int) -> Check:
@@ -225,8 +224,11 @@ def _has_name(function: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
+_TOKEN_NUMBER = re.compile("[0-9]{1,10}")
+
+
 def _bias(value: Any) -> str | None:
-    whole = isinstance(value, dict) and all(token.isascii() and token.isdecimal() for token in value)
+    whole = isinstance(value, dict) and all(map(_TOKEN_NUMBER.fullmatch, value))
     whole = whole and all(_is_number(bias, -100, 100) for bias in value.values())
     return None if whole else "must be an object from token numbers to numbers from -100 to 100"
 
@@ -265,10 +267,10 @@ def generation_settings(value: Any) -> dict[str, Any]:
 
     The library refuses whole numbers for some of them.
     """
-    whole: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
-    given = {name: setting for name, setting in whole.items() if setting is not None}
-    reals = {name: float(given[name]) for name in _REAL_SETTINGS.keys() & given.keys() if type(given[name]) is int}
-    return {**given, **reals}
+    settings: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
+    given = {name: setting for name, setting in settings.items() if setting is not None}
+    whole_reals = [name for name in _REAL_SETTINGS.keys() & given.keys() if type(given[name]) is int]
+    return {**given, **{name: float(given[name]) for name in whole_reals if abs(given[name]) <= GREATEST_NUMBER}}
 
 
 def _only(*values: Any) -> Check:
