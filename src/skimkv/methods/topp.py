@@ -37,8 +37,7 @@ class TopP(Method[Full]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 < self.p <= 1:
-            raise ValueError(f"p = {self.p!r} must be a share of the weights, above 0 and at most 1")
+        check_share("p", self.p)
 
     def _index(self, D: int) -> IndexFormat:
         return IndexFormat("int4", D)
@@ -96,6 +95,12 @@ class TopP(Method[Full]):
         """The bytes of K and V, and of the index with its scales and its open group."""
         rows = self.row_format(shape.D).nbytes(2 * n, dtype)
         return shape.B * shape.H * (rows + self._index(shape.D).bound(n, dtype))
+
+
+def check_share(name: str, p: float) -> None:
+    """Raise ValueError unless p is a share of the weights."""
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 1:
+        raise ValueError(f"{name} = {p!r} must be a share of the weights, above 0 and at most 1")
 
 
 def smallest_set(weights: Tensor, p: float, sinks: bool) -> Tensor:
