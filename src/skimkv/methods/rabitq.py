@@ -26,9 +26,10 @@ class RaBitQ(Method[SignIndexed]):
 
     o: the tokens since the last group of 128 was closed, which have no codes yet and are read too, as in RaBitQCache's
     code; o averages 64. k: the rows besides these. A centre is the mean key of a group of 128 consecutive tokens, where
-    RaBitQ has the centre of a cluster and RaBitQCache the mean key of the prompt. The rotation is a Hadamard matrix
-    after random flips. RaBitQCache reads as many rows as hold a share of the estimated weights; here their number is
-    given. Of the norm and <o_bar, o> only the quotient is kept, which is all that the estimate needs.
+    RaBitQ has the centre of a cluster and RaBitQCache the mean key of the prompt, and the mean query for queries, which
+    have no centre here. The rotation is a Hadamard matrix after random flips. RaBitQCache reads as many rows as hold a
+    share of the estimated weights; here their number is given. Of the norm and <o_bar, o> only the quotient is kept,
+    which is all that the estimate needs.
     """
 
     k: int
