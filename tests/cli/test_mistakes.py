@@ -120,6 +120,8 @@ AT_THE_DOOR = {
     ],
     "generate --prompt x": [
         ("--prompt-file file", "not both"),
+        ("--prompt-cache notes", "--prompt-cache notes: this is a folder"),
+        ("--prompt-cache no/cache", "--prompt-cache no/cache: there is no folder no"),
         ("--model ./missing-folder", "--model './missing-folder': no such folder"),
         ("--model missing.gguf", "no such file"),
         ("--model ~/no-such-folder", "--model '~/no-such-folder': no such folder"),

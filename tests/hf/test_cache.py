@@ -8,6 +8,7 @@ import torch
 import skimkv
 from skimkv.eval.shared_prompt import copy_rows
 from support.generation import GREEDY, NEW, N
+from support.specs import EACH
 from support.tiny_models import family, padded, prompt
 
 SPECS = [
@@ -85,6 +86,13 @@ def test_batch_operations_before_the_first_token(spec):
     cache.batch_select_indices(torch.tensor([0]))
     cache.crop(0)
     assert (cache.get_seq_length(), cache.nbytes, cache.allocated, cache.is_initialized) == (0, 0, 0, False)
+
+
+@every_spec
+def test_another_number_of_rows_is_refused(spec):
+    cache = new(spec, prompt(1, N))
+    with pytest.raises(ValueError, match=r"3 rows came, and the cache has 1: cache\.batch_repeat_interleave\(n\)"):
+        family("llama").generate(prompt(1, N + 2), past_key_values=cache, num_return_sequences=3, do_sample=True)
 
 
 @every_spec
@@ -191,6 +199,28 @@ def test_what_cannot_be_cropped_leaves_the_cache_as_it_is(spec):
     model(prompt(1, 5), past_key_values=plain)
     close(*(model(prompt(1, 1, 2), past_key_values=c).logits for c in (cache, plain)))
     skimkv.detach(model)
+
+
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_a_mode_of_autograd_may_end_between_two_steps(method):
+    """What inference mode has made can be written to, selected, copied and trained with outside of it."""
+    ids, logits = prompt(1, 31), []
+    for first, then in ((torch.no_grad, torch.no_grad), (torch.inference_mode, torch.enable_grad)):
+        with first():
+            cache = new(method, ids[:, :24])
+            cache.batch_repeat_interleave(2)
+            feed(cache, ids[:, 24:26].repeat(2, 1))
+            cache = copy.deepcopy(cache)
+        for mode, t in ((torch.no_grad, 26), (first, 27), (then, 28)):
+            with mode():
+                if t == 27:
+                    cache.reorder_cache(torch.tensor([1, 0]))
+                y = feed(cache, ids[:, t : t + 1].repeat(2, 1))
+        with first():
+            feed(cache, ids[:, 29:30].repeat(2, 1))
+        logits.append(y.detach())
+    assert y.requires_grad
+    close(*logits)
 
 
 @every_spec

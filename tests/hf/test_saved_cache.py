@@ -181,6 +181,9 @@ def test_a_write_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         cache.save(path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["c"]
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="none/c: it cannot be written: "):
+        cache.save(tmp_path / "none" / "c")
 
 
 def test_in_the_middle_of_a_draft_it_is_refused(tmp_path):

@@ -85,6 +85,15 @@ def test_drafts_stay_within_the_window():
         assert shorter[0] == expected[0][: N + 37]
 
 
+def test_drafts_of_sliding_layers_alone():
+    """The first layer of this model slides: a draft that leaves after it has no layer that a method decodes."""
+    model = family("gemma3")
+    with skimkv.attach(model, "H2O(k=12)"):
+        expected = model.generate(prompt(1, N), **GREEDY).tolist()
+        assert model.generate(prompt(1, N), assistant_early_exit=1, **GREEDY).tolist() == expected
+    assert model.config.num_hidden_layers == 2
+
+
 @torch.no_grad()
 def test_never_beyond_the_window():
     """A token that would not see all tokens before it is refused, decoded or in a block, compiled or not."""

@@ -52,7 +52,7 @@ def test_gradients_are_those_of_dense_attention(spec, backend):
 
 
 @pytest.mark.parametrize(
-    "spec", ["H2O(k=6)", "H2O(k=6, local=0)", "TOVA(k=6)", "SnapKV(k=6)", "Quest(page=2, k=6)", "Skim(k=2)"]
+    "spec", ["H2O(k=6)", "H2O(k=6, local=0)", "TOVA(k=6)", "SnapKV(k=6)", "Quest(2, 6)", "Skim(k=2)", "SubGen(4, 3)"]
 )
 def test_one_backward_pass_goes_through_many_steps_that_drop_tokens(spec, backend):
     x, method = Sequences.random(SHAPE, 24), parse(spec)

@@ -21,6 +21,7 @@ from .options import (
     Model,
     Weights,
     check_environment,
+    check_writable,
     input_file,
     quiet,
     resolve_device,
@@ -96,6 +97,8 @@ def generate(
         raise ValueError("give --prompt or --prompt-file, not both")
     if prompt_cache is not None and compare:
         raise ValueError("--prompt-cache with --compare: a file holds the cache of one method; leave one of them out")
+    if prompt_cache is not None and not prompt_cache.is_file():
+        check_writable("--prompt-cache", prompt_cache)
     from ..hf.load import load
 
     if compile and (weights is not None or model.endswith(".gguf")):

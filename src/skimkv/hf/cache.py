@@ -18,6 +18,7 @@ from ..methods import parse
 from ..methods.base import Method, check_whole
 from ..ops import SoftmaxOptions
 from ..stores.base import Store, Workspace
+from ..stores.memory import ordinary_tensors
 from ..stores.rotation import KeyRotation
 from . import saved_cache
 from .adapters import check_adapter, transformers_model
@@ -28,7 +29,7 @@ from .layer import AttentionLayer, Layer
 from .positions import GivenPositions, Positions, counts_in_cache, positions_of
 from .rotary import key_rotations
 from .states import LayerWithStates, check_crop, has_slid, is_state_layer, repeated_rows, select_rows, state_tensors
-from .supported import ModelLayer, needed_max_tokens, supported_layers
+from .supported import ModelLayer, model_layers, needed_max_tokens, supported_layers
 
 
 class Cache(LibraryCache):
@@ -92,11 +93,15 @@ class Cache(LibraryCache):
         self._checked = 0  # the number of tokens whose positions were checked last
         self.given: GivenPositions | None = None  # the positions of the tokens of this forward
 
-    def make_layers(self, model: PreTrainedModel, max_tokens: int | None) -> None:
-        """Make the layers of a cache without any, for at most max_tokens tokens of this model."""
+    def make_layers(self, model: PreTrainedModel, max_tokens: int | None, is_draft: bool = False) -> None:
+        """Make the layers of a cache without any, for at most max_tokens tokens of this model.
+
+        is_draft: the method need not decode any of them, as in the first layers of Gemma 3.
+        """
         self._model = weakref.ref(model)
         self.max_tokens, self.positions, workspace = max_tokens, positions_of(model), Workspace()
-        self.layers = [_make_layer(layer, self.method, workspace) for layer in supported_layers(model, max_tokens)]
+        layers = (model_layers if is_draft else supported_layers)(model, max_tokens)
+        self.layers = [_make_layer(layer, self.method, workspace) for layer in layers]
         for layer, rotation in zip(self.layers, _rotations(model, self.method), strict=False):
             if isinstance(layer, Layer):
                 layer.rotation = rotation
@@ -106,7 +111,8 @@ class Cache(LibraryCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         twin = memo[id(self)] = type(self).__new__(type(self))
-        vars(twin).update(copy.deepcopy(self.__getstate__(), memo), _model=self._model)
+        with ordinary_tensors():
+            vars(twin).update(copy.deepcopy(self.__getstate__(), memo), _model=self._model)
         return twin
 
     def save(self, path: str | Path, tokens: Sequence[int] | None = None) -> None:
@@ -140,7 +146,8 @@ class Cache(LibraryCache):
         method = saved_cache.contents(path)[0] if method is None else parse(method)
         check_method(model, method, None)
         cache = cls.without_layers(method)
-        saved_cache.load(cache, path, model, tokens)
+        with ordinary_tensors():
+            saved_cache.load(cache, path, model, tokens)
         with lock:
             installation = install(model)
             if installation.attached is None:
@@ -233,7 +240,8 @@ class Cache(LibraryCache):
             check_adapter(user, attention_mask, seen)
         if not self.layers:
             # a draft that is looked up in the prompt may reach beyond the text's greatest length
-            self.make_layers(model, needed_max_tokens(model, longest + (config.prompt_lookup_num_tokens or 0)))
+            most = needed_max_tokens(model, longest + (config.prompt_lookup_num_tokens or 0))
+            self.make_layers(model, most, config.is_assistant)
             if config.is_assistant:
                 self.activate_past_recording()  # type: ignore[no-untyped-call]
         # generate() drops a mask of ones and leaves its length behind

@@ -24,6 +24,7 @@ from ..methods.base import Method
 from ..ops import SoftmaxOptions
 from ..stores.base import Shape, Store, Workspace
 from ..stores.full import Full
+from ..stores.memory import ordinary_tensors
 from ..stores.rotation import KeyRotation
 from ..stores.slots import Slots
 from .autocast import with_autocast
@@ -149,6 +150,11 @@ class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # a move to another device drops the tensor's attributes and keeps its numbers
         pads: list[int] = mask.pads if hasattr(mask, "pads") else mask.tolist()
         cached, is_padded = self.cached_tokens, any(pads)
+        if cached is not None and len(pads) != len(cached):
+            raise ValueError(
+                f"{len(pads)} rows came, and the cache has {len(cached)}: cache.batch_repeat_interleave(n) repeats "
+                "each row n times"
+            )
         if cached is not None:
             masked = [self.seen - min(p, self.seen) for p in pads] if is_padded else [self.seen] * len(pads)
             if masked != cached:
@@ -360,7 +366,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     def _new_store(self, q: Tensor, k: Tensor) -> Store:
         B, H, _, D = k.shape
-        store: Store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
+        with ordinary_tensors():
+            store: Store = self.method.store(Shape(B, H, q.shape[2], D), k.dtype, k.device)
         if isinstance(store, Slots):
             store.rotation = self.rotation
         return store

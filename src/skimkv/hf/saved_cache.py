@@ -72,6 +72,8 @@ def save(
         with open(new, "rb") as file:
             os.fsync(file.fileno())
         new.replace(path)
+    except SafetensorError as error:  # whatever the system answered
+        raise OSError(f"{path}: it cannot be written: {error}") from None
     finally:
         new.unlink(missing_ok=True)
 

@@ -28,7 +28,7 @@ def k_centres(x: Tensor, k: int) -> Tensor:
 
     x (H,m,D), k <= m -> indices (H,k); at most twice the optimal radius.
     """
-    x = x.to(compute_dtype(x.dtype))
+    x = x.detach().to(compute_dtype(x.dtype))
     x = x - x.nan_to_num(0, 0, 0).mean(1, keepdim=True)  # small norms: |x - c|^2 below is a difference of products
     norm = x.square().sum(-1)
     x, norm = x.nan_to_num(0, 0, 0), norm.nan_to_num(torch.inf, torch.inf)  # not finite: far from all

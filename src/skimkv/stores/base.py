@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .memory import ordinary_tensors
 from .quantise import RowFormat
 
 
@@ -153,7 +154,8 @@ class Store(Part, abc.ABC):
 
     def detach_from_saved(self) -> None:
         """Put copies in the place of all tensors, so that what autograd saved of them is not overwritten."""
-        self._become(map_tensors(self, torch.clone))
+        with ordinary_tensors():
+            self._become(map_tensors(self, torch.clone))
 
     @property
     def requires_grad(self) -> bool:
@@ -256,7 +258,8 @@ class Store(Part, abc.ABC):
     def select(self, index: Tensor) -> None:
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
         order = index.to(self.device)
-        self._become(map_tensors(self, lambda t: t.index_select(0, order)))
+        with ordinary_tensors():
+            self._become(map_tensors(self, lambda t: t.index_select(0, order)))
         self.lengths = [self.lengths[i] for i in order.tolist()]
         self.shape = self.shape._replace(B=len(self.lengths))
 
@@ -268,7 +271,8 @@ class Store(Part, abc.ABC):
 
     def fork(self) -> Store:
         """An independent copy: every tensor and every list of numbers."""
-        clone: Store = map_tensors(self, torch.clone)
+        with ordinary_tensors():
+            clone: Store = map_tensors(self, torch.clone)
         return clone
 
     def crop(self, n: int) -> None:

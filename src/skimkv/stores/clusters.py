@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import Part, Shape, Store, compute_dtype
+from .memory import ordinary_tensors
 
 UNIT = 8  # clusters; sizes of blocks are multiples of it
 
@@ -68,9 +69,10 @@ class Clusters(Store):
         start = self.blocks[-1].start + self.blocks[-1].cap if self.blocks else 0
         if m > start:
             cap = -(-max(m - start, start // 8) // UNIT) * UNIT
-            rep = torch.zeros(B, H, cap, D, dtype=self.dtype, device=self.device)
-            samples = torch.zeros(B, H, cap, self.t, D, dtype=self.dtype, device=self.device)
-            size = torch.zeros(B, H, cap, dtype=torch.int32, device=self.device)
+            with ordinary_tensors():
+                rep = torch.zeros(B, H, cap, D, dtype=self.dtype, device=self.device)
+                samples = torch.zeros(B, H, cap, self.t, D, dtype=self.dtype, device=self.device)
+                size = torch.zeros(B, H, cap, dtype=torch.int32, device=self.device)
             self.blocks.append(Block(start, rep, samples, size))
 
     def uncounted(self, name: str) -> Tensor:

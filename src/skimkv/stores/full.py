@@ -13,7 +13,7 @@ from .base import Shape, Store, compute_dtype, map_tensors
 from .channel_index import ChannelIndex, IndexFormat
 from .chunks import Chunk, spans
 from .mean_value import MeanValue
-from .memory import empty
+from .memory import empty, ordinary_tensors
 from .pages import PageBounds
 from .quantise import BITS, GROUP, round_up
 
@@ -99,7 +99,8 @@ class Full(Store):
             k, v = (empty((B, H, cap, self.row_format.width), stored, self.device) for _ in "kv")
         else:
             (k, v), cap = rows, rows[0].shape[2]
-        index = (None, None, None) if self.index is None else self.index.memory(self.shape, cap, self.device)
+        with ordinary_tensors():
+            index = (None, None, None) if self.index is None else self.index.memory(self.shape, cap, self.device)
         self.chunks += (Chunk(start, cap, k, v, *index),)
         if self.pages is not None:
             self.pages.reserve(-(-(start + cap) // self.pages.page))
@@ -264,8 +265,9 @@ class Full(Store):
             for to, t in zip(twin.chunks[-1].tensors(here), c.tensors(there), strict=True):
                 if to is not None and t is not None:
                     to.copy_(expanded(t))
-        for name in ("index", "mean", "pages", "rows_read"):
-            setattr(twin, name, map_tensors(getattr(self, name), lambda t: expanded(t).clone()))
+        with ordinary_tensors():
+            for name in ("index", "mean", "pages", "rows_read"):
+                setattr(twin, name, map_tensors(getattr(self, name), lambda t: expanded(t).clone()))
         return twin
 
     def crop(self, n: int) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 HUGE_PAGES_FROM = 1 << 22  # bytes of a tensor from which huge pages are requested
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make tensors that can be written to at any time: those that torch.inference_mode() makes only inside of it."""
+    has_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
+        yield
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -22,13 +31,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        with ordinary_tensors():
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"{size} bytes do not fit in memory") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    with ordinary_tensors():
+        return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 COLLAPSE = 25  # MADV_COLLAPSE of Linux, from 6.1 on: memory that is in use already is moved to huge pages at once

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Part, Shape
+from .memory import ordinary_tensors
 
 
 class PageBounds(Part):
@@ -51,7 +52,8 @@ class PageBounds(Part):
         have = sum(piece.shape[2] for piece in self.bounds)
         if pages > have:
             B, H, _, _, D = self.bounds[0].shape
-            self.bounds.append(self.bounds[0].new_zeros(B, H, max(pages - have, have // 8), 2, D))
+            with ordinary_tensors():
+                self.bounds.append(self.bounds[0].new_zeros(B, H, max(pages - have, have // 8), 2, D))
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """The pieces that hold pages first .. last-1: (piece, pages in it, pages counted from first)."""

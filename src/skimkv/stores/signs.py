@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .base import Shape, compute_dtype, map_tensors
 from .full import Full
-from .memory import empty
+from .memory import empty, ordinary_tensors
 from .quantise import rotate_span
 
 INTERVAL = 128  # consecutive tokens that are coded together and share a centre, RaBitQ's cluster
@@ -94,8 +94,9 @@ class SignIndexed(Full):
         """A store of these rows, as of `Full.share`; the codes are copied."""
         twin = super().share(rows)
         assert isinstance(twin, SignIndexed)
-        for name in ("codes", "scales", "centres"):
-            setattr(twin, name, map_tensors(getattr(self, name), lambda t: t[list(rows)]))
+        with ordinary_tensors():
+            for name in ("codes", "scales", "centres"):
+                setattr(twin, name, map_tensors(getattr(self, name), lambda t: t[list(rows)]))
         return twin
 
     @property
@@ -132,7 +133,8 @@ def rotate(x: Tensor) -> Tensor:
 @functools.cache
 def flips(D: int) -> Tensor:
     """D random signs, always the same: (D,) float32."""
-    return torch.randint(0, 2, (D,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    with ordinary_tensors():
+        return torch.randint(0, 2, (D,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
 
 
 def pack_signs(x: Tensor) -> Tensor:

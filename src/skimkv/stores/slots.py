@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import Shape, Store, compute_dtype
-from .memory import empty
+from .memory import empty, ordinary_tensors
 from .pages import PageBounds
 from .rotation import KeyRotation
 from .text_positions import TextPositions
@@ -87,10 +87,11 @@ class Slots(Store):
         except RuntimeError as error:
             raise ValueError(f"a budget of {capacity} tokens does not fit in memory") from error
         if self.fixed_k is not None:
-            self.fixed_k = self.k.new_empty(B, H, self.fixed, self.row_format.width)
+            self.fixed_k = empty((B, H, self.fixed, self.row_format.width), self.k.dtype, self.device)
         if self.score is not None:
-            self.score = torch.zeros(B, H, capacity, device=self.device)
-            self.pos = torch.full((B, H, capacity), -1, dtype=torch.int32, device=self.device)
+            with ordinary_tensors():
+                self.score = torch.zeros(B, H, capacity, device=self.device)
+                self.pos = torch.full((B, H, capacity), -1, dtype=torch.int32, device=self.device)
         for new, was in zip((self.k, self.v, self.score, self.pos, self.fixed_k), before, strict=True):
             if new is not None and was is not None:
                 new[:, :, : was.shape[2]] = was
