@@ -186,6 +186,9 @@ def draw_scores(
     shown = [tick for tick in ticks if tick >= min(least, 1 / 8)]
     ax.set_xticks(shown, [ticks[tick] for tick in shown])
     ax.minorticks_off()
+    left, right = ax.get_xlim()  # which need not reach the points beside the ticks
+    most = max((share for _, share, *_ in points), default=1.0)
+    ax.set_xlim(min(left, least / 1.1), max(right, most * 1.1 if most > 1 else 1.0))
     score_axis(ax, greatest)
     if from_dense:
         divergence_axis(ax, [mean for _, _, mean, *_ in points])

@@ -112,6 +112,8 @@ def test_bytes_of_a_cache() -> None:
     assert doctor.cache_bytes(model, SparQ(r=4, k=16), 1024)[1] < read / 3
     windows = doctor.cache_bytes(meta_model("gemma3_text"), Dense(), 1024)[0]
     assert windows == 2 * 2 * 16 * 2 * (1024 + 5 * 8)  # one full layer, and five that see 8 tokens
+    with pytest.raises(ValueError, match="r = 17 must be at most 16"):
+        doctor.cache_bytes(model, SparQ(r=17, k=16), 1024)
 
 
 def test_what_fits_and_how_fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,7 @@ LATER = [
     ("serve builtin --cache-dir file", "--cache-dir file: File exists; give a folder"),
     ("tune --text words --prompt 10000", "do not fit the 8192 positions"),
     ("tune --text words --pieces 400", "too few for --pieces 400"),
+    ("tune --text file", "file: the text has 0 pieces"),
 ]  # fmt: skip
 
 

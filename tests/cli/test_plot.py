@@ -273,6 +273,16 @@ def test_a_score_that_is_no_number_is_not_drawn_as_the_best():
     assert str(plotting.side_by_side([float("nan"), 0.5], 0, 2, 1.0)[0]) == "nan"
 
 
+@pytest.mark.parametrize("share", [0.01, 0.029, 0.1, 1.05])
+def test_a_point_beside_the_ticks_is_in_the_picture(share: float) -> None:
+    ax = plotting.new_figure((4, 4)).subplots()
+    plotting.draw_scores(
+        ax, "kl", [("Skim", share, 0.006, None, None)], plotting.line_styles(["Skim"]), math.inf, from_dense=True
+    )
+    left, right = ax.get_xlim()
+    assert left < share < right and left <= 0.125 and right >= 1
+
+
 def overlap(boxes: Any) -> list[tuple[str, str]]:
     """The names of those boxes that have a part in common; boxes: (name, box in pixels)."""
     return [(a, b) for i, (a, box) in enumerate(boxes) for b, other in boxes[:i] if box.overlaps(other)]

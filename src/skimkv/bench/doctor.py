@@ -233,11 +233,13 @@ def cache_bytes(model: PreTrainedModel, method: Method, length: int) -> tuple[in
     """The bytes of a cache of one sequence of `length` tokens, and what a decode step reads of it.
 
     Layers that the method does not decode count as dense attention over their window; states count as nothing.
+    Raises ValueError if the method does not fit the model's heads.
     """
     config: Any = model.config.get_text_config(decoder=True)
     heads, dtype = config.num_attention_heads, torch.bfloat16
     H = getattr(config, "num_key_value_heads", None) or heads
     shape = Shape(1, H, heads // H, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    method.store(shape, dtype)
     held = read = 0
     for layer in model_layers(model):
         if layer.attends:

@@ -109,6 +109,8 @@ def encode_pieces(tokenizer: Any, text: str, size: int, count: int) -> list[list
 
     No more of the text is read than that many pieces need: a token has fewer than 64 characters on average.
     """
+    if not text.strip():
+        return []
     ids, bos = encode(tokenizer, text[: 64 * size * count], chat=False), tokenizer.bos_token_id
     first = [bos] if bos is not None and ids[0] == bos else []
     rest, step = ids[len(first) :], size - len(first)
