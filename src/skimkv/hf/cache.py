@@ -68,7 +68,7 @@ class Cache(LibraryCache):
             installation = install(model)
             if installation.attached is None:
                 installation.lasts, installation.fast = True, wants_fast(model, fast)
-                installation.use_layers(model, installation.fast)
+                installation.update(model)
 
     @classmethod
     def without_layers(cls, method: Method) -> Cache:
@@ -152,7 +152,7 @@ class Cache(LibraryCache):
             installation = install(model)
             if installation.attached is None:
                 installation.lasts, installation.fast = True, wants_fast(model, None)
-                installation.use_layers(model, installation.fast)
+                installation.update(model)
         return cache
 
     def update(

@@ -52,10 +52,10 @@ class CacheStep:
         self._locked.append((layer, layer.store))
         return prepare_step(layer, self.cache.given, kernel, dtype, softmax)
 
-    def attend_by(self, name: str, modules: Sequence[nn.Module]) -> Attend | None:
+    def attend_by(self, name: str, modules: nn.ModuleList) -> Attend | None:
         """How a layer attends by itself, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D).
 
-        name: of the attention function. modules: the model's attention layers. None if none attends by itself.
+        name: of the attention function. modules: the model's layers. None if none attends by itself.
         """
         if None not in self.addresses:
             return None
@@ -68,9 +68,8 @@ class CacheStep:
             k, v = cache.update(k, v, i)
             softcap = options.get("softcap")
             more = {} if softcap is None else {"softcap": softcap}
-            y: Tensor = function(
-                modules[i], q, k, v, counts if isinstance(layer, Layer) else None, scaling=options["scale"], **more
-            )[0]
+            padded = counts if isinstance(layer, Layer) else None
+            y: Tensor = function(modules[i].self_attn, q, k, v, padded, scaling=options["scale"], **more)[0]
             return y
 
         return attend

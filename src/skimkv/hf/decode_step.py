@@ -100,7 +100,7 @@ class StepForward:
         step = begin(mask, x.shape[0], x.dtype, prepared.softmax)
         if step is None:
             return None
-        attend = step.attend_by(self.model.config._attn_implementation, [one.self_attn for one in self.model.layers])
+        attend = step.attend_by(self.model.config._attn_implementation, self.model.layers)
         try:
             y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses, attend))
             return y

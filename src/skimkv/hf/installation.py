@@ -34,6 +34,7 @@ from .compile import CompiledForward, is_of_graph, set_forward
 from .decode_step import replace_modules, restore_modules
 from .positions import Positions, positions_of
 from .supported import decoder_of, model_layers
+from .token_loop import loop_for
 
 lock = threading.RLock()  # over what is attached to any model, and which generate() calls run
 FAST = "_skimkv_fast"  # the attribute of a model that was loaded to keep its own layers
@@ -297,6 +298,8 @@ class _Generate:
         try:
             if attached is not None:
                 kwargs["past_key_values"] = attached.make_cache()
+            if len(args) < 2 and hasattr(kwargs.get("past_key_values"), "begin_generation"):
+                kwargs["custom_generate"] = kwargs.get("custom_generate") or loop_for(self.model, kwargs)
             return self.__wrapped__(*args, **kwargs)
         finally:
             with lock:

@@ -262,7 +262,7 @@ class _JointStep:
             for part, given, kernel in zip(layer.parts, self._given, kernels, strict=True)
         ]
 
-    def attend_by(self, name: str, modules: Sequence[nn.Module]) -> Attend | None:
+    def attend_by(self, name: str, modules: nn.ModuleList) -> Attend | None:
         """How a layer attends by itself, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D)."""
         if None not in self.addresses:
             return None

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
 
 from .. import ops
 from ..hf.cache import Cache
 from ..hf.joint import can_join, joint_requests
 from ..hf.positions import counts_in_cache, positions_of
+from ..hf.token_loop import choose_tokens, is_plain, next_logits
 from ..methods.base import Method
 from .conversations import Conversation, Conversations, can_crop, cut
 from .folder import Folder
@@ -169,7 +169,7 @@ class Generator:
 
     def fetch(self, prompt: Prompt) -> Future[Conversation | None] | None:
         """Begin to load the file that holds more of a prompt than memory does; None if there is none."""
-        if self.folder is None or not _is_plain(prompt.config):
+        if self.folder is None or not is_plain(prompt.config):
             return None
         ids = torch.tensor(prompt.ids)
         file = self.folder.find(ids, self.conversations.held(ids))
@@ -197,7 +197,7 @@ class Generator:
 
         take, cancelled: as of `generate`. Raises ValueError if a setting cannot be combined with the method.
         """
-        return Open(self, prompt, cancelled, take) if self.alone is None and _is_plain(prompt.config) else None
+        return Open(self, prompt, cancelled, take) if self.alone is None and is_plain(prompt.config) else None
 
     @torch.no_grad()
     def step(self, answers: Sequence[Open]) -> Sequence[Tensor]:
@@ -219,17 +219,16 @@ class Generator:
         output = self.model(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True, **options
         )
-        logits: Tensor = output.logits[:, -1]
-        return logits.to(torch.float32, copy=True)
+        return next_logits(output)
 
     def _generate_by_library(
         self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]
     ) -> Answer:
         start, ids = time.perf_counter(), torch.tensor(prompt.ids)
-        is_plain = _is_plain(prompt.config)
-        begun = self._start(prompt, is_plain)
+        can_go_on = is_plain(prompt.config)
+        begun = self._start(prompt, can_go_on)
         cache = begun.cache
-        watch = _Watch(cancelled, take, len(ids), cache, self.conversations if is_plain else None)
+        watch = _Watch(cancelled, take, len(ids), cache, self.conversations if can_go_on else None)
         with contextlib.ExitStack() as stack:
             if prompt.seed is not None:
                 devices = [self.model.device] if self.model.device.type == "cuda" else []
@@ -238,7 +237,7 @@ class Generator:
             output: Tensor = self._call_library(prompt, cache, stopping_criteria=StoppingCriteriaList([watch]))
         tokens: list[int] = output[0, len(ids) :].tolist()
         take(tokens[watch.taken :])
-        return self._finish(prompt, begun, cache if is_plain else None, watch.after_prompt, tokens, start)
+        return self._finish(prompt, begun, cache if can_go_on else None, watch.after_prompt, tokens, start)
 
     def _start(self, prompt: Prompt, may_be_kept: bool = True) -> Start:
         """Find the cache with which a prompt begins: a kept one, or the loaded one where it holds more."""
@@ -359,11 +358,7 @@ class Open:
     @torch.no_grad()
     def choose(self, logits: Tensor) -> None:
         """Choose the next token by logits (1,V), as generate() does, and hand it on."""
-        scores = self._processors(self.ids, logits)
-        if self._samples:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self._draws)
-        else:
-            token = scores.argmax(-1, keepdim=True)
+        token = choose_tokens(self._processors(self.ids, logits), self._samples, self._draws)
         self.ids = torch.cat([self.ids, token], 1)
         is_last = bool(self._criteria(self.ids, None).all())
         self.is_complete = self.take(token[0].tolist()) or is_last
@@ -432,9 +427,3 @@ def _end_tokens(config: Any) -> list[int]:
     """The tokens with which the model ends an answer."""
     ends = config.eos_token_id
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-def _is_plain(config: Any) -> bool:
-    """Whether one token follows another in one row, so that a kept cache can go on, and can be kept again."""
-    one_row = config.num_return_sequences in (None, 1) and config.guidance_scale in (None, 1)
-    return one_row and config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -1,0 +1,104 @@
+"""The loop in which generate() makes a text token by token, where it does no more than that.
+
+The library prepares everything as it always does: settings, cache, logits processors and criteria to stop. Its own loop
+then serves every kind of model and of result, which takes a few percent of a token on a CPU. Ours takes its place for
+one token after the other, greedily or at random, and returns the same tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+PLAIN_MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
+# What generate() hands on to no loop that is not its own.
+LIBRARY_ARGUMENTS = "custom_generate", "assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus"
+MODEL_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+METHODS = "_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+
+
+def is_plain(config: Any) -> bool:
+    """Whether these settings of generate() ask for one token after the other in every row, and for one row each."""
+    one_row = config.num_return_sequences in (None, 1) and config.guidance_scale in (None, 1)
+    return one_row and config.get_generation_mode() in PLAIN_MODES
+
+
+def next_logits(output: Any) -> Tensor:
+    """The logits (B,V) of the next token in an output of the model, in float32, in memory of their own."""
+    logits: Tensor = output.logits[:, -1].to(torch.float32, copy=True)
+    return logits
+
+
+def choose_tokens(scores: Tensor, samples: bool, draws: torch.Generator | None = None) -> Tensor:
+    """The next token of every row, (B,1), by scores (B,V): the most likely one or, if `samples`, a random one."""
+    if samples:
+        return torch.multinomial(scores.softmax(-1), 1, generator=draws)
+    return scores.argmax(-1, keepdim=True)
+
+
+def loop_for(model: Any, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Our loop as generate() takes one, for a call with these keywords; None where the library's loop is needed."""
+    if model.device.type != "cpu" or any(arguments.get(name) is not None for name in LIBRARY_ARGUMENTS):
+        return None
+    own = [vars(model).get(name, getattr(type(model), name)) for name in METHODS]
+    if model.is_remote_code() or own != [getattr(GenerationMixin, name) for name in METHODS]:
+        return None
+    for settings in filter(None, (arguments.get("generation_config"), model.generation_config)):  # it merges the two
+        config = copy.copy(settings)
+        for name in vars(config).keys() & arguments.keys():
+            setattr(config, name, arguments[name])
+        if config.get_generation_mode() not in PLAIN_MODES:
+            return None
+    return partial(make_tokens, streamer=arguments.get("streamer"))
+
+
+def make_tokens(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Callable[[Tensor, Tensor], Tensor],
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    **inputs: Any,
+) -> Any:
+    """Append tokens to input_ids (B,n) until the criteria say stop, and return all, (B,m); the model reads `inputs`.
+
+    Where more is asked than tokens, or the model reads something else too, the library's loop returns its result.
+    """
+    config, rows = generation_config, len(input_ids)
+    given = {name: value for name, value in inputs.items() if value is not None and value is not False}
+    if not given.keys() <= MODEL_ARGUMENTS or not given.get("use_cache") or config.return_dict_in_generate:
+        return type(model)._sample(
+            model, input_ids, logits_processor, stopping_criteria, config, streamer=streamer, **inputs
+        )
+    has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    output = model._prefill(input_ids, config, inputs, is_first_iteration=not config.is_assistant)
+    inputs = given
+    unfinished = torch.ones(rows, dtype=torch.bool)
+    while True:
+        tokens = choose_tokens(logits_processor(input_ids, next_logits(output)), config.do_sample)
+        output = None  # of a prompt, its logits may be large
+        if has_end and rows > 1:
+            tokens = tokens.where(unfinished[:, None], config._pad_token_tensor)
+        input_ids = torch.cat([input_ids, tokens], 1)
+        unfinished &= ~stopping_criteria(input_ids, None)
+        if streamer is not None:
+            streamer.put(tokens[:, 0])
+        if not unfinished.any():
+            break
+        if "attention_mask" in inputs:
+            mask = inputs["attention_mask"]
+            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(rows, 1)], 1)
+        if "position_ids" in inputs:
+            inputs["position_ids"] = inputs["position_ids"][..., -1:] + 1
+        output = model(input_ids=tokens, return_dict=True, **inputs)
+    if streamer is not None:
+        streamer.end()
+    return input_ids

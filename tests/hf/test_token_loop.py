@@ -1,0 +1,102 @@
+"""Our loop of generate() gives the tokens of the library's, and leaves to it what it does not do."""
+
+import copy
+
+import pytest
+import torch
+from transformers import GenerationMixin, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+
+import skimkv
+from skimkv.hf import installation
+from support.tiny_models import family, prompt
+
+N = 23
+SAMPLE = {"do_sample": True}
+SETTINGS = [
+    {}, SAMPLE, {"temperature": 0.7, **SAMPLE}, {"top_k": 5, **SAMPLE}, {"top_p": 0.5, **SAMPLE},
+    {"min_p": 0.1, **SAMPLE}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[5], [6, 7]]}, {"eos_token_id": list(range(3, 30)), **SAMPLE}, {"min_new_tokens": 5, "eos_token_id": list(range(60))},
+    {"num_return_sequences": 2, "eos_token_id": list(range(3, 9)), **SAMPLE}, {"prefill_chunk_size": 7},
+    {"logits_processor": LogitsProcessorList([lambda ids, scores: -scores])},
+    {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(600), lambda ids, _: ids[:, -1] % 3 == 0])},
+]  # fmt: skip
+
+
+class Streamer:
+    """It keeps what generate() gives it."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens.append(tokens.tolist())
+
+    def end(self):
+        self.tokens.append("end")
+
+
+def generate(model, ours, monkeypatch, rows=1, padded=False, method="SparQ(r=8, k=6)", **settings):
+    """The tokens and what was streamed, by our loop or the library's, and how often the library's loop ran."""
+    ids, mask, sample, calls = prompt(rows, N), torch.ones(rows, N, dtype=torch.long), type(model)._sample, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return sample(*args, **kwargs)
+
+    if padded:
+        mask[0, :5] = 0
+    streamer = Streamer() if rows == 1 and "num_return_sequences" not in settings else None
+    torch.manual_seed(3)
+    with monkeypatch.context() as patch, skimkv.attach(model, method):
+        patch.setattr(type(model), "_sample", counted)
+        if ours:  # for `loop_for` the model has the library's loop
+            patch.setattr(GenerationMixin, "_sample", counted)
+        else:
+            patch.setattr(installation, "loop_for", lambda *_: None)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=12, streamer=streamer, **settings)
+    return out, streamer and streamer.tokens, len(calls)
+
+
+@pytest.fixture
+def model():
+    model = copy.deepcopy(family("llama"))
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings) or "greedy")
+@pytest.mark.parametrize(("rows", "padded"), [(1, False), (3, True)])
+def test_the_tokens_are_the_librarys(model, settings, rows, padded, monkeypatch):
+    ours, streamed, by_library = generate(model, True, monkeypatch, rows, padded, **settings)
+    theirs, expected, calls = generate(model, False, monkeypatch, rows, padded, **settings)
+    assert torch.equal(ours, theirs) and streamed == expected
+    assert (by_library, calls) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"return_dict_in_generate": True, "output_scores": True}, {"num_beams": 3}, {"num_beams": 3, **SAMPLE}]
+)
+def test_the_library_does_the_rest(model, settings, monkeypatch):
+    ours, _, by_library = generate(model, True, monkeypatch, rows=2, **settings)
+    theirs, _, calls = generate(model, False, monkeypatch, rows=2, **settings)
+    if "num_beams" in settings:
+        assert torch.equal(ours, theirs)
+    else:
+        assert torch.equal(ours.sequences, theirs.sequences) and all(map(torch.equal, ours.scores, theirs.scores))
+    assert by_library == calls
+
+
+def test_a_cache_continues(model):
+    ids = prompt(1, N)
+    cache, own = (skimkv.Cache(model, "Dense()") for _ in "ab")
+    once = model.generate(ids, past_key_values=own, max_new_tokens=12)
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=5)
+    assert torch.equal(model.generate(first, past_key_values=cache, max_new_tokens=7), once)
+    assert cache.get_seq_length() == own.get_seq_length() == N + 11
+
+
+def test_settings_of_the_model_count(model, monkeypatch):
+    model.generation_config.num_beams = 2
+    assert installation.loop_for(model, {"num_beams": 1}) is not None
+    assert installation.loop_for(model, {}) is None
+    assert installation.loop_for(model, {"num_beams": 1, "assistant_model": model}) is None
