@@ -21,9 +21,9 @@ namespace skimkv::SKIMKV_NS {
 
 constexpr int ROWS_PER_UPDATE = 256;  // rows of one update of the softmax: usually all
 
-// In a cache of at most NEAR_TOKENS tokens, selected rows are prefetched ROWS_AHEAD before their turn, while others are
-// worked on. In larger ones rows take longer to come, and it is faster to prefetch all of them before the first is
-// used.
+// In a cache of at most NEAR_TOKENS tokens, and where pages of rows are selected, rows are prefetched ROWS_AHEAD before
+// their turn, while others are worked on. Single rows of larger caches take longer to come, and it is faster to
+// prefetch all of them before the first is used.
 constexpr int ROWS_AHEAD = 32;
 constexpr int64_t NEAR_TOKENS = 8192;
 // Exact scores have read the keys already.
@@ -32,7 +32,7 @@ static inline bool reads_keys(const skimkv_op *op) {
 }
 // Of these rows, not the keys of exact scores, and a quantised row may begin and end inside a cache line.
 static inline bool prefetches_in_turn(const skimkv_op *op, const Unit &u) {
-    return reads_keys(op) && u.n <= NEAR_TOKENS && !op->cache->bits;
+    return reads_keys(op) && (u.n <= NEAR_TOKENS || op->method == SKIMKV_QUEST) && !op->cache->bits;
 }
 
 // Scratch memory of one thread.
