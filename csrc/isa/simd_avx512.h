@@ -69,6 +69,11 @@ static inline float max_lanes(vf x) { return _mm512_reduce_max_ps(x); }
 // Bit i is set where a[i] >= b[i].
 static inline unsigned at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 
+// Stores the lanes of x whose bits are set, one after the other. What follows them up to W floats is overwritten.
+static inline void pack_lanes(vf x, unsigned lanes, float *p) {
+    store(p, _mm512_maskz_compress_ps((__mmask16)lanes, x));
+}
+
 // The two parts of exp2 (kernels/vector_math.h): x - floor(x), and p * 2^floor(x).
 static inline vf fraction(vf x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
 static inline vf times_power(vf p, vf x) { return _mm512_scalef_ps(p, x); }

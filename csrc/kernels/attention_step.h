@@ -211,10 +211,7 @@ static void score_part(const skimkv_op *op, const Plan &p, ThreadScratch &x, con
 // Steps 2 and 3 of the thread's unit, whose scores are z.
 template <class R, int D_> static void finish_unit(const skimkv_op *op, ThreadScratch &x, const Scores &z) {
     Unit &u = x.unit;
-    if (op->method == SKIMKV_SKIM) {
-        skim_unit<R, D_>(op, u, z, x.selection, x.skim);
-        return x.clock.mark(SKIMKV_STAGE_ATTEND);
-    }
+    if (op->method == SKIMKV_SKIM) return skim_unit<R, D_>(op, u, z, x.selection, x.skim, x.clock);
     const bool keys = reads_keys(op);
     if (op->method == SKIMKV_QUEST) {
         select_pages(op, u, z, x.selection);

@@ -11,6 +11,7 @@
 #include "kernels/row_attention.h"
 #include "kernels/scratch_arena.h"
 #include "kernels/sparse_attention.h"
+#include "kernels/stage_clock.h"
 #include "kernels/unit.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
@@ -44,7 +45,6 @@ static inline vi is_drawn(vw hash, vf probability) {
     const vi threshold = __builtin_convertvector(below_one * splat(0x1p31f), vi);
     return ((vi)(hash >> 1) < threshold) | (vi)(probability >= splat(1.f));
 }
-static inline void store_integers(int32_t *p, vi x) { __builtin_memcpy(p, &x, sizeof x); }
 
 // Counts the rows of K, or of V, that are read, the current token's not included.
 static void count_rows(const skimkv_op *op, const Unit &u, int of_values) {
@@ -65,22 +65,24 @@ static void draw_keys(const skimkv_op *op, Unit &u, const Scores &z, const Selec
     const float share = GROUPED ? (float)op->k : (float)op->k / u.l[0];
     // First all that may be drawn are listed, then those that are, and last they are merged with the best. There are no
     // branches in it, because they would be random and could not be predicted.
-    int32_t *at = s.at;
+    int32_t *at = s.at, lane[W];
     float *probability = s.value;
     int64_t listed = 0, drawn = 0, count = 0;
-    for (int64_t word = 0; word < 4 * u.tiles && best < end - first; word++)
-        listed += places_of_bits(z.drawable[word], 64 * word, at + listed);
-    for (int64_t j = 0; j < listed; j++) probability[j] = score[at[j]];
+    for (int i = 0; i < W; i++) lane[i] = i;
+    for (int64_t p = 0; p < u.tiles * GROUP && best < end - first; p += W) {
+        const unsigned lanes = z.drawable[p / 64] >> p % 64 & ((1u << W) - 1);
+        if (W < 16 && !lanes) continue;
+        pack_lanes(load_integers(lane) + (int32_t)p, lanes, at + listed);
+        pack_lanes(load(score + p), lanes, probability + listed);
+        listed += __builtin_popcount(lanes);
+    }
     for (int i = 0; i < W; i++) at[listed + i] = -1, probability[listed + i] = 0;
     for (int64_t j = 0; j < listed; j += W) {
         const vf y = load(probability + j), p = (GROUPED ? y : exp2(y - splat(u.m[0]))) * splat(share);
-        const vi place = load_integers(at + j);
-        int32_t takes[W], places[W];
-        float chance[W];
-        const vi allowed = (place >= (int32_t)first) & (place < (int32_t)end);
-        store_integers(takes, is_drawn(mix_bits((vw)place + u.key_word), p) & allowed);
-        store_integers(places, place), store(chance, vmin(p, splat(1.f)));
-        for (int i = 0; i < W; i++) at[drawn] = places[i], probability[drawn] = chance[i], drawn -= takes[i];
+        const vi place = load_integers(at + j), allowed = (place >= (int32_t)first) & (place < (int32_t)end);
+        const unsigned lanes = lanes_of(is_drawn(mix_bits((vw)place + u.key_word), p) & allowed);
+        pack_lanes(place, lanes, at + drawn), pack_lanes(vmin(p, splat(1.f)), lanes, probability + drawn);
+        drawn += __builtin_popcount(lanes);
     }
     for (int64_t p = 0; p < first; p++) u.chosen[count] = (int32_t)p, x.probability[count++] = 1;
     at[drawn] = x.best[best] = INT32_MAX;
@@ -130,7 +132,7 @@ template <class R, int D_> static void weigh_keys(const skimkv_op *op, const Uni
 // Keeps the rows at u.chosen whose values are read: the current token, the row with the largest weight of each query,
 // and the others with probability 2k times the largest weight of a group's query. x.probability becomes that of both
 // draws, and weights are divided by that of the second.
-static void draw_values(const skimkv_op *op, Unit &u, const SelectionScratch &s, const SkimScratch &x) {
+static void draw_values(const skimkv_op *op, Unit &u, const SkimScratch &x) {
     const int G = op->cache->G;
     const int64_t n = u.chosen_count;
     const uint32_t unit_word = word_of_unit(u, VALUE_STREAM);
@@ -139,10 +141,9 @@ static void draw_values(const skimkv_op *op, Unit &u, const SelectionScratch &s,
         for (int64_t j = 0; j < n; j += W) top = vmax(top, load(x.weight + g * x.ld + j));
         x.most[g] = max_lanes(top);
     }
-    // First whether each is drawn, and one over its probability; then those that are, without branches.
-    int32_t *takes = s.at;
-    float *factor = s.value;
+    // Those that are drawn take the places of the others before them.
     const float share = (float)(2 * op->k), least = u.n <= op->k ? 1 : 0;
+    int64_t count = 0;
     for (int64_t j = 0; j < n; j += W) {
         vf largest = splat(0.f);
         const vi place = load_integers(u.chosen + j);
@@ -151,16 +152,14 @@ static void draw_values(const skimkv_op *op, Unit &u, const SelectionScratch &s,
             const vf w = load(x.weight + g * x.ld + j);
             largest = vmax(w, largest), certain |= (vi)(w == splat(x.most[g]));
         }
-        const vf p = vmax(largest * splat(share), splat(least));
-        store_integers(takes + j, certain | is_drawn(mix_bits((vw)place + unit_word), p));
-        const vf inverse = splat(1.f) / vmin(p, splat(1.f));
-        store(factor + j, (vf)(((vi)inverse & ~certain) | ((vi)splat(1.f) & certain)));
-    }
-    int64_t count = 0;
-    for (int64_t j = 0; j < n; j++) {
-        u.chosen[count] = u.chosen[j], x.probability[count] = x.probability[j] / factor[j];
-        for (int g = 0; g < G; g++) x.weight[g * x.ld + count] = x.weight[g * x.ld + j] * factor[j];
-        count -= takes[j];
+        const vf p = vmax(largest * splat(share), splat(least)), inverse = splat(1.f) / vmin(p, splat(1.f));
+        const vf factor = (vf)(((vi)inverse & ~certain) | ((vi)splat(1.f) & certain));
+        const unsigned rest = n - j < W ? (1u << (n - j)) - 1 : (1u << W) - 1;
+        const unsigned lanes = lanes_of(certain | is_drawn(mix_bits((vw)place + unit_word), p)) & rest;
+        pack_lanes(load(x.probability + j) / factor, lanes, x.probability + count);
+        for (int g = 0; g < G; g++)
+            pack_lanes(load(x.weight + g * x.ld + j) * factor, lanes, x.weight + g * x.ld + count);
+        pack_lanes(place, lanes, u.chosen + count), count += __builtin_popcount(lanes);
     }
     u.chosen_count = count;
     count_rows(op, u, 1);
@@ -218,13 +217,20 @@ static void attend_drawn(const skimkv_op *op, const Unit &u, const SelectionScra
 
 // All of a unit's step after its scores.
 template <class R, int D_>
-static void skim_unit(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &s, const SkimScratch &x) {
+static void skim_unit(const skimkv_op *op, Unit &u, const Scores &z, const SelectionScratch &s, const SkimScratch &x,
+                      StageClock &clock) {
     draw_keys(op, u, z, s, x);
+    clock.mark(SKIMKV_STAGE_CHOOSE);
     prefetch_rows(op, u, u.chosen, 0, u.chosen_count, true, false);
+    clock.mark(SKIMKV_STAGE_FETCH);
     weigh_keys<R, D_>(op, u, x);
-    draw_values(op, u, s, x);
+    clock.mark(SKIMKV_STAGE_ATTEND);
+    draw_values(op, u, x);
+    clock.mark(SKIMKV_STAGE_CHOOSE);
     prefetch_rows(op, u, u.chosen, 0, u.chosen_count, false, true);
+    clock.mark(SKIMKV_STAGE_FETCH);
     attend_drawn<R, D_>(op, u, s, x);
+    clock.mark(SKIMKV_STAGE_ATTEND);
 }
 
 }  // namespace skimkv::SKIMKV_NS

@@ -114,7 +114,16 @@ static inline vf load(const int8_t *p) {
     for (int i = 0; i < W; i++) x[i] = p[i];
     return load(x);
 }
+static inline void pack_lanes(vf x, unsigned lanes, float *p) {
+    float y[W];
+    store(y, x);
+    for (; lanes; lanes &= lanes - 1, p++) __builtin_memcpy(p, y + __builtin_ctz(lanes), sizeof *p);
+}
 #endif
+
+// The same of integers, and the lanes of a mask: bit i is set where all bits of lane i are.
+static inline void pack_lanes(vi x, unsigned lanes, int32_t *p) { pack_lanes((vf)x, lanes, (float *)p); }
+static inline unsigned lanes_of(vi mask) { return at_least((vf)(mask & (vi)splat(1.f)), splat(1.f)); }
 
 // The same for a type that is known only at run time: `at` is the first element.
 static inline void to_float(int dtype, const void *from, int64_t at, float *to, int n) {
