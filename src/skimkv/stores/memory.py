@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-HUGE_PAGES_FROM = 1 << 22  # bytes of a tensor from which huge pages are requested
+HUGE_PAGE = 1 << 21  # bytes; from so many on a tensor gets huge pages
 
 
 @contextlib.contextmanager
@@ -24,22 +24,25 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Allocate like torch.empty; on the CPU, from 4 MiB on, in memory of its own that requests huge pages.
+    """Allocate like torch.empty; on the CPU, from 2 MiB on, in memory of its own that requests huge pages.
 
-    A stream over pages of 4 KiB stops the prefetcher at every page and looks up its address in a cold table.
+    A stream over pages of 4 KiB stops the prefetcher at every page and looks up its address in a cold table, as every
+    row does that is read alone. The tensor begins with a huge page; what follows its last whole one is in small pages.
     Raises RuntimeError if there is not enough memory.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+    numbers = math.prod(shape)
+    size = numbers * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         with ordinary_tensors():
             return torch.empty(tuple(shape), dtype=dtype, device=device)
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:  # with addresses before the first huge page, which take no memory
+        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"{size} bytes do not fit in memory") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
     with ordinary_tensors():
-        return torch.frombuffer(memory, dtype=dtype).view(*shape)
+        return torch.frombuffer(memory, dtype=dtype, count=numbers, offset=start).view(*shape)
 
 
 COLLAPSE = 25  # MADV_COLLAPSE of Linux, from 6.1 on: memory that is in use already is moved to huge pages at once
@@ -65,7 +68,7 @@ def request_huge_pages(tensor: Tensor) -> bool:
     stop = (start + (last + 1) * tensor.element_size()) // page * page
     start = -(-start // page) * page
     madvise = _madvise()
-    if madvise is None or tensor.device.type != "cpu" or stop - start < HUGE_PAGES_FROM:
+    if madvise is None or tensor.device.type != "cpu" or stop - start < 2 * HUGE_PAGE:
         return False
     taken = madvise(start, stop - start, mmap.MADV_HUGEPAGE) == 0
     madvise(start, stop - start, COLLAPSE)  # an older system moves the memory in its own time
