@@ -15,8 +15,9 @@ SAMPLE = {"do_sample": True}
 SETTINGS = [
     {}, SAMPLE, {"temperature": 0.7, **SAMPLE}, {"top_k": 5, **SAMPLE}, {"top_p": 0.5, **SAMPLE},
     {"min_p": 0.1, **SAMPLE}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[5], [6, 7]]}, {"eos_token_id": list(range(3, 30)), **SAMPLE}, {"min_new_tokens": 5, "eos_token_id": list(range(60))},
-    {"num_return_sequences": 2, "eos_token_id": list(range(3, 9)), **SAMPLE}, {"prefill_chunk_size": 7},
+    {"bad_words_ids": [[5], [6, 7]]}, {"eos_token_id": list(range(3, 30)), **SAMPLE},
+    {"min_new_tokens": 5, "eos_token_id": list(range(60))}, {"prefill_chunk_size": 7},
+    {"num_return_sequences": 2, "eos_token_id": list(range(3, 9)), **SAMPLE},
     {"logits_processor": LogitsProcessorList([lambda ids, scores: -scores])},
     {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(600), lambda ids, _: ids[:, -1] % 3 == 0])},
 ]  # fmt: skip
