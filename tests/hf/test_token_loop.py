@@ -101,3 +101,14 @@ def test_settings_of_the_model_count(model, monkeypatch):
     assert installation.loop_for(model, {"num_beams": 1}) is not None
     assert installation.loop_for(model, {}) is None
     assert installation.loop_for(model, {"num_beams": 1, "assistant_model": model}) is None
+
+
+def test_code_of_others_keeps_the_librarys_loop(model, monkeypatch):
+    """A model, or somebody who changed this object, may prepare inputs in another way."""
+    assert installation.loop_for(model, {}) is not None
+    for name in ("prepare_inputs_for_generation", "generate", "_sample"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), name, lambda self, *args, **kwargs: None)
+            assert installation.loop_for(model, {}) is None
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
+    assert installation.loop_for(model, {}) is None

@@ -298,8 +298,9 @@ class _Generate:
         try:
             if attached is not None:
                 kwargs["past_key_values"] = attached.make_cache()
-            if len(args) < 2 and hasattr(kwargs.get("past_key_values"), "begin_generation"):
-                kwargs["custom_generate"] = kwargs.get("custom_generate") or loop_for(self.model, kwargs)
+            is_ours = self.replaced is None and hasattr(kwargs.get("past_key_values"), "begin_generation")
+            if is_ours and len(args) < 2 and (loop := loop_for(self.model, kwargs)) is not None:
+                kwargs["custom_generate"] = loop
             return self.__wrapped__(*args, **kwargs)
         finally:
             with lock:

@@ -48,7 +48,9 @@ def loop_for(model: Any, arguments: Mapping[str, Any]) -> Callable[..., Any] | N
     if model.device.type != "cpu" or any(arguments.get(name) is not None for name in LIBRARY_ARGUMENTS):
         return None
     own = [vars(model).get(name, getattr(type(model), name)) for name in METHODS]
-    if model.is_remote_code() or own != [getattr(GenerationMixin, name) for name in METHODS]:
+    if own != [getattr(GenerationMixin, name) for name in METHODS] or model.is_remote_code():
+        return None
+    if type(model).generate is not GenerationMixin.generate:
         return None
     for settings in filter(None, (arguments.get("generation_config"), model.generation_config)):  # it merges the two
         config = copy.copy(settings)
