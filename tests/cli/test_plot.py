@@ -273,6 +273,20 @@ def test_a_score_that_is_no_number_is_not_drawn_as_the_best():
     assert str(plotting.side_by_side([float("nan"), 0.5], 0, 2, 1.0)[0]) == "nan"
 
 
+@pytest.mark.parametrize("share", [0.16, 0.4])
+def test_the_name_of_the_chosen_method_is_in_the_picture(share: float, tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    points = [("SparQ", x, 0.02, None, None) for x in (0.15, share, 0.45)]
+    figures.tuning(points, 0.01, ("SparQ(r=4, k=8, channels='int4')", share, 0.02), "a text", tmp_path / "f.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    ax = figure.axes[0]
+    (name,) = [text for text in ax.texts if "SparQ" in text.get_text()]
+    inside, around = name.get_window_extent(), ax.get_window_extent()
+    assert around.x0 <= inside.x0 and inside.x1 <= around.x1
+
+
 @pytest.mark.parametrize("share", [0.01, 0.029, 0.1, 1.05])
 def test_a_point_beside_the_ticks_is_in_the_picture(share: float) -> None:
     ax = plotting.new_figure((4, 4)).subplots()

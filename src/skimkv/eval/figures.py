@@ -285,16 +285,17 @@ def tuning(
     ax.axhline(scale * target, color="black", linestyle="--", linewidth=1)
     ax.text(0.995, scale * target, f"target {target:g} " if from_dense else f"target {target:.2%} ", ha="right",
             va="bottom", fontsize=9, transform=ax.get_yaxis_transform())  # fmt: skip
-    if chosen is not None:
-        name, share, value = chosen
-        ax.plot(share, scale * value, "*", color="black", markersize=17, zorder=5)
-        ax.annotate(name, (share, scale * value), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
-                    va="top", ha="right" if share > 1 / 16 else "left")  # fmt: skip
     ax.set_xscale("log", base=2)
     least, most = min(p[1] for p in points), max(p[1] for p in points)
     ticks = [t for t in (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1) if least / 2 < t < 2 * most]
     ax.set_xticks(ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
     ax.minorticks_off()
+    if chosen is not None:
+        name, share, value = chosen
+        left, right = ax.get_xlim()
+        ax.plot(share, scale * value, "*", color="black", markersize=17, zorder=5)
+        ax.annotate(name, (share, scale * value), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
+                    va="top", ha="right" if share**2 > left * right else "left")  # fmt: skip
     if from_dense:
         divergence_axis(ax, [target, *(p[2] for p in points)])
     else:
