@@ -23,6 +23,15 @@ def test_the_second_run_reads_what_is_new_only(tmp_path, capsys, monkeypatch):
     assert len(read) == 2 and longer["prompt_tokens"] > first["prompt_tokens"]
 
 
+def test_a_prompt_is_read_to_its_end_as_without_a_file(tmp_path, capsys):
+    """With so few rows that decoding the last token of the prompt by the method would give another text."""
+    for spec in ("TopK(k=1)", "SparQ(r=1, k=2)", "Quest(page=4, k=4)"):
+        base = [*BASE[:-1], spec, "--prompt", PROMPT]
+        plain, file = answer(capsys, *base), str(tmp_path / spec[:4])
+        for _ in range(2):
+            assert answer(capsys, *base, "--prompt-cache", file)["text"] == plain["text"]
+
+
 @pytest.mark.parametrize(("options", "words"), [
     (["--prompt", "another text altogether, " * 30], "a cache of another use: its tokens is"),
     (["--prompt", "the"], "tokens, which is no beginning of a prompt of"),

@@ -17,6 +17,7 @@ from ..hf.attach import attach
 from ..hf.cache import Cache
 from ..hf.positions import positions_of
 from ..hf.saved_cache import contents
+from ..hf.states import KeepsStates, is_state_layer
 from ..hf.supported import needed_max_tokens
 from ..methods.base import Method
 from .traffic import cache_traffic
@@ -117,11 +118,14 @@ def encode_pieces(tokenizer: Any, text: str, size: int, count: int) -> list[list
     return [first + rest[start : start + step] for start in range(0, len(rest) - step + 1, step)][:count]
 
 
+LEAST_READ = 2  # tokens of a prompt after what a file holds: a single one would be decoded with the method
+
+
 def read_once(path: Path, model: Any, ids: list[int], method: Method, max_tokens: int | None) -> Cache:
     """A cache with the beginning of a prompt from a file; where there is none, it is read now, and written there.
 
-    The prompt's last token is left to be read. Raises ValueError if the file is of another use, or if its tokens are
-    not the beginning of this prompt.
+    The prompt's last LEAST_READ tokens are left to be read; one where a model keeps states, of which some begin anew in
+    a block. Raises ValueError if the file is of another use, or if its tokens are not the beginning of this prompt.
     """
     if path.exists():
         _, count = contents(path)
@@ -129,13 +133,15 @@ def read_once(path: Path, model: Any, ids: list[int], method: Method, max_tokens
             raise ValueError(f"{path}: it holds {count} tokens, which is no beginning of a prompt of {len(ids)}")
         return Cache.load(path, model, method, ids[:count])
     cache = Cache(model, method, max_tokens)
-    if len(ids) > 1:
-        prompt = torch.tensor([ids[:-1]], device=model.device)
+    has_states = any(is_state_layer(layer) or isinstance(layer, KeepsStates) for layer in cache.layers)
+    beginning = ids[: -1 if has_states else -LEAST_READ]
+    if beginning:
+        prompt = torch.tensor([beginning], device=model.device)
         with torch.inference_mode():  # the one token that it generates is not fed
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=1, do_sample=False
             )
-        cache.save(path, ids[:-1])
+        cache.save(path, beginning)
     return cache
 
 
