@@ -19,6 +19,7 @@ from ..hf.positions import positions_of
 from ..hf.saved_cache import contents
 from ..hf.states import KeepsStates, is_state_layer
 from ..hf.supported import needed_max_tokens
+from ..hf.token_text import TokenText
 from ..methods.base import Method
 from .traffic import cache_traffic
 
@@ -56,28 +57,26 @@ class _Stream:
     """What generate() calls a streamer: it takes token ids, and writes text as soon as its characters are whole."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self.tokenizer, self.write = tokenizer, write
-        self.ids: list[int] | None = None  # None until the first call, which brings the prompt
-        self.text, self.times = "", [time.perf_counter()]  # of the start, and of every token
+        self._text, self._write, self._has_prompt = TokenText(tokenizer), write, False
+        self.times = [time.perf_counter()]  # of the start, and of every token
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens so far, without the prompt."""
+        return self._text.tokens
 
     def put(self, ids: torch.Tensor) -> None:
         """Take the prompt, or the next token."""
-        if self.ids is None:
-            self.ids = []
+        if not self._has_prompt:
+            self._has_prompt = True
             return
-        self.ids += ids.flatten().tolist()
         self.times.append(time.perf_counter())
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
-            self._show(text)
+        for token in ids.flatten().tolist():
+            self._write(self._text.add(token))
 
     def end(self) -> None:
         """Write what is left of the text."""
-        self._show(self.tokenizer.decode(self.ids or [], skip_special_tokens=True))
-
-    def _show(self, text: str) -> None:
-        self.write(text[len(self.text) :])
-        self.text = text
+        self._write(self._text.end())
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
@@ -182,7 +181,7 @@ def run(
     if len(times) > 2:  # the median, since the first step may have compiled the model
         seconds = statistics.median(after - before for before, after in pairwise(times[1:]))
     return Result(
-        stream.text, method, len(ids), len(stream.ids or []), 1e3 * seconds,
+        tokenizer.decode(stream.ids, skip_special_tokens=True), method, len(ids), len(stream.ids), 1e3 * seconds,
         cache_traffic(cache).bytes, cache.nbytes, interrupted,
     )  # fmt: skip
 

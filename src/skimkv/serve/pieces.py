@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers.cli.serving.utils import get_response_template
 
-UNFINISHED = "\ufffd"  # what bytes become that are not yet a whole character
+from ..hf.token_text import TokenText
+
 REASONING = "reasoning_content", "thinking", "reasoning"  # what templates call it
 
 
@@ -42,10 +43,10 @@ class Writer:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], parser: Any, put: Callable[[Piece], None]) -> None:
-        self.tokenizer, self.stops, self.parser, self.put = tokenizer, stops, parser, put
+        self.stops, self.parser, self.put = stops, parser, put
         self.stopped = False
-        self._tokens: list[int] = []
-        self._first, self._read = 0, 0  # the text of _tokens[_first:_read] is known; _tokens[:_first] do not matter
+        # a parser finds its marks among the special tokens
+        self._text = TokenText(tokenizer, skip_special_tokens=parser is None)
         self._held = ""  # text that could be the beginning of a stop string
         self._parses, self._in_call = parser is not None, False
         self._unparsed = ""  # what the parser was given since the last piece was whole
@@ -57,35 +58,17 @@ class Writer:
         """Take the next tokens, and return whether the answer has ended at a stop string."""
         for token in tokens:
             if not self.stopped:
-                self._tokens.append(token)
-                self._add_text(self._new_text())
+                self._add_text(self._text.add(token))
         return self.stopped
 
     def end(self) -> None:
         """Hand on what was held back, because no token follows."""
         if not self.stopped:
-            self._add_text(self._new_text(is_last=True))
+            self._add_text(self._text.end())
         if not self.stopped:
             self._put_text(self._held)
         if self._parses:
             self._parse(None)
-
-    def _new_text(self, is_last: bool = False) -> str:
-        """The text of tokens that is not yet known, without characters that are not yet whole.
-
-        A few tokens before them are decoded too: some tokenizers begin a text in another way than they go on with it.
-        """
-        before = self._decode(self._tokens[self._first : self._read])
-        whole = self._decode(self._tokens[self._first :])
-        if len(whole) <= len(before) or (whole.endswith(UNFINISHED) and not is_last):
-            return ""
-        self._first, self._read = self._read, len(self._tokens)
-        return whole[len(before) :]
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        # a parser finds its marks among the special tokens
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.parser is None)
-        return text
 
     def _add_text(self, text: str) -> None:
         self._held += text
