@@ -136,7 +136,8 @@ def _layers(model: PreTrainedModel, max_tokens: int | None) -> list[ModelLayer]:
     """
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     try:
-        caches: list[Any] = DynamicCache(config=config).layers
+        # a draft that leaves early has fewer layers than the configuration has kinds
+        caches: list[Any] = DynamicCache(config=config).layers[: config.num_hidden_layers]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name} is not supported: it has layers of an unknown kind ({error})") from None
     if len(caches) != config.num_hidden_layers or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
