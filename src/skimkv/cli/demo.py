@@ -127,13 +127,15 @@ def _print_text_table(rows: Sequence[TextRow], left_out: Sequence[str]) -> None:
         )  # fmt: skip
     console = output.console(120)
     console.print(table)
-    _print_notes(left_out)
+    rounding = "Dense() decodes the same tokens one by one: what it lacks to 100% is rounding."
+    _print_notes(left_out, [rounding] if rows[0].agrees < 1 else [])
 
 
-def _print_notes(left_out: Sequence[str]) -> None:
+def _print_notes(left_out: Sequence[str], more: Sequence[str] = ()) -> None:
     notes = (
         "Milliseconds: of a whole token, the median of several steps; the methods take turns.",
         "* This method has no kernel here: its time is that of its reference in PyTorch.",
+        *more,
         *(f"Left out: {line}." for line in left_out),
     )
     for note in notes:
