@@ -108,7 +108,7 @@ def draw_output_error(errors: Sequence[OutputError], path: Path) -> None:
             colour, marker = styles[name]
             rows = [e.json() for e in line]
             share = [100 * e.share for e in line]
-            style: Any = {"color": colour, "marker": marker, "markersize": 5}
+            style: Any = {"color": colour, "marker": marker, "markersize": 5, "clip_on": False}
             ax.plot(share, [row["mean"] for row in rows], linewidth=1.7, label=name, **style)
             ax.plot(share, [row["p95"] for row in rows], linewidth=0.8, linestyle=":", markerfacecolor="none", **style)
         ax.set_xscale("log", base=2)

@@ -30,7 +30,7 @@ def attention(rows: Rows, path: Path) -> None:
     for name, (colour, marker) in line_styles(names).items():
         line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
         x, measured, theory = zip(*line, strict=True)
-        ax.plot(x, theory, "--", color=colour, linewidth=1.2)
+        ax.plot(x, theory, "--", marker="_", color=colour, linewidth=1.2)  # a single length has no line
         ax.plot(x, measured, "-", color=colour, marker=marker, linewidth=2, label=name)
     torch_best = sorted((r["length"], r["speedup_dense"]) for r in rows if r.get("best_of_torch"))
     if torch_best:
@@ -103,7 +103,8 @@ def token(rows: Rows, path: Path) -> None:
         gains = [d["ms"] / row["ms"] for row, d in pairs]
         faster.plot(x, gains, color=colour, marker=marker, linewidth=1.8, label=name)
         if name != "transformers":
-            faster.plot(x, [d["floor_ms"] / row["floor_ms"] for row, d in pairs], "--", color=colour, linewidth=1.2)
+            allowed = [d["floor_ms"] / row["floor_ms"] for row, d in pairs]
+            faster.plot(x, allowed, "--", marker="_", color=colour, linewidth=1.2)
     faster.axhline(1, color="0.4", linewidth=1)
     faster.set_ylim(bottom=0)
     share.set_ylim(0, 100)
