@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +34,15 @@ def test_a_tensor_begins_with_a_huge_page_and_owns_no_more_than_its_numbers(numb
     assert tensor.data_ptr() % HUGE_PAGE == 0
     assert tensor.shape == (1, numbers) and tensor.untyped_storage().nbytes() == 2 * numbers
     assert torch.equal(tensor.fill_(1).sum(dtype=torch.float64), torch.tensor(numbers, dtype=torch.float64))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_tensors_in_huge_pages_take_no_more_memory_than_their_numbers():
+    size = HUGE_PAGE * 5 // 4
+    before = resident_bytes()
+    tensors = [empty((size,), torch.uint8).fill_(1) for _ in range(24)]
+    assert resident_bytes() - before < 1.1 * size * len(tensors)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

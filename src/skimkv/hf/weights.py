@@ -26,11 +26,12 @@ from .decode_step import replace_modules
 from .matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
 
 SLAB = 1 << 20  # elements quantised at once: what a matrix needs beside its 8-bit form while it is read
+HUGE_PAGES_FROM = 2 * memory.HUGE_PAGE  # smaller matrices take memory in which others were read
 
 
 def empty_packed(out: int, inputs: int) -> Tensor:
     """Packed weights of a matrix (out,inputs), not yet written, on the CPU. inputs must be a multiple of 32."""
-    return memory.empty(packed_weights.packed_shape(out, inputs), torch.int16)
+    return memory.empty(packed_weights.packed_shape(out, inputs), torch.int16, least=HUGE_PAGES_FROM)
 
 
 def fill_packed(
@@ -93,7 +94,7 @@ def _floats(type: torch.dtype) -> Format:
     return Format(
         matrices.FLOATS,
         lambda rows, columns: (rows, columns),
-        lambda weight: memory.empty(tuple(weight.shape), type).copy_(weight),
+        lambda weight: memory.empty(tuple(weight.shape), type, least=HUGE_PAGES_FROM).copy_(weight),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 1 << 21  # bytes; from so many on a tensor gets huge pages
+HUGE_PAGE = 1 << 21  # bytes
 
 
 @contextlib.contextmanager
@@ -23,8 +23,10 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Allocate like torch.empty; on the CPU, from 2 MiB on, in memory of its own that requests huge pages.
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu", least: int = HUGE_PAGE
+) -> Tensor:
+    """Allocate like torch.empty; on the CPU, from `least` bytes on, in memory of its own that requests huge pages.
 
     A stream over pages of 4 KiB stops the prefetcher at every page and looks up its address in a cold table, as every
     row does that is read alone. The tensor begins with a huge page; what follows its last whole one is in small pages.
@@ -32,15 +34,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """
     numbers = math.prod(shape)
     size = numbers * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if torch.device(device).type != "cpu" or size < least or not hasattr(mmap, "MADV_HUGEPAGE"):
         with ordinary_tensors():
             return torch.empty(tuple(shape), dtype=dtype, device=device)
     try:  # with addresses before the first huge page, which take no memory
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(f"{size} bytes do not fit in memory") from error
-    memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE * HUGE_PAGE)  # the rest would take a whole page too
     with ordinary_tensors():
         return torch.frombuffer(memory, dtype=dtype, count=numbers, offset=start).view(*shape)
 
