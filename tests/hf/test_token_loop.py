@@ -8,6 +8,7 @@ from transformers import GenerationMixin, LogitsProcessorList, MaxTimeCriteria, 
 
 import skimkv
 from skimkv.hf import installation
+from skimkv.hf.next_logits import NextLogits
 from support.tiny_models import family, prompt
 
 N = 23
@@ -34,6 +35,12 @@ class Streamer:
 
     def end(self):
         self.tokens.append("end")
+
+
+class KnownStreamer(Streamer):
+    """One of our package, whose code changes nothing between two tokens."""
+
+    __module__ = "skimkv.tests"
 
 
 def generate(model, ours, monkeypatch, rows=1, padded=False, method="SparQ(r=8, k=6)", **settings):
@@ -112,3 +119,107 @@ def test_code_of_others_keeps_the_librarys_loop(model, monkeypatch):
             assert installation.loop_for(model, {}) is None
     model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
     assert installation.loop_for(model, {}) is None
+
+
+def tokens_and_calls(model, monkeypatch, streamer=None, direct=True, rows=1, **settings):
+    """The tokens of generate(), and how often it called the model for one."""
+    calls, forward = [], type(model).forward
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    torch.manual_seed(3)
+    with monkeypatch.context() as patch, skimkv.attach(model, "SparQ(r=8, k=6)"):
+        patch.setattr(type(model), "forward", counted)
+        if not direct:
+            patch.setattr(NextLogits, "_hands_on", lambda *_: False)
+        out = model.generate(prompt(rows, N), max_new_tokens=12, streamer=streamer, **settings)
+    return out, len(calls)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("settings", [{}, SAMPLE, {"repetition_penalty": 1.3}])
+def test_tokens_go_to_the_layers(name, settings, monkeypatch):
+    """The prompt and the first token go through the model's own forward, and the other ten do not."""
+    model = copy.deepcopy(family(name))
+    out, calls = tokens_and_calls(model, monkeypatch, KnownStreamer(), **settings)
+    theirs, by_model = tokens_and_calls(model, monkeypatch, direct=False, **settings)
+    assert torch.equal(out, theirs) and (calls, by_model) == (2, 12)
+
+
+def test_rows_of_padded_texts_go_to_the_layers(model, monkeypatch):
+    mask = torch.ones(3, N, dtype=torch.long)
+    mask[0, :5] = 0
+    out, calls = tokens_and_calls(model, monkeypatch, rows=3, attention_mask=mask)
+    theirs, by_model = tokens_and_calls(model, monkeypatch, direct=False, rows=3, attention_mask=mask)
+    assert torch.equal(out, theirs) and (calls, by_model) == (2, 12)
+
+
+def no_hook(*_):
+    """A hook that does nothing."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.register_forward_hook(no_hook),
+        lambda model: model.register_forward_pre_hook(no_hook),
+        lambda model: model.model.register_forward_hook(no_hook),
+        lambda model: model.model.register_forward_pre_hook(no_hook),
+        lambda model: model.model.layers[1].register_forward_hook(no_hook),
+        lambda model: vars(model).update(forward=lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)),
+    ],
+    ids=["hook", "hook before", "decoder", "before decoder", "layer", "forward"],
+)
+def test_who_watches_the_model_sees_every_token(model, change, monkeypatch):
+    change(model)
+    assert tokens_and_calls(model, monkeypatch)[1] == 12
+
+
+def test_a_hook_of_the_last_layer_sees_every_token(model, monkeypatch):
+    seen = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    assert tokens_and_calls(model, monkeypatch)[1] == 2 and len(seen) >= 12
+
+
+def test_logits_that_the_model_changes(model, monkeypatch):
+    """As Granite's and Gemma 2's do, which are not what the last layer returns."""
+    forward = type(model).forward
+
+    def halves(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+
+    monkeypatch.setattr(type(model), "forward", halves)
+    assert tokens_and_calls(model, monkeypatch)[1] == 12
+
+
+def test_what_a_users_code_changes_between_tokens_counts(model, monkeypatch):
+    class Changes(Streamer):
+        """It exchanges a weight after some tokens."""
+
+        def put(self, tokens):
+            super().put(tokens)
+            if len(self.tokens) == 6:
+                weight = model.model.layers[0].mlp.down_proj.weight
+                model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(-9 * weight, requires_grad=False)
+
+    original = copy.deepcopy(model)
+    changed, calls = tokens_and_calls(model, monkeypatch, Changes())
+    assert calls == 12 and not torch.equal(changed, tokens_and_calls(original, monkeypatch)[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])},
+        {"stopping_criteria": StoppingCriteriaList([lambda ids, _: torch.zeros(len(ids), dtype=torch.bool)])},
+        {"prefix_allowed_tokens_fn": lambda row, ids: list(range(97))},
+        {"streamer": Streamer()},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_users_code_keeps_the_models_forward(model, settings, monkeypatch):
+    assert tokens_and_calls(model, monkeypatch, **settings)[1] == 12

@@ -199,27 +199,26 @@ def test_a_worker_of_many_requests(method: str) -> None:
 def test_products_know_of_how_many_tokens_a_piece_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that no kept cache holds, also after a piece that failed."""
     made, seen = generator("Dense()", count=2), []
-    logits, ids = made._logits, tiny_models.prompt(n=50)[0].tolist()
+    read, ids = made._read, tiny_models.prompt(n=50)[0].tolist()
     made.generate(made.prompt(ids, {}, 2), threading.Event(), lambda new: False)
 
     def noted(cache: Cache, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         seen.append((tokens.shape[1], ops.tokens_of_prompt.get()))
-        if len(seen) == 4:
+        if len(seen) == 3:
             raise RuntimeError("no memory")
-        return logits(cache, tokens, positions)
+        return read(cache, tokens, positions)
 
-    monkeypatch.setattr(made, "_logits", noted)
+    monkeypatch.setattr(made, "_read", noted)
     answer = made.begin(made.prompt([*ids, *ids[:40]], {}, 3), threading.Event(), lambda new: False)
     assert answer is not None and answer.cache.get_seq_length() == 50
     answer.read(24)
     answer.read()
-    made.step([answer])
-    assert seen == [(24, 40), (16, 40), (1, 0)]
+    assert seen == [(24, 40), (16, 40)] and ops.tokens_of_prompt.get() == 0
     other = made.begin(made.prompt(ids[:30][::-1], {}, 3), threading.Event(), lambda new: False)
     assert other is not None
     with pytest.raises(RuntimeError, match="no memory"):
         other.read(16)
-    assert seen[3] == (16, 30) and ops.tokens_of_prompt.get() == 0
+    assert seen[2] == (16, 30) and ops.tokens_of_prompt.get() == 0
 
 
 def test_a_long_prompt_beside_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from ..hf.cache import Cache
 from ..hf.layer import Layer
 from ..hf.load import check_source, load
 from ..hf.matrix_modules import MatrixEmbedding
+from ..hf.next_logits import NextLogits
 from ..hf.positions import positions_of
 from ..hf.supported import decoder_of, model_layers, needed_max_tokens
 from ..hf.weights import random_linear
@@ -217,8 +218,14 @@ class Decoder(NamedTuple):
         return size
 
 
-def next_token(model: PreTrainedModel, cache: Any) -> None:
-    """Take one decode step, as generate() does for each token."""
-    ids, places = torch.tensor([[[5]], [[cache.get_seq_length()]]], device=model.device)
-    with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, position_ids=places, use_cache=True)
+class NextToken:
+    """Take one decode step after the other with a cache, as generate() does for its tokens."""
+
+    def __init__(self, model: PreTrainedModel, cache: Any) -> None:
+        self._logits, self._device, self._cache = NextLogits(model), model.device, cache
+
+    def __call__(self) -> None:
+        """Take one step."""
+        ids, places = torch.tensor([[[5]], [[self._cache.get_seq_length()]]], device=self._device)
+        with torch.inference_mode():
+            self._logits(ids, past_key_values=self._cache, position_ids=places, use_cache=True)

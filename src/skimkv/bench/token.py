@@ -27,12 +27,12 @@ from ..methods.base import Method
 from .machine import Call, Machine, nothing, peak_bandwidth
 from .models import (
     Decoder,
+    NextToken,
     Subject,
     cache_shape,
     check_fillable,
     check_tokens,
     layer_count,
-    next_token,
     random_cache,
     random_llama,
     step_bytes,
@@ -69,7 +69,7 @@ def time_together(
     for name, decoder in named.items():
         of_decoder = model if decoder.method is None else ours
         cache = random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
-        calls[name] = partial(next_token, of_decoder, cache)
+        calls[name] = NextToken(of_decoder, cache)
     moves = machine.bandwidth_calls()
 
     def before(name: str) -> None:

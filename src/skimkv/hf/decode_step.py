@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -54,6 +55,18 @@ class Prepared(NamedTuple):
     softmax: Sequence[SoftmaxOptions] = ()
 
 
+class TakenStep(NamedTuple):
+    """A decode step that was one operation: what the decoder was asked for, and the tokens (B,1,size) it returned."""
+
+    forward: StepForward
+    prepared: Prepared
+    kwargs: dict[str, Any]
+    y: Tensor
+
+
+taken_steps: ContextVar[list[TakenStep] | None] = ContextVar("taken_steps", default=None)  # a list notes them
+
+
 class StepForward:
     """The forward of a model of decoder layers, whose decode steps are one operation."""
 
@@ -80,24 +93,38 @@ class StepForward:
         """The tokens (B,1,size) after the last normalisation; None where the model's own forward computes them."""
         cache: Any = kwargs.get("past_key_values")
         ids, x = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        begin, tokens = getattr(cache, "begin_step", None), cast(Tensor, ids if x is None else x)
-        if begin is None or (ids is None) == (x is None) or tokens.ndim < 2 or tokens.shape[1] != 1:
+        tokens = cast(Tensor, ids if x is None else x)
+        if not hasattr(cache, "begin_step") or (ids is None) == (x is None) or tokens.ndim < 2 or tokens.shape[1] != 1:
             return None
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)) or not self._is_plain(kwargs):
             return None
         x = self.model.embed_tokens(ids) if x is None else x
         prepared = self.prepared(x, [_window(layer) for layer in cache.layers])
-        operation = None if prepared is None else prepared.operation
-        if prepared is None or operation is None:
+        if prepared is None or prepared.operation is None:
             return None
+        y = self.take(prepared, x, cache, mask, positions)
+        taken = taken_steps.get()
+        if taken is not None and y is not None:
+            taken.append(TakenStep(self, prepared, kwargs, y))
+        return y
+
+    def take(
+        self, prepared: Prepared, x: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor | None:
+        """Take embedded tokens x (B,1,size) through the layers -> (B,1,size); None where the model's own forward does.
+
+        prepared: for x and its like, with an operation. mask (B,tokens), positions (B,1): as a model's forward takes
+        them. Warns and raises ValueError as `Cache.update` does.
+        """
+        operation = cast(ops.Layers, prepared.operation)
         if positions is None:
             positions = torch.tensor([[cache.get_seq_length()]])
         angles = self.model.rotary_emb(x, position_ids=positions)
         if not operation.fits(x, *angles):
             return None
         cos, sin = angles
-        step = begin(mask, x.shape[0], x.dtype, prepared.softmax)
+        step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.softmax)
         if step is None:
             return None
         attend = step.attend_by(self.model.config._attn_implementation, self.model.layers)

@@ -91,6 +91,20 @@ class Installation:
             replaced = before.replaced if isinstance(before, _Generate) else before
             model.__dict__["generate"] = _Generate(model, self.attached, replaced)
 
+    def begin_forward(self, cache: Any, tokens: Tensor | None, positions: Tensor | None) -> None:
+        """Before a forward of the decoder with these tokens: tell a cache of ours their positions, or warn of others.
+
+        tokens, positions: (B,n,...) and (B,n), as a model's forward takes them. Raises ValueError where the positions
+        go past a table of the model.
+        """
+        begin_forward = getattr(cache, "begin_forward", None)
+        if begin_forward is None:
+            if self.attached is not None:
+                self.attached.warn_of(cache)
+        elif tokens is not None:
+            begin_forward(positions, tokens.shape[1])
+            self.positions.check_table(cache.get_seq_length() + tokens.shape[1], positions)
+
     def use_layers(self, model: PreTrainedModel, fast: bool) -> None:
         """Let the model compute with our layers on a CPU, or with its own but for those that `load` gave it."""
         if not fast:
@@ -251,25 +265,11 @@ def _before_forward(
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     cache = next((value for value in arguments.values() if isinstance(value, LibraryCache)), None)
     ids = arguments.get("input_ids")
-    begun = installation, cache, arguments.get("inputs_embeds") if ids is None else ids, arguments.get("position_ids")
+    begun = cache, arguments.get("inputs_embeds") if ids is None else ids, arguments.get("position_ids")
     if not torch.compiler.is_compiling():
-        _begin_forward(*begun)
+        installation.begin_forward(*begun)
     elif not is_of_graph(cache):  # for those CompiledForward has done it
-        _outside_of_graphs(*begun)
-
-
-def _begin_forward(installation: Installation, cache: Any, tokens: Tensor | None, positions: Tensor | None) -> None:
-    """The same for a forward with these tokens."""
-    begin_forward = getattr(cache, "begin_forward", None)
-    if begin_forward is None:
-        if installation.attached is not None:
-            installation.attached.warn_of(cache)
-    elif tokens is not None:
-        begin_forward(positions, tokens.shape[1])
-        installation.positions.check_table(cache.get_seq_length() + tokens.shape[1], positions)
-
-
-_outside_of_graphs = torch.compiler.disable(_begin_forward)
+        torch.compiler.disable(installation.begin_forward)(*begun)
 
 
 class _Generate:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
+
+from .next_logits import NextLogits, next_logits
 
 PLAIN_MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
 # What generate() hands on to no loop that is not its own.
@@ -28,12 +30,6 @@ def is_plain(config: Any) -> bool:
     """Whether these settings of generate() ask for one token after the other in every row, and for one row each."""
     one_row = config.num_return_sequences in (None, 1) and config.guidance_scale in (None, 1)
     return one_row and config.get_generation_mode() in PLAIN_MODES
-
-
-def next_logits(output: Any) -> Tensor:
-    """The logits (B,V) of the next token in an output of the model, in float32, in memory of their own."""
-    logits: Tensor = output.logits[:, -1].to(torch.float32, copy=True)
-    return logits
 
 
 def choose_tokens(scores: Tensor, samples: bool, draws: torch.Generator | None = None) -> Tensor:
@@ -64,7 +60,7 @@ def loop_for(model: Any, arguments: Mapping[str, Any]) -> Callable[..., Any] | N
 def make_tokens(
     model: Any,
     input_ids: Tensor,
-    logits_processor: Callable[[Tensor, Tensor], Tensor],
+    logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
@@ -81,12 +77,13 @@ def make_tokens(
             model, input_ids, logits_processor, stopping_criteria, config, streamer=streamer, **inputs
         )
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    output = model._prefill(input_ids, config, inputs, is_first_iteration=not config.is_assistant)
+    others = [one for one in [*logits_processor, *stopping_criteria, streamer] if one is not None]
+    make_logits = NextLogits(model) if all(map(_is_known, others)) else partial(_by_model, model)
+    logits = next_logits(model._prefill(input_ids, config, inputs, is_first_iteration=not config.is_assistant))
     inputs = given
     unfinished = torch.ones(rows, dtype=torch.bool)
     while True:
-        tokens = choose_tokens(logits_processor(input_ids, next_logits(output)), config.do_sample)
-        output = None  # of a prompt, its logits may be large
+        tokens = choose_tokens(logits_processor(input_ids, logits), config.do_sample)
         if has_end and rows > 1:
             tokens = tokens.where(unfinished[:, None], config._pad_token_tensor)
         input_ids = torch.cat([input_ids, tokens], 1)
@@ -100,7 +97,17 @@ def make_tokens(
             inputs["attention_mask"] = torch.cat([mask, mask.new_ones(rows, 1)], 1)
         if "position_ids" in inputs:
             inputs["position_ids"] = inputs["position_ids"][..., -1:] + 1
-        output = model(input_ids=tokens, return_dict=True, **inputs)
+        logits = make_logits(tokens, **inputs)
     if streamer is not None:
         streamer.end()
     return input_ids
+
+
+def _is_known(one: Any) -> bool:
+    """Whether a processor, criterion or streamer is the library's or ours, and calls no function of a user."""
+    known = type(one).__module__.partition(".")[0] in ("transformers", "skimkv")
+    return known and not isinstance(one, PrefixConstrainedLogitsProcessor)
+
+
+def _by_model(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+    return next_logits(model(input_ids=input_ids, return_dict=True, **inputs))

@@ -23,8 +23,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from .. import ops
 from ..hf.cache import Cache
 from ..hf.joint import can_join, joint_requests
+from ..hf.next_logits import NextLogits, next_logits
 from ..hf.positions import counts_in_cache, positions_of
-from ..hf.token_loop import choose_tokens, is_plain, next_logits
+from ..hf.token_loop import choose_tokens, is_plain
 from ..methods.base import Method
 from .conversations import Conversation, Conversations, can_crop, cut
 from .folder import Folder
@@ -113,6 +114,7 @@ class Generator:
         self.alone = _why_alone(model, Cache(model, method, self.max_tokens))
         self._joint: Cache | None = None  # of these caches, which took the last step
         self._stepped: list[Cache] = []
+        self._next_logits = NextLogits(model)
 
     def prompt(self, ids: Sequence[int], body: Mapping[str, Any], new_tokens: int | None) -> Prompt:
         """Prepare the answer to the tokens of a prompt, as the checked fields of a request say.
@@ -207,19 +209,20 @@ class Generator:
         """
         caches = [answer.cache for answer in answers]
         if len(caches) != len(self._stepped) or any(a is not b for a, b in zip(caches, self._stepped, strict=True)):
-            self._joint, self._stepped = joint_requests(caches), caches
+            self._joint, self._stepped, self._next_logits = joint_requests(caches), caches, NextLogits(self.model)
         ids = torch.cat([answer.ids[:, -1:] for answer in answers])
         positions = torch.tensor([[cache.get_seq_length()] for cache in caches], device=ids.device)
-        rows: Sequence[Tensor] = self._logits(self._joint, ids, positions).split(1)
+        logits = self._next_logits(ids, past_key_values=self._joint, position_ids=positions, **self._options())
+        rows: Sequence[Tensor] = logits.split(1)
         return rows
 
-    def _logits(self, cache: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """The model's logits (B,V) after the tokens ids (B,n) at these positions (B,n), in float32."""
-        options: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        output = self.model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True, **options
-        )
-        return next_logits(output)
+    def _options(self) -> dict[str, Any]:
+        return {"use_cache": True, **({"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {})}
+
+    def _read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Tensor:
+        """The model's logits (1,V) after the tokens ids (1,n) at these positions (1,n), in float32."""
+        inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, **self._options()}
+        return next_logits(self.model(return_dict=True, **inputs))
 
     def _generate_by_library(
         self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]
@@ -345,7 +348,7 @@ class Open:
         positions = torch.arange(start, end, device=self.ids.device)[None]
         cut = ops.tokens_of_prompt.set(len(self.prompt.ids) - self._begun.reused)
         try:
-            logits = self.generator._logits(self.cache, self.ids[:, start:end], positions)
+            logits = self.generator._read(self.cache, self.ids[:, start:end], positions)
         finally:
             ops.tokens_of_prompt.reset(cut)
         self.read_tokens = end
