@@ -477,7 +477,7 @@ def draw(lines: Sequence[Family], title: str, path: Path) -> None:
     handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], label=n) for n in styles]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     figure.supxlabel(f"bytes read per step, as a share of dense attention's (log scale)\n{title}", fontsize=9)
-    plotting.save(figure, path)
+    figure.savefig(path)
 
 
 def print_tables(

@@ -106,7 +106,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """The loss along the text, its difference to the reference's, and what the cache holds."""
-    from skimkv.plotting import STYLES, label_axes, new_figure, save
+    from skimkv.plotting import STYLES, label_axes, new_figure
 
     by_method = defaultdict(list)
     for line in records:
@@ -145,7 +145,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     label_axes(difference, "Difference to the grey line", "tokens", "nats per token")
     label_axes(memory, "Cache", "tokens", "MB")
     loss.legend(fontsize=8, frameon=False, loc="lower right")
-    save(figure, path)
+    figure.savefig(path)
 
 
 def order(item: tuple[str, Any]) -> int:

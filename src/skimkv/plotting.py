@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,11 +61,6 @@ def panel_grid(
     return figure, list(axes.flat[:count])
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure to a file; the ending of its name gives the format."""
-    figure.savefig(path)
-
-
 def label_axes(ax: Axes, title: str, x: str, y: str, grid: bool = True) -> None:
     """Set a panel's title and its axes' labels in the style of all figures."""
     ax.set_title(title, loc="left", fontsize=10, weight="bold")
@@ -77,11 +71,16 @@ def label_axes(ax: Axes, title: str, x: str, y: str, grid: bool = True) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def log2_axis(ax: Axes, ticks: Sequence[float], labels: Sequence[str], **style: Any) -> None:
+    """Make x a logarithmic axis with these ticks. style: what `Axes.set_xticks` takes."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(ticks), list(labels), **style)
+    ax.minorticks_off()
+
+
 def length_axis(ax: Axes, lengths: Sequence[float]) -> None:
     """Make x a logarithmic axis of lengths in tokens, with a tick at each of them."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(list(lengths), [f"{n:,.0f}" for n in lengths], fontsize=8)
-    ax.minorticks_off()
+    log2_axis(ax, lengths, [f"{n:,.0f}" for n in lengths], fontsize=8)
 
 
 def mark_matched_shares(ax: Axes) -> None:
@@ -180,12 +179,10 @@ def draw_scores(
         draw_line(ax, x, y, i, len(names), greatest, color=colour, marker=marker, markersize=5, linewidth=1.7, zorder=3)
         draw_intervals(ax, x, low_ends, high_ends, colour, i, len(names))
     mark_matched_shares(ax)
-    ax.set_xscale("log", base=2)
     least = min((share for _, share, *_ in points), default=1.0)
     ticks = {1 / 64: "1/64", 1 / 32: "1/32", 1 / 16: "1/16", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1: "all"}
     shown = [tick for tick in ticks if tick >= min(least, 1 / 8)]
-    ax.set_xticks(shown, [ticks[tick] for tick in shown])
-    ax.minorticks_off()
+    log2_axis(ax, shown, [ticks[tick] for tick in shown])
     left, right = ax.get_xlim()  # which need not reach the points beside the ticks
     most = max((share for _, share, *_ in points), default=1.0)
     ax.set_xlim(min(left, least / 1.1), max(right, most * 1.1 if most > 1 else 1.0))

@@ -25,7 +25,7 @@ class Words:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that would be saved."""
     made: list[Any] = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: made.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: made.append(figure))
     return made
 
 

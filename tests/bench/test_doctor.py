@@ -12,6 +12,7 @@ import torch
 from skimkv import Dense, SparQ
 from skimkv.bench import doctor
 from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
+from skimkv.bench.machine import Cpu
 from skimkv.ops.cpu import library
 from support.command_line import answer, run
 from support.instruction_sets import NATIVE
@@ -127,7 +128,7 @@ def test_what_fits_and_how_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "measured_bandwidth", lambda: 40e9)
+    monkeypatch.setattr(Cpu, "best_bandwidth", lambda self: 40e9)
     told = answer(capsys, "doctor", "--model", "builtin", "--weights", "int8", "--length", "4096")
     assert list(told) == ["model", "bytes_per_s", "checks"] and told["bytes_per_s"] == 40e9
     assert [one["check"] for one in told["checks"]] == NAMES + OF_MODEL
@@ -139,4 +140,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 def test_bandwidth_is_measured() -> None:
-    assert doctor.measured_bandwidth(times=1) > 1e8
+    assert Cpu().best_bandwidth(times=1) > 1e8

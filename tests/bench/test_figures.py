@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from skimkv.bench import figures
 
@@ -16,14 +17,14 @@ SPARQ = "SparQ(r=32, k=128)"
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Draws a figure and returns its panels: for each the title, and for each labelled line its points."""
     kept: list[Any] = []
-    save = figures.save
+    save = Figure.savefig
 
     def keep(figure: Any, path: Path) -> None:
         save(figure, path)
         assert path.read_bytes().startswith(b"\x89PNG")
         kept.append(figure)
 
-    monkeypatch.setattr(figures, "save", keep)
+    monkeypatch.setattr(Figure, "savefig", keep)
 
     def draw(function: Any, *args: Any) -> list[tuple[str, dict[str, tuple[list[float], list[float]]]]]:
         function(*args, tmp_path / "figure.png") if function is not figures.memory else function(

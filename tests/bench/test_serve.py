@@ -12,6 +12,8 @@ import torch
 import skimkv
 from skimkv.bench import serve as bench
 from skimkv.bench.machine import Cpu
+from skimkv.bench.models import random_llama
+from skimkv.bench.own_layers import sharing_copy
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
 
@@ -61,7 +63,8 @@ def test_the_bytes_of_a_sequence_are_those_that_its_cache_holds(method: str | No
 
 
 def test_all_ways_generate_the_same_tokens_where_nothing_is_dropped() -> None:
-    models, prompts = bench.Models.random("tiny", 2, "float32", 64, Cpu()), torch.arange(3 * 20).view(3, 20)
+    plain, prompts = random_llama("tiny", 2, "float32", 64), torch.arange(3 * 20).view(3, 20)
+    models = bench.Models(sharing_copy(plain), plain)
     texts = []
     for method in (None, parse("Dense()"), parse("H2O(k=64)"), parse("LMInfinite(k=64)")):
         sequences = bench.Sequences(Cpu(), models, bench.Candidate(method, 3), prompts)

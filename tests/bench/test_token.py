@@ -38,12 +38,18 @@ def _small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "COMPILE", "eager")
 
 
+def time_random(machine, shape, layers, weights, lengths, *others, **more):
+    """The rows of a model with random weights."""
+    subject = models.random_subject(shape, layers, weights, max(lengths) + 1024, machine.device)
+    return bench.time_tokens(machine, subject, lengths, *others, **more)
+
+
 @pytest.mark.parametrize(("machine", "weights", "compile"), [
     (Cpu, "int8", False), (Cpu, "bfloat16", False), (StandInGpu, "float32", False),
     pytest.param(StandInGpu, "float32", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_rows_keep_the_contract(machine, weights, compile):
-    out = bench.token(machine(), "tiny", 2, weights, [300, 600], METHODS, 2, compile=compile)
+    out = time_random(machine(), "tiny", 2, weights, [300, 600], METHODS, 2, compile=compile)
     assert set(out) == {"machine", "peak_gb_per_s", "peak", "rows", "waits_known"} and json.dumps(out)
     names = ["transformers", *METHODS]
     assert [(row["method"], row["length"]) for row in out["rows"]] == [(m, n) for n in (300, 600) for m in names]
@@ -68,7 +74,7 @@ def test_rows_keep_the_contract(machine, weights, compile):
 def test_steps_that_are_many_times_as_slow_are_seldom_taken(monkeypatch: pytest.MonkeyPatch):
     """Transformers' own are, if they are slow; with 0 as the limit they always are."""
     monkeypatch.setattr(bench, "SLOW", 0.0)
-    out = bench.token(Cpu(), "tiny", 1, "bfloat16", [300], ["SparQ(r=8, k=32)"], SELDOM + 1)
+    out = time_random(Cpu(), "tiny", 1, "bfloat16", [300], ["SparQ(r=8, k=32)"], SELDOM + 1)
     assert [row["calls"] for row in out["rows"]] == [2, SELDOM + 1, SELDOM + 1]
     assert all(row["kept"] <= row["calls"] and row["speedup_transformers"] > 0 for row in out["rows"])
 
@@ -76,20 +82,20 @@ def test_steps_that_are_many_times_as_slow_are_seldom_taken(monkeypatch: pytest.
 def test_candidates_that_do_not_fit_together_are_measured_one_after_the_other():
     model = models.random_llama("tiny", 2, "float32", 1024)
     need = models.Decoder(parse("Dense()"), 600).bound(model)
-    out = bench.token(StandInGpu(free=2 * need), "tiny", 2, "float32", [600], ["Dense()", "H2O(k=64)"], 1)
+    out = time_random(StandInGpu(free=2 * need), "tiny", 2, "float32", [600], ["Dense()", "H2O(k=64)"], 1)
     assert [row["interleaved"] for row in out["rows"]] == [False] * 3
 
 
 def test_a_token_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"transformers after 600 tokens: .* GB of caches, 0.0 GB free"):
-        bench.token(StandInGpu(free=1 << 20), "tiny", 2, "float32", [600], ["Dense()"], 2)
+        time_random(StandInGpu(free=1 << 20), "tiny", 2, "float32", [600], ["Dense()"], 2)
 
 
 def test_8_bit_weights_have_no_kernel_on_a_gpu():
     machine = StandInGpu()
     machine.device = torch.device("cuda")
     with pytest.raises(ValueError, match="--weights int8: there is no GPU kernel for them; give bfloat16 or float32"):
-        bench.token(machine, "tiny", 2, "int8", [600], ["Dense()"], 2)
+        time_random(machine, "tiny", 2, "int8", [600], ["Dense()"], 2)
 
 
 def test_the_cache_of_transformers_and_ours_give_the_same_token():

@@ -276,7 +276,7 @@ def test_a_score_that_is_no_number_is_not_drawn_as_the_best():
 @pytest.mark.parametrize("share", [0.16, 0.4])
 def test_the_name_of_the_chosen_method_is_in_the_picture(share: float, tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
     points = [("SparQ", x, 0.02, None, None) for x in (0.15, share, 0.45)]
     figures.tuning(points, 0.01, ("SparQ(r=4, k=8, channels='int4')", share, 0.02), "a text", tmp_path / "f.png")
     (figure,) = drawn
@@ -305,7 +305,7 @@ def overlap(boxes: Any) -> list[tuple[str, str]]:
 def test_the_demo_is_drawn_inside_the_scale_and_its_texts_do_not_meet(tmp_path, monkeypatch):
     """Fourteen methods, many with the same score: the legend, the titles and the ticks keep apart."""
     drawn = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
     names = [f"SubGenStream{i}" for i in range(14)]
     points = [
         figures.DemoPoint(name, share, score, 3.0 * share, i % 2 == 0, i != 3)

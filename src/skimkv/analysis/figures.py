@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..methods.sparq import TEMPERATURES
-from ..plotting import STYLES, label_axes, line_styles, new_figure, panel_grid, save
+from ..plotting import STYLES, label_axes, line_styles, log2_axis, new_figure, panel_grid
 from . import TOP, statistics
 from .output_error import OutputError
 from .survey import CENTRES, CHANNEL_CHOICES, DELTAS, Cloud, Findings
@@ -47,7 +47,7 @@ def draw_sparq(findings: Findings, path: Path) -> None:
     _agreement_by_channels(f, findings)
     _agreement_by_positions(g, findings)
     _alpha(h, findings)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def draw_h2o(findings: Findings, tokenizer: Any, path: Path) -> None:
@@ -59,7 +59,7 @@ def draw_h2o(findings: Findings, tokenizer: Any, path: Path) -> None:
     _label(a, "Scores that hardly count, a point a head", "layer", "% of scores below 1% of their row's largest")
     _scores_by_rank(b, findings)
     _scores_by_frequency(c, findings, tokenizer)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def draw_subgen(findings: Findings, path: Path) -> None:
@@ -72,7 +72,7 @@ def draw_subgen(findings: Findings, path: Path) -> None:
     figure.colorbar(points, ax=axes, label="position in the text", shrink=0.7)
     title = f"t-SNE; orange: {CENTRES} centres by greedy k-centre"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
-    save(figure, path)
+    figure.savefig(path)
 
 
 def draw_clusters(findings: Findings, path: Path) -> None:
@@ -88,7 +88,7 @@ def draw_clusters(findings: Findings, path: Path) -> None:
         ax.set(xlim=(1, None), ylim=(1, None))
         _label(ax, f"Clusters that {kind} form", "tokens n", "clusters m(n); dashed: every token its own")
         ax.legend(fontsize=8, frameon=False)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def draw_output_error(errors: Sequence[OutputError], path: Path) -> None:
@@ -101,6 +101,7 @@ def draw_output_error(errors: Sequence[OutputError], path: Path) -> None:
     figure, axes = panel_grid(len(sources), 2, (5.6, 4.6), (0.3, 0.3))
     names = list(dict.fromkeys(_setting_free(error.method) for error in errors))
     styles = line_styles(names)
+    least, most = (pick(100 * error.share for error in errors) for pick in (min, max))
     for ax, source in zip(axes, sources, strict=True):
         for name in names:
             line = [e for e in errors if e.source == source and _setting_free(e.method) == name]
@@ -111,27 +112,19 @@ def draw_output_error(errors: Sequence[OutputError], path: Path) -> None:
             style: Any = {"color": colour, "marker": marker, "markersize": 5, "clip_on": False}
             ax.plot(share, [row["mean"] for row in rows], linewidth=1.7, label=name, **style)
             ax.plot(share, [row["p95"] for row in rows], linewidth=0.8, linestyle=":", markerfacecolor="none", **style)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(
-            ticks := [x for x in (0.5, 1, 2, 4, 8, 16, 32, 64) if _near(x, errors)], [f"{x:g}" for x in ticks]
-        )
-        ax.minorticks_off()
+        ticks = [x for x in (0.5, 1, 2, 4, 8, 16, 32, 64) if least / 2 <= x <= 2 * most]
+        log2_axis(ax, ticks, [f"{x:g}" for x in ticks])
         ax.set_yscale("symlog", linthresh=1e-3)
         ax.set_ylim(bottom=0)
         label = "mean (filled), 95th percentile (hollow) of |y − dense| / mean |v|"
         _label(ax, f"{source} heads", "bytes read per step, % of dense attention's", label)
         ax.legend(fontsize=7, frameon=False)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def _setting_free(spec: str) -> str:
     """A spec without its numbers, so that one method at several settings has one name."""
     return re.sub(r"=\d[\d.e-]*", "", spec)
-
-
-def _near(percent: float, errors: Sequence[OutputError]) -> bool:
-    shares = [100 * error.share for error in errors]
-    return min(shares) / 2 <= percent <= 2 * max(shares)
 
 
 def _label(ax: Axes, title: str, x: str, y: str) -> None:
@@ -210,9 +203,7 @@ def _agreement_by_positions(ax: Axes, findings: Findings) -> None:
 
 
 def _agreement_axes(ax: Axes, r: Sequence[int]) -> None:
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(r, [str(channels) for channels in r])
-    ax.minorticks_off()
+    log2_axis(ax, r, [str(channels) for channels in r])
     ax.set_ylim(0, 1)
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
     ax.legend(fontsize=8, frameon=False, loc="lower right")

@@ -9,7 +9,6 @@ import copy
 import importlib.metadata
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,16 +146,6 @@ def memory(bandwidth: float, huge_pages: Path = HUGE_PAGES) -> Finding:
     if pages == "never":
         return Finding("memory", SLOW, found, f"as root: echo madvise > {huge_pages}")
     return Finding("memory", GOOD, found)
-
-
-def measured_bandwidth(times: int = 5) -> float:
-    """Bytes per second that this processor reads, at best of several tries, in about half a second."""
-    machine = Cpu()
-    best = 0.0
-    for call, moved in machine.bandwidth_calls().values():
-        call()
-        best = max(best, *(moved / machine.seconds(partial(call)) for _ in range(times)))
-    return best
 
 
 def subject(name: str, weights: str | None) -> Subject:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..methods import parse
-from ..plotting import STYLES, label_axes, length_axis, line_styles, new_figure, panel_grid, save
+from ..plotting import STYLES, label_axes, length_axis, line_styles, new_figure, panel_grid
 from .served_rows import BATCH, MEMORY, TRANSFORMERS, VLLM
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def attention(rows: Rows, path: Path) -> None:
                "times as fast as our dense attention")  # fmt: skip
     ax.set_ylim(bottom=0)
     _legend_below(fig, ax, 2)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def sweep(rows: Rows, path: Path) -> None:
@@ -77,7 +77,7 @@ def sweep(rows: Rows, path: Path) -> None:
         label_axes(ax, f"batch {batch}", LENGTHS, "times as fast as the best dense")
         ax.set_ylim(bottom=0)
     axes[0].legend(frameon=False, fontsize=9)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def token(rows: Rows, path: Path) -> None:
@@ -115,7 +115,7 @@ def token(rows: Rows, path: Path) -> None:
     label_axes(faster, f"A whole token: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
                "times as fast as our dense decoding")  # fmt: skip
     label_axes(share, "Time in attention", LENGTHS, "% of a token's time")
-    save(fig, path)
+    fig.savefig(path)
 
 
 def rivals(rows: Rows, path: Path) -> None:
@@ -141,7 +141,7 @@ def rivals(rows: Rows, path: Path) -> None:
     title = "A whole token: {shape}, {layers} layers, {weights} weights\nlines: from the shortest time to the longest"
     label_axes(ax, title.format(**rows[0]), "cached tokens N", "ms a token", grid=False)
     _legend_below(fig, ax, 2)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def memory(rows: Rows, path: Path, shape: str) -> None:
@@ -162,7 +162,7 @@ def memory(rows: Rows, path: Path, shape: str) -> None:
     title = f"Memory of a layer's cache: {shape}\nline: the cache, hollow: growth of the process's peak"
     label_axes(ax, title, LENGTHS, "MiB (log scale)")
     _legend_below(fig, ax, 2)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def generate(rows: Rows, path: Path) -> None:
@@ -183,10 +183,9 @@ def generate(rows: Rows, path: Path) -> None:
             ax.bar(x, row[value], width, yerr=ends, color=styles[name][0], ecolor="0.3", label=None if at else name)
         ax.set_xticks(range(len(lengths)), [f"{prompt:,}+{new:,}" for prompt, new in lengths])
         label_axes(ax, title, "tokens of prompt + answer", "milliseconds", grid=False)
-        handles = ax.get_legend_handles_labels()
-    fig.legend(*handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _legend_below(fig, ax, 3)
     fig.suptitle("{shape}, {layers} layers, {weights} weights".format(**rows[0]), x=0.01, ha="left", fontsize=11)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def serve(rows: Rows, path: Path) -> None:
@@ -214,10 +213,9 @@ def serve(rows: Rows, path: Path) -> None:
         title = f"{'Throughput' if equal == MEMORY else 'Latency'} at {limit}\nabove the bars: the batch"
         unit = "tokens per second" if equal == MEMORY else "seconds for prompts and answers"
         label_axes(ax, title, "tokens of prompt + answer", unit, grid=False)
-        handles = ax.get_legend_handles_labels()
-    fig.legend(*handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    _legend_below(fig, ax, len(names))
     fig.suptitle("{shape}, {layers} layers, {weights} weights".format(**rows[0]), x=0.01, ha="left", fontsize=11)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def _served_name(spec: str) -> str:
@@ -275,4 +273,4 @@ def roofline(
         ax.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
         ax.legend(frameon=False, fontsize=8, loc="upper left")
     fig.suptitle(setting, x=0.01, ha="left", fontsize=11)
-    save(fig, path)
+    fig.savefig(path)

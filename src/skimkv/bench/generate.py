@@ -20,12 +20,10 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from ..hf.attach import attach
-from ..hf.cache import Cache
-from ..hf.states import state_tensors
 from ..methods import Dense, parse
 from ..methods.base import Method
 from .machine import Call, Machine, nothing
-from .models import Decoder, Subject, check_tokens, layer_count, random_llama
+from .models import Decoder, Subject, allocated_bytes, check_tokens, layer_count
 from .rivals import Rival, prompt_programs
 from .rounds import take_turns
 
@@ -65,34 +63,7 @@ class Generation:
         _, first, *_, last = clock.times
         self.first.append(first - start)
         self.following.append((last - first) / (self.new - 1))
-        self.allocated = _allocated(result.past_key_values)
-
-
-def _allocated(cache: Any) -> int:
-    """The bytes that a cache has allocated, ours or that of transformers."""
-    if isinstance(cache, Cache):
-        return cache.allocated
-    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    tensors += [state for layer in cache.layers for state in state_tensors(layer)]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def generate(
-    machine: Machine,
-    shape: str,
-    layers: int | None,
-    weights: str,
-    lengths: Sequence[tuple[int, int]],
-    methods: Sequence[str],
-    rounds: int = 3,
-    tick: Call = nothing,
-) -> dict[str, Any]:
-    """Return what `time_generations` does, of a model of that shape with random weights.
-
-    Raises ValueError as it does, and if the shape or the weights are unknown.
-    """
-    model = random_llama(shape, layers, weights, max(map(sum, lengths)), machine.device)
-    return time_generations(machine, Subject(model, shape, weights), lengths, methods, rounds, tick)
+        self.allocated = allocated_bytes(result.past_key_values)
 
 
 def time_generations(
@@ -112,11 +83,9 @@ def time_generations(
     against: a llama-bench, which reads a prompt of as many tokens of the same GGUF file, in turn with ours. Its rows
     have that time as first_ms, and no later tokens; that of the better setting has `better`, and `first_speedup_rival`
     of every row says how many times as fast as that it is.
-    Raises ValueError if there are fewer than two new tokens, if the model has too few positions, or if a cache does
-    not fit in memory.
+    There are two new tokens or more. Raises ValueError if the model has too few positions, or if a cache does not fit
+    in memory.
     """
-    if min(new for _, new in lengths) < 2:
-        raise ValueError("at least 2 new tokens are needed, because the first one is timed with the prompt")
     model: Any = subject.model
     model.generation_config.eos_token_id = None  # no token ends the text: all are timed
     check_tokens(model, max(map(sum, lengths)))

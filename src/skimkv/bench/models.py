@@ -14,6 +14,7 @@ from ..hf.load import check_source, load
 from ..hf.matrix_modules import MatrixEmbedding
 from ..hf.next_logits import NextLogits
 from ..hf.positions import positions_of
+from ..hf.states import state_tensors
 from ..hf.supported import decoder_of, model_layers, needed_max_tokens
 from ..hf.weights import random_linear
 from ..methods import Dense
@@ -68,6 +69,15 @@ class Subject(NamedTuple):
     weights: str
     file: Path | None = None
     is_loaded: bool = False
+
+
+def random_subject(
+    shape: str, layers: int | None, weights: str, positions: int, device: torch.device | str = "cpu"
+) -> Subject:
+    """Make the model of `random_llama`. Raises ValueError as that does, and for int8 weights on a GPU."""
+    if weights == "int8" and torch.device(device).type == "cuda":
+        raise ValueError("--weights int8: there is no GPU kernel for them; give bfloat16 or float32")
+    return Subject(random_llama(shape, layers, weights, positions, device), shape, weights)
 
 
 def loaded_subject(model: str, weights: str | None = None, device: torch.device | str = "cpu") -> Subject:
@@ -191,6 +201,20 @@ def random_cache(model: PreTrainedModel, method: Method | None, tokens: int, mor
     return cache
 
 
+def allocated_bytes(cache: Any) -> int:
+    """Return the bytes that a cache has allocated, ours or that of transformers."""
+    if isinstance(cache, Cache):
+        return cache.allocated
+    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    tensors += [state for layer in cache.layers for state in state_tensors(layer)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def name_of(method: Method | None) -> str:
+    """Return the method's spec, or `transformers`."""
+    return "transformers" if method is None else repr(method)
+
+
 class Decoder(NamedTuple):
     """One way to decode: by a method, or for None as transformers does, after `tokens` tokens."""
 
@@ -199,8 +223,8 @@ class Decoder(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The method's spec, or `transformers`."""
-        return "transformers" if self.method is None else repr(self.method)
+        """The name of the method."""
+        return name_of(self.method)
 
     @property
     def label(self) -> str:

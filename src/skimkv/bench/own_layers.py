@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -14,13 +14,19 @@ from ..hf.decode_step import layers_operation, replace_modules, step_forward
 from ..hf.supported import decoder_of
 from .machine import Call
 
+Model = TypeVar("Model", bound=PreTrainedModel)
 PLAIN, OURS = "linear layers of transformers", "linear layers of ours"  # what is timed beside tokens
+
+
+def sharing_copy(model: Model) -> Model:
+    """A copy of a model over the same tensors."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """A twin of a model over the same tensors, with our layers where it has PyTorch's."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin = copy.deepcopy(model, shared)
+    twin = sharing_copy(model)
     replace_modules(twin)
     return twin
 

@@ -78,15 +78,9 @@ def crossing(hardware: Hardware, model: ModelReads, batch: int, weights: str | N
 def measure_cpu(times: int = 5) -> Hardware:
     """Measure this machine's processor: the best read bandwidth and the best of PyTorch's products, in a second."""
     machine = Cpu()
-
-    def fastest(call: partial[object]) -> float:
-        """The least seconds of several calls, after one that does not count."""
-        call()
-        return min(machine.seconds(call) for _ in range(times))
-
-    bandwidth = max(moved / fastest(partial(call)) for call, moved in machine.bandwidth_calls().values())
+    bandwidth = machine.best_bandwidth(times)
     n, peak = 1024, {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(n, n, dtype=dtype)
-        peak[dtype.itemsize] = n**3 / fastest(partial(torch.mm, a, a))
+        peak[dtype.itemsize] = n**3 / machine.least_seconds(partial(torch.mm, a, a), times)
     return Hardware(f"here: {machine.name}", bandwidth, {4: peak[4], 2: max(peak.values())}, None, "measured")

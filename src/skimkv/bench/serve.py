@@ -8,9 +8,9 @@ per second are generated tokens over the time of prompt and generation, as in th
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from ..methods.base import Method
 from ..stores.base import Shape
 from .caches import empty_store
 from .machine import Call, Machine, nothing
-from .models import cache_shape, random_llama
+from .models import allocated_bytes, cache_shape, name_of, random_llama
+from .own_layers import sharing_copy
 from .served_rows import BATCH, MEMORY, TRANSFORMERS, Records, Setting
 
 WARM_UP = 3  # new tokens before the clock, after the same prompts: libraries prepare themselves for every size
@@ -38,24 +39,12 @@ class Candidate(NamedTuple):
     method: Method | None
     batch: int
 
-    @property
-    def name(self) -> str:
-        """The method's spec, or `transformers`."""
-        return TRANSFORMERS if self.method is None else repr(self.method)
-
 
 class Models(NamedTuple):
     """One model twice, over the same weights: with our attention functions, and as transformers has it."""
 
     ours: LlamaForCausalLM
     plain: LlamaForCausalLM
-
-    @classmethod
-    def random(cls, shape: str, layers: int | None, weights: str, positions: int, machine: Machine) -> Models:
-        """Make a model with random weights. Raises ValueError if the shape or the format of the weights is unknown."""
-        plain = random_llama(shape, layers, weights, positions, machine.device)
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*plain.parameters(), *plain.buffers())}
-        return cls(copy.deepcopy(plain, shared), plain)
 
 
 class Sequences:
@@ -92,11 +81,9 @@ class Sequences:
         return self.machine.wall_seconds(forward)
 
     @property
-    def allocated(self) -> int:
-        """Bytes that the cache has allocated."""
-        if isinstance(self.cache, Cache):
-            return self.cache.allocated
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+    def seconds(self) -> float:
+        """The seconds of prompts and steps."""
+        return self.prompt_seconds + self.step_seconds
 
 
 def sequence_bytes(method: Method | None, shape: Shape, dtype: torch.dtype, prompt: int, new: int) -> int:
@@ -147,17 +134,15 @@ def serve(
     """
     rows: list[dict[str, Any]] = []
     with Records(records, ops.select_backend(machine.device.type)[0]) as kept:
-        models = Models.random(shape, layers, weights, max(map(sum, lengths)), machine)
+        plain = random_llama(shape, layers, weights, max(map(sum, lengths)), machine.device)
+        models = Models(sharing_copy(plain), plain)
         for (prompt, new), equal in itertools.product(lengths, (MEMORY, BATCH)):
             specs = [None, Dense(), *map(parse, methods or default_methods(prompt, new))]
             setting = Setting(shape, len(models.plain.model.layers), weights, prompt, new, memory, equal, TRANSFORMERS)
             chosen = _candidates(models.plain, setting, list(dict.fromkeys(specs)))
             fields = setting._asdict() | {"machine": machine.name}
-            measured = kept.find([{**fields, "method": one.name, "batch": one.batch} for one in chosen])
-            if measured is None:
-                measured = list(_measure(machine, models, setting, chosen, tick))
-                kept.add(measured)
-            rows += measured
+            wanted = [{**fields, "method": name_of(one.method), "batch": one.batch} for one in chosen]
+            rows += kept.rows(wanted, partial(_measure, machine, models, setting, chosen, tick))
     return {"machine": machine.name, "rows": rows}
 
 
@@ -168,16 +153,17 @@ def _candidates(model: LlamaForCausalLM, setting: Setting, specs: Sequence[Metho
         size = setting.layers * sequence_bytes(method, shape, model.dtype, setting.prompt, setting.new)
         batches[method] = setting.memory // size
         if size > setting.memory:
-            name = Candidate(method, 1).name
-            raise ValueError(f"{name}: one sequence takes {size:,} bytes, and the limit is {setting.memory:,}")
+            raise ValueError(
+                f"{name_of(method)}: one sequence takes {size:,} bytes, and the limit is {setting.memory:,}"
+            )
     dense = batches[Dense()]
     return [Candidate(method, batches[method] if setting.equal == MEMORY else dense) for method in specs]
 
 
 def _measure(
     machine: Machine, models: Models, setting: Setting, candidates: Sequence[Candidate], tick: Call
-) -> Iterator[dict[str, Any]]:
-    """Yield the row of each candidate, after all have generated their tokens in turn."""
+) -> list[dict[str, Any]]:
+    """The row of each candidate, after all have generated their tokens in turn."""
 
     def prompts(batch: int) -> Tensor:
         """Return random prompts, the same ones for the same batch."""
@@ -197,17 +183,15 @@ def _measure(
         return all_sequences
 
     take_turns(min(WARM_UP, setting.new))
-    finished = take_turns(setting.new)
-    rates = []
-    for candidate, sequences in zip(candidates, finished, strict=True):
-        seconds = sequences.prompt_seconds + sequences.step_seconds
-        rates.append(candidate.batch * setting.new / seconds)
-    dense = next(i for i, candidate in enumerate(candidates) if candidate.method == Dense())
-    for candidate, sequences, rate in zip(candidates, finished, rates, strict=True):
-        yield {
-            "method": candidate.name, **setting._asdict(), "batch": candidate.batch,
-            "tokens_per_s": rate, "prompt_s": sequences.prompt_seconds, "decode_s": sequences.step_seconds,
-            "latency_s": sequences.prompt_seconds + sequences.step_seconds,
+    rows = [
+        {
+            "method": name_of(candidate.method), **setting._asdict(), "batch": candidate.batch,
+            "tokens_per_s": candidate.batch * setting.new / sequences.seconds,
+            "prompt_s": sequences.prompt_seconds, "decode_s": sequences.step_seconds, "latency_s": sequences.seconds,
             "ms_per_step": sequences.step_seconds / max(1, setting.new - 1) * 1e3,
-            "allocated": sequences.allocated, "ratio_dense": rate / rates[dense], "machine": machine.name,
-        }  # fmt: skip
+            "allocated": allocated_bytes(sequences.cache), "machine": machine.name,
+        }
+        for candidate, sequences in zip(candidates, take_turns(setting.new), strict=True)
+    ]  # fmt: skip
+    dense = next(row["tokens_per_s"] for row in rows if row["method"] == repr(Dense()))
+    return [{**row, "ratio_dense": row["tokens_per_s"] / dense} for row in rows]

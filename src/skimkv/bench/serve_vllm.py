@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,18 @@ def serve(
             same = {"requests": requests, "machine": machine.name}
             fields = {e: Setting(shape, layers, weights, prompt, new, memory, e, VLLM)._asdict() | same
                       for e in (MEMORY, BATCH)}  # fmt: skip
-            measured = kept.find([{**fields[e], "method": name} for e in fields for name in names])
-            if measured is None:
-                job_methods = [None if name == VLLM else name for name in names]
-                job = Job(folder, machine.device.type, weights, job_methods, prompt, new, memory, requests)
-                measured = [fields[row["equal"]] | row for row in run(job, machine.threads, tick)]
-                stock = {row["equal"]: row["tokens_per_s"] for row in measured if row["method"] == VLLM}
-                for row in measured:
-                    row["ratio_stock"] = row["tokens_per_s"] / stock[row["equal"]]
-                kept.add(measured)
-            rows += measured
+            job_methods = [None if name == VLLM else name for name in names]
+            job = Job(folder, machine.device.type, weights, job_methods, prompt, new, memory, requests)
+            wanted = [{**fields[e], "method": name} for e in fields for name in names]
+            rows += kept.rows(wanted, partial(_measure, job, fields, machine.threads, tick))
     return {"machine": machine.name, "rows": rows}
+
+
+def _measure(job: Job, fields: Mapping[str, dict[str, Any]], threads: int, tick: Call) -> list[dict[str, Any]]:
+    """The rows of a job with their fields, and how many times as fast as stock vLLM they are."""
+    measured = [fields[row["equal"]] | row for row in run(job, threads, tick)]
+    stock = {row["equal"]: row["tokens_per_s"] for row in measured if row["method"] == VLLM}
+    return [{**row, "ratio_stock": row["tokens_per_s"] / stock[row["equal"]]} for row in measured]
 
 
 def _write(model: Any, folder: str) -> None:

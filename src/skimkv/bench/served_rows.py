@@ -6,7 +6,8 @@ Neither torch nor vLLM is imported with this module, so that a mistake is report
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +45,13 @@ class Setting(NamedTuple):
     engine: str
 
 
-def _problem(row: Mapping[str, Any]) -> str | None:
-    return None if {"method", "equal", "tokens_per_s"} <= row.keys() else f"no {SERVED.name}"
+SERVED = Kind(
+    "served", "record of skimkv bench serve",
+    lambda row: None if {"method", "equal", "tokens_per_s"} <= row.keys() else "no record of skimkv bench serve",
+)  # fmt: skip
 
 
-SERVED = Kind("served", "record of skimkv bench serve", _problem)
-
-
-class Records:
+class Records(ExitStack):
     """The rows of a file, to which new ones are added; without a file there are none. Use it in a `with` statement.
 
     A row is of the backend, and of the versions of skimkv, torch and transformers, that it was measured with: another
@@ -59,28 +59,23 @@ class Records:
     """
 
     def __init__(self, path: Path | None, backend: str) -> None:
+        super().__init__()
         self._origin = {"versions": package_versions(), "backend": backend}
-        self._file = None if path is None else RecordFile(path, SERVED, backend, resume_anyway=True)
+        self._file = None
+        if path is not None:
+            self._file = self.enter_context(RecordFile(path, SERVED, backend, resume_anyway=True))
 
-    def __enter__(self) -> Records:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._file is not None:
-            self._file.__exit__(*exc)
-
-    def find(self, candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-        """The latest row with the fields of each candidate; None unless all candidates have one."""
-        rows = [] if self._file is None else self._file.records[::-1]
+    def rows(
+        self, candidates: Sequence[Mapping[str, Any]], measure: Callable[[], Iterable[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """The latest rows with the fields of the candidates of a comparison; if one has none, all are measured."""
+        kept = [] if self._file is None else self._file.records[::-1]
         keys = [{**fields, **self._origin}.items() for fields in candidates]
-        found = [next((row for row in rows if key <= row.items()), {}) for key in keys]
-        return [self._without_origin(row) for row in found] if all(found) else None
-
-    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rows of one comparison to the file."""
-        for row in rows:
-            if self._file is not None:
+        found = [next((row for row in kept if key <= row.items()), {}) for key in keys]
+        if all(found):
+            return [{name: value for name, value in row.items() if name not in self._origin} for row in found]
+        measured = list(measure())
+        if self._file is not None:
+            for row in measured:
                 self._file.add({**row, **self._origin})
-
-    def _without_origin(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in row.items() if name not in self._origin}
+        return measured

@@ -24,20 +24,9 @@ from transformers import PreTrainedModel
 from ..hf.attach import attach, detach
 from ..methods import Dense, parse
 from ..methods.base import Method
+from . import models
 from .machine import Call, Machine, nothing, peak_bandwidth
-from .models import (
-    Decoder,
-    NextToken,
-    Subject,
-    cache_shape,
-    check_fillable,
-    check_tokens,
-    layer_count,
-    random_cache,
-    random_llama,
-    step_bytes,
-    weight_bytes,
-)
+from .models import Decoder, NextToken, Subject
 from .own_layers import OURS, PLAIN, linear_calls, twin_of
 from .rivals import Program, Rival, programs
 from .rounds import Timings, take_turns
@@ -68,7 +57,7 @@ def time_together(
     ours = twin_of(model) if has_own else model
     for name, decoder in named.items():
         of_decoder = model if decoder.method is None else ours
-        cache = random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
+        cache = models.random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
         calls[name] = NextToken(of_decoder, cache)
     moves = machine.bandwidth_calls()
 
@@ -110,27 +99,6 @@ def time_together(
     return timings, peak_bandwidth(moves, timings.seconds)
 
 
-def token(
-    machine: Machine,
-    shape: str,
-    layers: int | None,
-    weights: str,
-    lengths: Sequence[int],
-    methods: Sequence[str],
-    rounds: int = 9,
-    tick: Call = nothing,
-    compile: bool = False,
-) -> dict[str, Any]:
-    """Return what `time_tokens` does, of a model of that shape with random weights.
-
-    Raises ValueError if the shape or the weights are unknown, or if a method's caches do not fit in memory.
-    """
-    if weights == "int8" and machine.device.type == "cuda":
-        raise ValueError("--weights int8: there is no GPU kernel for them; give bfloat16 or float32")
-    model = random_llama(shape, layers, weights, max(lengths) + 1024, machine.device)
-    return time_tokens(machine, Subject(model, shape, weights), lengths, methods, rounds, tick, compile)
-
-
 def time_tokens(
     machine: Machine,
     subject: Subject,
@@ -155,8 +123,8 @@ def time_tokens(
     """
     model, against = subject.model, against or {}
     if subject.is_loaded:
-        check_fillable(subject)
-        check_tokens(model, max(lengths) + WARM_UP + rounds)
+        models.check_fillable(subject)
+        models.check_tokens(model, max(lengths) + WARM_UP + rounds)
     specs: list[Method | None] = list(dict.fromkeys([Dense(), *map(parse, methods)]))
     specs = specs if against else [None, *specs]
     rows, peaks = [], []
@@ -166,7 +134,7 @@ def time_tokens(
         for kind, path in against.items():
             assert subject.file is not None
             turns = WARM_UP + rounds
-            kind_programs = programs(kind, subject.file, n, machine.threads, turns, cache_shape(model).G)
+            kind_programs = programs(kind, subject.file, n, machine.threads, turns, models.cache_shape(model).G)
             rivals += [(path, program) for program in kind_programs]
         groups = _groups(machine, subject, decoders, rivals, n, compile)
         parts, peak = list[Timings](), 0.0
@@ -281,7 +249,7 @@ def _rows(
     peak: float,
 ) -> list[dict[str, Any]]:
     """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
-    layers, weights = layer_count(model), weight_bytes(model)
+    layers, weights = models.layer_count(model), models.weight_bytes(model)
     dense_label = Decoder(Dense(), n).label
     rivals = [program.name for _, program in programs if program.name in timings.seconds]
     rows, label_of = list[dict[str, Any]](), dict(zip(rivals, rivals, strict=True))
@@ -289,7 +257,9 @@ def _rows(
         decoder, few = Decoder(spec, n), Decoder(spec, FEW).label
         label_of[decoder.name] = label = decoder.label
         linear = PLAIN if spec is None else OURS
-        moved, dense = (step_bytes(model, method or Dense(), n + WARM_UP + rounds // 2) for method in (spec, None))
+        moved, dense = (
+            models.step_bytes(model, method or Dense(), n + WARM_UP + rounds // 2) for method in (spec, None)
+        )
         ms_attention = timings.ms_longer(label, few)
         rows.append({
             "method": decoder.name, **_times(timings, label, dense_label), "layers": layers,

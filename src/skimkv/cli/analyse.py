@@ -10,34 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..analysis import LEAST_TOKENS
-from . import output
-from .options import (
-    Device,
-    Dtype,
-    Json,
-    Methods,
-    Model,
-    Seed,
-    check_environment,
-    input_file,
-    output_folder,
-    quiet,
-    resolve_device,
-)
+from . import options, output
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_OPTIONS = "Text options"
 ERROR_OPTIONS = "Error of the attention output"
+LAYER_FORMS = {
+    "top_mass": "{:.3f}", "tokens_of_90_percent": "{:.0f}", "kurtosis": "{:.1f}", "tail_mass": "{:.1f} ×",
+    "sparsity": "{:.1%}",
+}  # fmt: skip
 
 
 def analyse(
-    model: Model = "builtin",
+    model: options.Model = "builtin",
     text: Annotated[
         Path | None,
-        input_file(
-            "The text to read. Without it, the command makes up a record of keys and numbers.", "--text", TEXT_OPTIONS
+        options.path_option(
+            "--text",
+            options.check_readable,
+            "The text to read. Without it, the command makes up a record of keys and numbers.",
+            TEXT_OPTIONS,
         ),
     ] = None,
     tokens: Annotated[
@@ -52,7 +46,7 @@ def analyse(
     clouds: Annotated[
         int, typer.Option(min=1, help="Number of layers whose keys and values are drawn as points; one head of each.")
     ] = 5,
-    method: Methods = None,
+    method: options.Methods = None,
     steps: Annotated[
         int,
         typer.Option(
@@ -69,11 +63,13 @@ def analyse(
             help="Measure every --method on made-up heads of 32768 tokens too, from sharp to diffuse.",
         ),
     ] = False,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    device: Device = "cpu",
-    out: Annotated[Path, output_folder("Save the figures in this folder.")] = Path("skimkv-analysis"),
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
+    out: Annotated[
+        Path, options.path_option("--out", options.check_folder, "Save the figures in this folder.", metavar="FOLDER")
+    ] = Path("skimkv-analysis"),
+    as_json: options.Json = False,
 ) -> None:
     """Measure why reading a part of the cache is enough: scores, queries, heavy hitters and clusters, layer by layer.
 
@@ -96,8 +92,8 @@ def analyse(
         raise ValueError(f"--steps {steps} must be below --tokens {tokens}")
     if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
         raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
-    check_environment()
-    quiet(model)
+    options.check_environment()
+    options.quiet(model)
     from ..analysis import figures, output_error
     from ..analysis.survey import count_layers, survey
     from ..eval.generate import encode_pieces
@@ -105,7 +101,7 @@ def analyse(
     from ..methods import parse
 
     methods = [parse(text) for text in method or ()]
-    place = resolve_device(device)
+    place = options.resolve_device(device)
     words = _text(text, tokens, pieces, seed)
     network, tokenizer = load(model, dtype=dtype, device=place)
     ids = encode_pieces(tokenizer, words, tokens, pieces)
@@ -174,15 +170,7 @@ def _layers_table(answer: dict[str, Any]) -> Table:
         "scores under 1% of the most",
     )  # fmt: skip
     for row in answer["layers"]:
-        percent = [100 * x for x in row["sparsity"]]
-        table.add_row(
-            str(row["layer"]),
-            _mean_and_range(row["top_mass"], "{:.3f}"),
-            _mean_and_range(row["tokens_of_90_percent"], "{:.0f}"),
-            _mean_and_range(row["kurtosis"], "{:.1f}"),
-            _mean_and_range(row["tail_mass"], "{:.1f} ×"),
-            _mean_and_range(percent, "{:.1f}%"),
-        )
+        table.add_row(str(row["layer"]), *(_mean_and_range(row[name], form) for name, form in LAYER_FORMS.items()))
     return table
 
 

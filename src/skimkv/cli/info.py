@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
+import platform
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,8 +12,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from . import output
-from .options import Json, model_option, quiet
+from . import options, output
 
 if TYPE_CHECKING:
     from ..methods.base import Method
@@ -22,13 +24,13 @@ def info(
     ] = False,
     model: Annotated[
         str | None,
-        model_option(
+        options.model_option(
             "Say how many layers of this model a method decodes; its weights are not read. builtin, a folder, a "
             "GGUF file, or a Hugging Face id.",
             panel=None,
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """List versions, devices, the backend of each device, and all methods; or model families; or look at one model.
 
@@ -50,8 +52,6 @@ def info(
 
 def _list_families(as_json: bool) -> None:
     """Print which model families are supported."""
-    import importlib.metadata
-
     from ..hf import families
 
     installed = importlib.metadata.version("transformers")
@@ -83,7 +83,7 @@ def _list_families(as_json: bool) -> None:
 
 def _describe_model(model: str, as_json: bool) -> None:
     """Print how many layers of a model a method decodes. Raises ValueError if the model is not supported."""
-    quiet(model)
+    options.quiet(model)
     from ..hf.structure import empty_model
     from ..hf.supported import describe_layers, model_layers
 
@@ -104,9 +104,6 @@ def _describe_model(model: str, as_json: bool) -> None:
 
 def collect() -> dict[str, Any]:
     """Collect versions, devices, the backend of each device with the reason, and an entry for every method."""
-    import importlib.metadata
-    import platform
-
     import torch
 
     from .. import __version__, ops
@@ -132,8 +129,6 @@ def collect() -> dict[str, Any]:
 
 def describe(name: str, method: type[Method]) -> dict[str, Any]:
     """Return what a method class says about itself: its paper, what it reads, its store and kernels."""
-    import inspect
-
     signature = inspect.signature(method)
     defaults = ("" if p.default is p.empty else f"={p.default!r}" for p in signature.parameters.values())
     folder, _, module = method.__module__.rpartition(".")
@@ -152,16 +147,12 @@ def describe(name: str, method: type[Method]) -> dict[str, Any]:
 
 def _example(method: type[Method]) -> Method:
     """The method with 64 for every number that has no default."""
-    import inspect
-
     parameters = inspect.signature(method).parameters.values()
     numbers: dict[str, Any] = {p.name: 64 for p in parameters if p.default is p.empty}
     return method(**numbers)
 
 
 def _first_paragraph(documented: Any) -> str:
-    import inspect
-
     return (inspect.getdoc(documented) or "").split("\n\n")[0].replace("\n", " ")
 
 

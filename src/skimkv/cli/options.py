@@ -7,11 +7,13 @@ The console, the progress bar and `print_json` are in output.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,12 +49,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@contextlib.contextmanager
+def named(prefix: str) -> Iterator[None]:
+    """Put these words, the name of an option, in front of the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
+
+
 def resolve_device(device: str) -> torch.device:
     """Return the torch.device of a name. Raises ValueError if this machine has no such device."""
-    try:
+    with named("--"):
         return load.resolve_device(device)
-    except ValueError as error:
-        raise ValueError(f"--{error}") from None
 
 
 def quiet(model: str) -> None:
@@ -80,13 +89,17 @@ def check_environment() -> None:
             raise ValueError(reason)
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raise ValueError unless a file can be written at `path`; `option` is the option's name for the message."""
+def check_writable(option: str, path: Path, is_folder: bool = False) -> None:
+    """Raise ValueError unless a file, or the files of a folder, can be written at `path`.
+
+    option: its name for the message. A folder need not be there, but the one above it must be.
+    """
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; create it first")
-    if path.is_dir():
-        raise ValueError(f"{option} {path}: this is a folder; give the name of a file")
+    if path.exists() and path.is_dir() != is_folder:
+        found, wanted = ("file", "folder") if is_folder else ("folder", "file")
+        raise ValueError(f"{option} {path}: this is a {found}; give the name of a {wanted}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"{option} {path}: no permission to write there")
 
@@ -100,12 +113,7 @@ def check_figure(option: str, path: Path) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Raise ValueError unless `path` is a folder that can be written to, or such a folder can be made there."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{option} {path}: this is a file; give the name of a folder")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}; create it first")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ValueError(f"{option} {path}: no permission to write there")
+    check_writable(option, path, is_folder=True)
 
 
 def check_readable(option: str, path: Path) -> None:
@@ -133,17 +141,15 @@ def check_exists(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: there is no such file or folder")
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, name: str = "--model ") -> None:
     """Raise ValueError if `model` names a file or folder that does not exist or is no model.
 
-    An id of the Hugging Face hub is not looked up; `load` does that.
+    An id of the Hugging Face hub is not looked up; `load` does that. name: begins the message.
     """
     is_local = Path(model).expanduser().exists() or model.endswith(".gguf")
     if is_local or not re.fullmatch(HUB_ID, model):
-        try:
+        with named(name):
             load.check_source(model)
-        except ValueError as error:
-            raise ValueError(f"--model {error}") from None
 
 
 def check_method(text: str) -> None:
@@ -166,25 +172,29 @@ def number_of_bytes(option: str, text: str) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
-# What typer calls with the option's value when it has parsed it.
+def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Make the callback that typer calls with an option's value: it applies the check to it, or to each of several."""
+
+    def callback(value: Any) -> Any:
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            check(one)
+        return value
+
+    return callback
 
 
 def _dtype(value: str | None) -> str | None:
     return None if value is None else load.check_dtype(value)
 
 
-def _weights(value: str | None) -> str | None:
-    if value not in (None, *load.WEIGHTS):
+def _check_weights(value: str) -> None:
+    if value not in load.WEIGHTS:
         raise ValueError(f"--weights {value!r} is unknown; known are {', '.join(load.WEIGHTS)}")
-    return value
 
 
-def _device(value: str) -> str:
-    try:
+def _check_device(value: str) -> None:
+    with named("--"):
         load.check_device(value)
-    except ValueError as error:
-        raise ValueError(f"--{error}") from None
-    return value
 
 
 def _size(param: typer.CallbackParam, value: str | None) -> str | None:
@@ -193,78 +203,33 @@ def _size(param: typer.CallbackParam, value: str | None) -> str | None:
     return value
 
 
-def _seed(value: int) -> int:
+def _check_seed(value: int) -> None:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"--seed {value} does not fit 64 bits; give a number from {-(2**63)} to {2**63 - 1}")
-    return value
 
 
-def _model(value: str | None) -> str | None:
-    if value is not None:
-        check_model(value)
-    return value
+# Options whose help differs between commands. A command writes:
+# out: Annotated[Path, path_option("--out", check_writable, "...")] = Path(..).
 
 
-def _method(value: str) -> str:
-    check_method(value)
-    return value
-
-
-def _methods(value: list[str] | None) -> list[str] | None:
-    for text in value or ():
-        check_method(text)
-    return value
-
-
-def _path(check: Callable[[str, Path], None]) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
-    """Make the callback that applies a check to the path that an option names."""
-
-    def callback(param: typer.CallbackParam, value: Path | None) -> Path | None:
-        """Check the path, if there is one, and return it."""
-        if value is not None:
-            check(max(param.opts, key=len), value)
-        return value
-
-    return callback
-
-
-# Options whose help differs between commands. A command writes: `out: Annotated[Path, output_file("...")] = Path(..)`.
-
-
-def output_file(help: str, option: str = "--out") -> Any:
-    """Make an option for a file to write; the folder of that file must exist."""
+def path_option(
+    option: str,
+    check: Callable[[str, Path], None],
+    help: str,
+    panel: str | None = OUTPUT_OPTIONS,
+    metavar: str = "FILE",
+    default: str | bool = True,
+) -> Any:
+    """Make an option for a path; check(option, path) is one of the functions above. default: in words."""
     return typer.Option(
-        option, help=help, metavar="FILE", callback=_path(check_writable), rich_help_panel=OUTPUT_OPTIONS
-    )
-
-
-def output_figure(help: str, option: str = "--plot") -> Any:
-    """Make an option for a figure to write; the folder of that file must exist."""
-    return typer.Option(option, help=help, metavar="FILE", callback=_path(check_figure), rich_help_panel=OUTPUT_OPTIONS)
-
-
-def output_folder(help: str, option: str = "--out") -> Any:
-    """Make an option for a folder to write into, which the command may have to create."""
-    return typer.Option(
-        option, help=help, metavar="FOLDER", callback=_path(check_folder), rich_help_panel=OUTPUT_OPTIONS
-    )
-
-
-def input_path(help: str, option: str, default: str | bool = True, panel: str | None = None) -> Any:
-    """Make an option for a file or folder to read, which must exist; `default` says what is read without it."""
-    return typer.Option(
-        option, help=help, metavar="PATH", callback=_path(check_exists), show_default=default, rich_help_panel=panel
-    )
-
-
-def input_file(help: str, option: str, panel: str | None = None) -> Any:
-    """Make an option for a file to read, which must exist."""
-    return typer.Option(option, help=help, metavar="FILE", callback=_path(check_readable), rich_help_panel=panel)
+        option, help=help, metavar=metavar, callback=checked(partial(check, option)), rich_help_panel=panel,
+        show_default=default,
+    )  # fmt: skip
 
 
 def seed_option(help: str, panel: str | None = None) -> Any:
     """Make the option for a random seed, which PyTorch's generators take as 64 bits."""
-    return typer.Option("--seed", help=help, callback=_seed, rich_help_panel=panel)
+    return typer.Option("--seed", help=help, callback=checked(_check_seed), rich_help_panel=panel)
 
 
 def size_option(help: str, panel: str | None = None, default: str | bool = True) -> Any:
@@ -278,7 +243,7 @@ def size_option(help: str, panel: str | None = None, default: str | bool = True)
 def methods_option(default: str | bool = True) -> Any:
     """Make the option for several methods; `default` says in words which are taken where none is given."""
     return typer.Option(
-        "--method", metavar="SPEC", callback=_methods, show_default=default,
+        "--method", metavar="SPEC", callback=checked(check_method), show_default=default,
         help="A method with its parameters, for example 'Skim(k=128)'. May be given several times.",
     )  # fmt: skip
 
@@ -286,7 +251,12 @@ def methods_option(default: str | bool = True) -> Any:
 def model_option(help: str, panel: str | None = MODEL_OPTIONS, default: str | bool = True) -> Any:
     """Make the option for a model; `default` says in words which one is taken where none is given."""
     return typer.Option(
-        "--model", metavar="MODEL", callback=_model, show_default=default, help=help, rich_help_panel=panel
+        "--model",
+        metavar="MODEL",
+        callback=checked(check_model),
+        show_default=default,
+        help=help,
+        rich_help_panel=panel,
     )
 
 
@@ -304,7 +274,7 @@ Dtype = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        "--weights", metavar="FORMAT", callback=_weights, rich_help_panel=MODEL_OPTIONS,
+        "--weights", metavar="FORMAT", callback=checked(_check_weights), rich_help_panel=MODEL_OPTIONS,
         help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: turn them into such "
         "numbers. A GGUF file has formats of its own.",
     ),
@@ -319,14 +289,14 @@ Fast = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        "--device", metavar="DEVICE", callback=_device, rich_help_panel=MODEL_OPTIONS,
+        "--device", metavar="DEVICE", callback=checked(_check_device), rich_help_panel=MODEL_OPTIONS,
         help="The device to run on: cpu, cuda (cuda:1 is the second GPU) or mps.",
     ),
 ]  # fmt: skip
 Method = Annotated[
     str,
     typer.Option(
-        "--method", metavar="SPEC", callback=_method,
+        "--method", metavar="SPEC", callback=checked(check_method),
         help="The method with its parameters, such as 'Skim(k=128)'; `skimkv info` lists all methods.",
     ),
 ]  # fmt: skip
@@ -335,8 +305,11 @@ Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of sequences 
 Seed = Annotated[int, seed_option("Random seed; the same seed gives the same result.")]
 Records = Annotated[
     Path,
-    output_file("File of records (JSON Lines). New records are added; those it already holds are not computed again."),
-]
+    path_option(
+        "--out", check_writable,
+        "File of records (JSON Lines). New records are added; those it already holds are not computed again.",
+    ),
+]  # fmt: skip
 ResumeAnyway = Annotated[
     bool,
     typer.Option(
@@ -344,7 +317,7 @@ ResumeAnyway = Annotated[
         help="Add to a file of records even if another version of skimkv, or another backend, has written it.",
     ),
 ]  # fmt: skip
-Plot = Annotated[Path | None, output_figure("Save a figure to this file (.png, .pdf or .svg).")]
+Plot = Annotated[Path | None, path_option("--plot", check_figure, "Save a figure to this file (.png, .pdf or .svg).")]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object instead of text for people.", rich_help_panel=OUTPUT_OPTIONS),

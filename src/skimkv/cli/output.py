@@ -9,16 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 
@@ -53,14 +45,14 @@ def milliseconds(ms: float) -> str:
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}"
 
 
-def progress_bar(*more: ProgressColumn, keep: bool = False) -> Progress:
+def progress_bar(*more: progress.ProgressColumn, keep: bool = False) -> progress.Progress:
     """Make the progress bar of every command, on stderr. Use it in a `with` statement, and add a task to it.
 
     A task without a total shows how much is done and for how long it has run. `more` are columns after the usual
     ones. With `keep` the bar stays on the screen when it has ended.
     """
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TimeRemainingColumn(), *more,
+        progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), *more,
     )  # fmt: skip
-    return Progress(*columns, console=Console(stderr=True), transient=not keep)
+    return progress.Progress(*columns, console=Console(stderr=True), transient=not keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from . import output
-from .options import Json, check_readable, output_figure
+from ..records import parse_object
+from . import options, output
 
 # The fields of a benchmark's rows that each figure shows.
 SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype")
@@ -31,10 +30,11 @@ def plot(
             metavar="RESULTS", help="The file that skimkv eval wrote, or that holds what skimkv bench --json printed."
         ),
     ],
-    out: Annotated[Path, output_figure("Save the first figure to this file (.png, .pdf or .svg).", "--out")] = Path(
-        "skimkv-results.png"
-    ),
-    as_json: Json = False,
+    out: Annotated[
+        Path,
+        options.path_option("--out", options.check_figure, "Save the first figure to this file (.png, .pdf or .svg)."),
+    ] = Path("skimkv-results.png"),
+    as_json: options.Json = False,
 ) -> None:
     """Draw what an evaluation or a benchmark found.
 
@@ -46,7 +46,7 @@ def plot(
 
         skimkv plot skimkv-results.jsonl --out results.png
     """
-    check_readable("RESULTS", results)
+    options.check_readable("RESULTS", results)
     rows = _bench_rows(results)
     paths = _draw_evaluation(results, out) if rows is None else _draw_bench(rows, results, out)
     if as_json:
@@ -57,12 +57,8 @@ def plot(
 
 def _bench_rows(path: Path) -> list[dict[str, Any]] | None:
     """The rows of the JSON object in a benchmark's last line; None if the file is something else."""
-    lines = path.read_bytes().strip().split(b"\n")
-    try:
-        last = json.loads(lines[-1])
-    except (ValueError, RecursionError):
-        return None
-    rows = last.get("rows") if isinstance(last, dict) and "machine" in last else None
+    last = parse_object(path.read_bytes().strip().split(b"\n")[-1])
+    rows = last.get("rows") if last is not None and "machine" in last else None
     return rows if isinstance(rows, list) else None
 
 

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..hf.load import DTYPES
-from . import output
-from .bench.options import METHODS, Methods
-from .options import MODEL_OPTIONS, Json, Plot, check_dtype
+from . import options, output
+from .bench.common import METHODS, Methods
 
 if TYPE_CHECKING:
-    import torch
-
+    from ..bench.roofline import DecodeStep
     from ..bench.shapes import Hardware, ModelReads
-    from ..methods.base import Method
 
 LENGTHS = [4096, 16384, 65536]
 HARDWARE = ["a100", "h100", "a10"]
@@ -48,7 +45,7 @@ def roofline(
         str,
         typer.Option(
             metavar="MODEL",
-            rich_help_panel=MODEL_OPTIONS,
+            rich_help_panel=options.MODEL_OPTIONS,
             help="The model: a name such as llama-3-8b, builtin, a folder with a config.json, or a GGUF file.",
         ),
     ] = "llama-2-7b",
@@ -56,7 +53,7 @@ def roofline(
         str | None,
         typer.Option(
             metavar="SIZES",
-            rich_help_panel=MODEL_OPTIONS,
+            rich_help_panel=options.MODEL_OPTIONS,
             help="Sizes instead of --model, separated by commas: hidden, intermediate, heads, kv_heads, layers, "
             "vocabulary and, where it is not hidden / heads, head_dim.",
         ),
@@ -65,7 +62,7 @@ def roofline(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            rich_help_panel=MODEL_OPTIONS,
+            rich_help_panel=options.MODEL_OPTIONS,
             show_default="bfloat16, or as a GGUF file has them",
             help="Number format of the weights: int8, bfloat16, float16 or float32.",
         ),
@@ -74,13 +71,13 @@ def roofline(
         str,
         typer.Option(
             metavar="DTYPE",
-            callback=check_dtype,
-            rich_help_panel=MODEL_OPTIONS,
+            callback=options.check_dtype,
+            rich_help_panel=options.MODEL_OPTIONS,
             help="Number format of keys and values: bfloat16, float16 or float32.",
         ),
     ] = "bfloat16",
-    plot: Plot = None,
-    as_json: Json = False,
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> None:
     """Compute how fast a decode step can be at best, and what a method can gain of it.
 
@@ -101,9 +98,8 @@ def roofline(
     from ..bench.shapes import HARDWARE as KNOWN
     from ..methods import Dense, parse
     from ..stores.base import Shape
-    from .options import torch_dtype
 
-    dtype, setting = torch_dtype(cache), f"{reads.name}, batch {batch}, weights {weights_name}, cache {cache}"
+    dtype, setting = options.torch_dtype(cache), f"{reads.name}, batch {batch}, weights {weights_name}, cache {cache}"
     methods = list(dict.fromkeys([Dense(), *map(parse, method or METHODS)]))
     for spec in methods:
         try:
@@ -111,11 +107,16 @@ def roofline(
         except ValueError as error:
             raise ValueError(f"{spec} does not fit {reads.name}: {error}") from None
     places = [bench.measure_cpu() if name == "here" else KNOWN[name] for name in names]
+
+    def steps_of(place: Hardware, n: int) -> list[DecodeStep]:
+        """The steps of all methods after n tokens; the first method is dense."""
+        return [bench.decode_step(place, reads, method, n, batch, weights, dtype) for method in methods]
+
     rows = [
-        row
+        _row(place, step, steps[0])
         for place in places
-        for n in sorted(dict.fromkeys(length or LENGTHS))
-        for row in _rows(place, reads, methods, n, batch, weights, dtype)
+        for steps in [steps_of(place, n) for n in sorted(dict.fromkeys(length or LENGTHS))]
+        for step in steps
     ]
     facts = [
         {
@@ -131,7 +132,18 @@ def roofline(
     if plot is not None:
         from ..bench import figures
 
-        figures.roofline(facts, _curves(places[0], reads, methods, batch, weights, dtype), rows, setting, plot)
+        lengths = [round(2 ** (i / 4)) for i in range(32, 73)]  # from 2^8 to 2^18 tokens
+        dense, *others = zip(*(steps_of(places[0], n) for n in lengths), strict=True)
+        curves = [
+            (
+                line[0].method,
+                lengths,
+                [step.share for step in line],
+                [d.seconds / s.seconds for d, s in zip(dense, line, strict=True)],
+            )
+            for line in (dense, *others)
+        ]
+        figures.roofline(facts, curves, rows, setting, plot)
     if as_json:
         output.print_json(
             {
@@ -170,12 +182,10 @@ def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
     from ..bench.shapes import FIELDS, MODELS, reads_of_folder, reads_of_gguf, reads_of_sizes
 
     if sizes is not None:
-        try:
+        if not all(x.strip().lstrip("+-").isdecimal() for x in sizes.split(",")):
+            raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]")
+        with options.named("--"):
             return reads_of_sizes(f"sizes {sizes}", [int(x) for x in sizes.split(",")]), ""
-        except ValueError as error:
-            if "invalid literal" in str(error):
-                raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]") from None
-            raise ValueError(f"--{error}") from None
     if name in MODELS:
         return reads_of_sizes(name, MODELS[name]), ""
     if name == "builtin":
@@ -183,10 +193,8 @@ def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
 
         return reads_of_folder(BUILTIN)._replace(name=name), ""
     if name.endswith(".gguf"):
-        try:
+        with options.named("--model "):
             return reads_of_gguf(Path(name))
-        except ValueError as error:
-            raise ValueError(f"--model {error}") from None
     if Path(name).is_dir():
         return reads_of_folder(Path(name)), ""
     raise ValueError(
@@ -194,48 +202,22 @@ def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
     )
 
 
-def _rows(
-    place: Hardware,
-    model: ModelReads,
-    methods: Sequence[Method],
-    n: int,
-    batch: int,
-    weights: str | None,
-    dtype: torch.dtype,
-) -> list[dict[str, Any]]:
-    """The rows of one machine at one length; the first method is dense."""
-    from ..bench.roofline import decode_step
-
-    steps = [decode_step(place, model, method, n, batch, weights, dtype) for method in methods]
-    return [
-        {
-            "hardware": place.name,
-            "method": step.method,
-            "length": n,
-            "ms": step.seconds * 1e3,
-            "ms_attention": step.attention * 1e3,
-            "share_attention": step.share,
-            "speedup": steps[0].seconds / step.seconds,
-            "speedup_attention": steps[0].attention / step.attention,
-            "intensity": step.intensity,
-            "bound": "memory" if step.memory_bound else "compute",
-            "held_bytes": step.held_bytes,
-            "fits": None if place.memory is None else step.held_bytes <= place.memory,
-        }
-        for step in steps
-    ]
-
-
-def _curves(
-    place: Hardware, model: ModelReads, methods: Sequence[Method], batch: int, weights: str | None, dtype: torch.dtype
-) -> list[tuple[str, list[int], list[float], list[float]]]:
-    """For the figure: (method, lengths from 2^8 to 2^18 tokens, shares of the time in attention, speed-ups)."""
-    lengths = [round(2 ** (i / 4)) for i in range(32, 73)]
-    rows = [_rows(place, model, methods, n, batch, weights, dtype) for n in lengths]
-    return [
-        (repr(method), lengths, [row[i]["share_attention"] for row in rows], [row[i]["speedup"] for row in rows])
-        for i, method in enumerate(methods)
-    ]
+def _row(place: Hardware, step: DecodeStep, dense: DecodeStep) -> dict[str, Any]:
+    """The row of a step; dense: that of dense attention after as many tokens."""
+    return {
+        "hardware": place.name,
+        "method": step.method,
+        "length": step.length,
+        "ms": step.seconds * 1e3,
+        "ms_attention": step.attention * 1e3,
+        "share_attention": step.share,
+        "speedup": dense.seconds / step.seconds,
+        "speedup_attention": dense.attention / step.attention,
+        "intensity": step.intensity,
+        "bound": "memory" if step.memory_bound else "compute",
+        "held_bytes": step.held_bytes,
+        "fits": None if place.memory is None else step.held_bytes <= place.memory,
+    }
 
 
 def _print_tables(

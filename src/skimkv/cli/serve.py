@@ -5,64 +5,42 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import (
-    Device,
-    Dtype,
-    Fast,
-    Method,
-    Weights,
-    check_environment,
-    check_model,
-    number_of_bytes,
-    quiet,
-    resolve_device,
-    size_option,
-)
+from . import options
 
 SERVER_OPTIONS = "Server options"
 REUSE_OPTIONS = "Options for the next turn of a conversation"
 LOCAL = ("localhost", "::1")
 
 
-def _model(value: str) -> str:
-    try:
-        check_model(value)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("--model ")) from None
-    return value
+def _check_origin(value: str) -> None:
+    if value != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value) is None:
+        raise ValueError(f"--cors {value!r} must be an origin such as http://localhost:3000, or *")
 
 
-def _origins(values: list[str] | None) -> list[str] | None:
-    for value in values or []:
-        if value != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value) is None:
-            raise ValueError(f"--cors {value!r} must be an origin such as http://localhost:3000, or *")
-    return values
-
-
-def _key(value: str | None) -> str | None:
-    if value is not None and re.fullmatch(r"[!-~]{8,}", value) is None:
+def _check_key(value: str) -> None:
+    if re.fullmatch(r"[!-~]{8,}", value) is None:
         raise ValueError(f"--api-key has {len(value)} characters; it must be 8 or more, printable ASCII without spaces")
-    return value
 
 
 def serve(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", callback=_model,
+            metavar="MODEL", callback=options.checked(partial(options.check_model, name="")),
             help="The model: builtin, a folder, a GGUF file, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
         ),
     ],
-    method: Method = "Dense()",
-    dtype: Dtype = None,
-    weights: Weights = None,
-    fast: Fast = True,
-    device: Device = "cpu",
+    method: options.Method = "Dense()",
+    dtype: options.Dtype = None,
+    weights: options.Weights = None,
+    fast: options.Fast = True,
+    device: options.Device = "cpu",
     host: Annotated[
         str,
         typer.Option(
@@ -84,7 +62,8 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY", rich_help_panel=SERVER_OPTIONS, callback=_key, envvar="SKIMKV_API_KEY", show_envvar=True,
+            metavar="KEY", rich_help_panel=SERVER_OPTIONS, callback=options.checked(_check_key),
+            envvar="SKIMKV_API_KEY", show_envvar=True,
             help="Refuse requests without 'Authorization: Bearer KEY', but for /health.",
         ),
     ] = None,
@@ -104,7 +83,7 @@ def serve(
     ] = None,
     max_body: Annotated[
         str | None,
-        size_option(
+        options.size_option(
             "The largest body of a request, such as 4M. A larger one is refused before it is tokenised.",
             SERVER_OPTIONS, "1M, or 32 a token of --max-tokens",
         ),
@@ -112,7 +91,7 @@ def serve(
     cors: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ORIGIN", rich_help_panel=SERVER_OPTIONS, callback=_origins,
+            metavar="ORIGIN", rich_help_panel=SERVER_OPTIONS, callback=options.checked(_check_origin),
             help="Let pages of this origin ask the server, such as http://localhost:3000, or * for all. May be given "
             "several times.",
         ),
@@ -126,7 +105,9 @@ def serve(
     ] = 4,
     conversation_memory: Annotated[
         str,
-        size_option("The largest memory that the kept conversations take together, such as 500M or 2G.", REUSE_OPTIONS),
+        options.size_option(
+            "The largest memory that the kept conversations take together, such as 500M or 2G.", REUSE_OPTIONS
+        ),
     ] = "1G",
     cache_dir: Annotated[
         Path | None,
@@ -137,7 +118,7 @@ def serve(
     ] = None,
     cache_dir_size: Annotated[
         str,
-        size_option("The most bytes of these files; those that were used longest ago go first.", REUSE_OPTIONS),
+        options.size_option("The most bytes of these files; those that were used longest ago go first.", REUSE_OPTIONS),
     ] = "10G",
 ) -> None:  # fmt: skip
     """Serve a model to OpenAI clients on this machine.
@@ -150,16 +131,16 @@ def serve(
     """
     from ..hf.load import load
 
-    largest = None if max_body is None else number_of_bytes("--max-body", max_body)
+    largest = None if max_body is None else options.number_of_bytes("--max-body", max_body)
     if largest == 0:
         raise ValueError("--max-body 0 refuses every request; give a number of bytes such as 1M")
     from .. import serve as server
 
     server.check_installed()
-    check_environment()
-    quiet(model)
+    options.check_environment()
+    options.quiet(model)
     memory, disk = (
-        number_of_bytes(name, size)
+        options.number_of_bytes(name, size)
         for name, size in (("--conversation-memory", conversation_memory), ("--cache-dir-size", cache_dir_size))
     )
     if cache_dir is not None and conversations == 0:
@@ -180,7 +161,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         if cache_dir is not None:
             stack.enter_context(claim(cache_dir))
-        network, tokenizer = load(model, dtype=dtype, weights=weights, device=resolve_device(device), fast=fast)
+        network, tokenizer = load(model, dtype=dtype, weights=weights, device=options.resolve_device(device), fast=fast)
         generator = Generator(network, parsed, Conversations(conversations, memory), max_tokens, log)
         if cache_dir is not None:
             generator.folder = Folder(cache_dir, disk, memory, network, parsed, generator.max_tokens, log)

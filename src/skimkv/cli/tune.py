@@ -12,29 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from . import output
+from . import options, output
 from .errors import fail_interrupted
-from .options import (
-    Batch,
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Plot,
-    Records,
-    ResumeAnyway,
-    check_environment,
-    input_file,
-    quiet,
-    resolve_device,
-)
 
 if TYPE_CHECKING:
     from ..eval.tune import Pieces, Trial
     from ..methods.base import Method
 
 TEXT_OPTIONS = "Text options"
-LEAST_SIZES = {"prompt": 32, "scored": 2, "pieces": 2}
 KNOWN = ("Skim", "SparQ", "Quest", "TopK", "LowRank", "H2O", "SnapKV", "TOVA", "StreamingLLM", "LMInfinite", "SubGen")
 
 
@@ -70,7 +55,12 @@ class Target(NamedTuple):
 
 
 def tune(
-    text: Annotated[Path, input_file("Text file like those that the model will read.", "--text", TEXT_OPTIONS)],
+    text: Annotated[
+        Path,
+        options.path_option(
+            "--text", options.check_readable, "Text file like those that the model will read.", TEXT_OPTIONS
+        ),
+    ],
     target_loss: Annotated[
         str | None,
         typer.Option(
@@ -88,7 +78,7 @@ def tune(
     search: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", callback=_names, show_default="Skim and SparQ",
+            metavar="NAME", callback=options.checked(_check_name), show_default="Skim and SparQ",
             help="A method whose settings are searched, such as SnapKV. May be given several times.",
         ),
     ] = None,
@@ -103,29 +93,30 @@ def tune(
     prompt: Annotated[
         int,
         typer.Option(
-            rich_help_panel=TEXT_OPTIONS,
+            min=32, rich_help_panel=TEXT_OPTIONS,
             help="Number of tokens of each piece that are read at once. Give the length that you will use: longer "
             "texts need a larger k.",
         ),
     ] = 1024,
     scored: Annotated[
-        int, typer.Option(rich_help_panel=TEXT_OPTIONS, help="Number of tokens after them that the method decodes.")
+        int,
+        typer.Option(min=2, rich_help_panel=TEXT_OPTIONS, help="Number of tokens after them that the method decodes."),
     ] = 128,
     pieces: Annotated[
         int,
         typer.Option(
-            rich_help_panel=TEXT_OPTIONS,
+            min=2, rich_help_panel=TEXT_OPTIONS,
             help="Number of pieces of the text on which methods are tried; as many again check the chosen one.",
         ),
     ] = 8,
-    model: Model = "builtin",
-    dtype: Dtype = None,
-    device: Device = "cpu",
-    batch: Batch = 8,
-    out: Records = Path("skimkv-tune.jsonl"),
-    resume_anyway: ResumeAnyway = False,
-    plot: Plot = None,
-    as_json: Json = False,
+    model: options.Model = "builtin",
+    dtype: options.Dtype = None,
+    device: options.Device = "cpu",
+    batch: options.Batch = 8,
+    out: options.Records = Path("skimkv-tune.jsonl"),
+    resume_anyway: options.ResumeAnyway = False,
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> int:  # fmt: skip
     """Find the method that moves the fewest bytes while the model stays within a target on a text.
 
@@ -139,13 +130,10 @@ def tune(
         skimkv tune --text book.txt --model Qwen/Qwen3-0.6B --target-loss 1% --plot tune.png
     """
     target = _parse_target(target_loss, target_kl)
-    for name, value in (("prompt", prompt), ("scored", scored), ("pieces", pieces)):
-        if value < LEAST_SIZES[name]:
-            raise ValueError(f"--{name} {value} must be at least {LEAST_SIZES[name]}")
     ways = list(dict.fromkeys(kind.value for kind in channels or (Channels.int4, Channels.int8, Channels.copy)))
-    check_environment()
-    quiet(model)
-    place = resolve_device(device)
+    options.check_environment()
+    options.quiet(model)
+    place = options.resolve_device(device)
 
     from .. import ops
     from ..eval.results import Results
@@ -197,33 +185,27 @@ def tune(
     return 0
 
 
-def _parse_share(given: str) -> float:
-    """A share from 0 to 1, written as 1% or 0.01."""
-    try:
-        value = float(given.removesuffix("%")) / (100 if given.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise ValueError(f"--target-loss {given!r} must be a share from 0 to 1, such as 1% or 0.01")
-    return value
-
-
 def _parse_target(loss: str | None, kl: float | None) -> Target:
-    """The target that the two options give; 1% of the loss without them."""
-    if kl is None:
-        return Target(_parse_share("1%" if loss is None else loss), is_kl=False)
-    if loss is not None:
-        raise ValueError(f"--target-kl {kl:g} and --target-loss {loss} bound two things: give one of them")
-    if not 0 <= kl < math.inf:
-        raise ValueError(f"--target-kl {kl} must be a number of nats from 0, such as 0.01")
-    return Target(kl, is_kl=True)
+    """The target that the two options give; 1% of the loss without them. A share is written as 1% or 0.01."""
+    if kl is not None:
+        if loss is not None:
+            raise ValueError(f"--target-kl {kl:g} and --target-loss {loss} bound two things: give one of them")
+        if not 0 <= kl < math.inf:
+            raise ValueError(f"--target-kl {kl} must be a number of nats from 0, such as 0.01")
+        return Target(kl, is_kl=True)
+    loss = "1%" if loss is None else loss
+    try:
+        share = float(loss.removesuffix("%")) / (100 if loss.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise ValueError(f"--target-loss {loss!r} must be a share from 0 to 1, such as 1% or 0.01")
+    return Target(share, is_kl=False)
 
 
-def _names(values: list[str] | None) -> list[str] | None:
-    for name in values or ():
-        if name not in KNOWN:
-            raise ValueError(f"--search {name!r} must be one of {', '.join(KNOWN)}")
-    return values
+def _check_name(name: str) -> None:
+    if name not in KNOWN:
+        raise ValueError(f"--search {name!r} must be one of {', '.join(KNOWN)}")
 
 
 def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> list[list[int]]:

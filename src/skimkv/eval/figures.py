@@ -10,23 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..plotting import (
-    STYLES,
-    ScorePoint,
-    divergence_axis,
-    draw_intervals,
-    draw_line,
-    draw_scores,
-    label_axes,
-    length_axis,
-    line_styles,
-    mark_matched_shares,
-    new_figure,
-    panel_grid,
-    save,
-    score_axis,
-    side_by_side,
-)
+from .. import plotting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +30,9 @@ class Ablation(NamedTuple):
     """
 
     title: str
-    finding: Sequence[ScorePoint]
+    finding: Sequence[plotting.ScorePoint]
     changes: Sequence[tuple[str, str, float, float | None, float | None]]
-    counts: Sequence[ScorePoint]
+    counts: Sequence[plotting.ScorePoint]
     greatest: float
 
 
@@ -89,8 +73,8 @@ def demo(
         lines.setdefault(point.name, []).append(point)
     least = min(point.share for point in points)
     names = sorted(lines, key=lambda name: (lines[name][0].share > 1.3 * least, -lines[name][0].score))
-    styles = line_styles(names)
-    fig = new_figure((12.4, 5.6), layout=None)
+    styles = plotting.line_styles(names)
+    fig = plotting.new_figure((12.4, 5.6), layout=None)
     score_panel, time_panel = fig.subplots(1, 2)
     handles = []
     for i, name in enumerate(names):
@@ -100,7 +84,7 @@ def demo(
             "color": colour, "linestyle": "-" if first.keeps_all else ":", "marker": marker, "markersize": 7,
             "markerfacecolor": colour if first.has_kernel else "white", "linewidth": 1.8,
         }  # fmt: skip
-        y = side_by_side([point.score for point in line], i, len(names), 1)
+        y = plotting.side_by_side([point.score for point in line], i, len(names), 1)
         score_panel.plot(x, y, zorder=3, clip_on=False, **style)
         if first.has_kernel:
             time_panel.plot(x, [point.ms for point in line], zorder=3, **style)
@@ -112,7 +96,7 @@ def demo(
     ticks = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2, "all": 1}
     ticks = {name: x for name, x in ticks.items() if x > least / 1.2}
     for ax, what in ((score_panel, score), (time_panel, "milliseconds per token")):
-        mark_matched_shares(ax)
+        plotting.mark_matched_shares(ax)
         ax.set_xscale("log", base=2)
         ax.set_xlim(min(1 / 8, least) / 1.2, 1.2)
         ax.set_xticks(list(ticks.values()), [f"{name}\n{x * dense_bytes / 1e6:.3g} MB" for name, x in ticks.items()])
@@ -132,10 +116,10 @@ def demo(
         0.44, 0.02, "bytes read per generated token, and their share of dense attention's (log scale)", ha="center"
     )
     fig.subplots_adjust(left=0.05, right=0.84, top=0.78, bottom=0.145, wspace=0.13)
-    save(fig, path)
+    fig.savefig(path)
 
 
-def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float, bool]], path: Path) -> None:
+def scores(panels: Sequence[tuple[str, Sequence[plotting.ScorePoint], float, bool]], path: Path) -> None:
     """Draw scores against the share of dense's bytes.
 
     panels: (title, points, greatest possible score, whether scores are divergences from dense). Bands and bars are
@@ -144,10 +128,10 @@ def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float, bool]], path
     from matplotlib.lines import Line2D
 
     names = list(dict.fromkeys(name for _, points, *_ in panels for name, *_ in points if name != "Dense"))
-    styles = line_styles(names)
-    fig, axes = panel_grid(len(panels), 3, (4.4, 3.5), (0.4, 1.0), least_width=7.5)
+    styles = plotting.line_styles(names)
+    fig, axes = plotting.panel_grid(len(panels), 3, (4.4, 3.5), (0.4, 1.0), least_width=7.5)
     for ax, (title, points, greatest, from_dense) in zip(axes, panels, strict=True):
-        draw_scores(ax, title, points, styles, greatest, from_dense)
+        plotting.draw_scores(ax, title, points, styles, greatest, from_dense)
     handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], linewidth=1.7, label=n) for n in names]
     if not all(from_dense for *_, from_dense in panels):
         handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
@@ -158,7 +142,7 @@ def scores(panels: Sequence[tuple[str, Sequence[ScorePoint], float, bool]], path
     fig.supxlabel(SHARE_LABEL, fontsize=10)
     parts = "score", "bar or band: 95% interval", "lines that meet are drawn side by side"
     fig.supylabel(("; " if height > 6 else "\n").join(parts), fontsize=10)  # in one line it is 5 inches long
-    save(fig, path)
+    fig.savefig(path)
 
 
 def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]], float, bool]], path: Path) -> None:
@@ -170,20 +154,21 @@ def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]
     from matplotlib.lines import Line2D
 
     names = list(dict.fromkeys(name for _, _, lines, *_ in panels for name in lines if name != "Dense"))
-    styles = {"Dense": ("black", "."), **line_styles(names)}
-    fig, axes = panel_grid(len(panels), 3, (4.8, 3.7), (0.4, 0.8))
+    styles = {"Dense": ("black", "."), **plotting.line_styles(names)}
+    fig, axes = plotting.panel_grid(len(panels), 3, (4.8, 3.7), (0.4, 0.8))
     for ax, (title, score, lines, greatest, from_dense) in zip(axes, panels, strict=True):
         for i, name in enumerate(sorted(lines, key=lambda name: name != "Dense")):
             x, y, low, high = zip(*sorted(lines[name], key=lambda p: p[0]), strict=True)
             colour, marker = styles[name]
-            draw_line(ax, x, y, i, len(lines), greatest, linestyle="--" if name == "Dense" else "-", color=colour,
-                      marker=marker, markersize=5, linewidth=1.7)  # fmt: skip
-            draw_intervals(ax, x, low, high, colour, i, len(lines))
-        length_axis(ax, sorted({p[0] for line in lines.values() for p in line}))
-        label_axes(ax, title, "tokens of the prompt (log scale)", f"{score}; bar or band: 95% interval")
-        score_axis(ax, greatest)
+            linestyle = "--" if name == "Dense" else "-"
+            plotting.draw_line(ax, x, y, i, len(lines), greatest, linestyle=linestyle, color=colour, marker=marker,
+                               markersize=5, linewidth=1.7)  # fmt: skip
+            plotting.draw_intervals(ax, x, low, high, colour, i, len(lines))
+        plotting.length_axis(ax, sorted({p[0] for line in lines.values() for p in line}))
+        plotting.label_axes(ax, title, "tokens of the prompt (log scale)", f"{score}; bar or band: 95% interval")
+        plotting.score_axis(ax, greatest)
         if from_dense:
-            divergence_axis(ax, [mean for line in lines.values() for _, mean, *_ in line])
+            plotting.divergence_axis(ax, [mean for line in lines.values() for _, mean, *_ in line])
     shown = [name for name in ("Dense", *names) if any(name in lines for _, _, lines, *_ in panels)]
     handles = [
         Line2D([], [], color=styles[n][0], marker=styles[n][1], linestyle="--" if n == "Dense" else "-", label=n)
@@ -191,20 +176,20 @@ def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]
     ]
     columns = min(len(handles), 3 * min(3, len(panels)))
     fig.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def ablation(rows: Sequence[Ablation], path: Path) -> None:
     """Draw SparQ fig. 7, a row for each task: how keys are found, what is changed, how many positions are read."""
     from matplotlib.lines import Line2D
 
-    fig = new_figure((15.5, 4.3 * len(rows) + 0.3), dpi=140)
+    fig = plotting.new_figure((15.5, 4.3 * len(rows) + 0.3), dpi=140)
     grid = fig.subplots(len(rows), 3, squeeze=False)
     for (finding_ax, change_ax, count_ax), row in zip(grid, rows, strict=True):
         panels = (finding_ax, "how the keys are found", row.finding), (count_ax, "how many are read", row.counts)
         for ax, what, points in panels:
-            styles = line_styles(list(dict.fromkeys(name for name, *_ in points if name != "Dense")))
-            draw_scores(ax, f"{row.title}: {what}", points, styles, row.greatest)
+            styles = plotting.line_styles(list(dict.fromkeys(name for name, *_ in points if name != "Dense")))
+            plotting.draw_scores(ax, f"{row.title}: {what}", points, styles, row.greatest)
             ax.set_xlabel("bytes read per step, of dense's (log scale)", fontsize=9)
             ax.set_ylabel("score; bar or band: 95% interval", fontsize=9)
             handles = [Line2D([], [], color=s[0], marker=s[1], label=name) for name, s in styles.items()]
@@ -214,7 +199,7 @@ def ablation(rows: Sequence[Ablation], path: Path) -> None:
         for ax in (finding_ax, count_ax):
             ax.set_ylim(min(low_end, bottom), max(high_end, top))
         settings, kinds = (list(dict.fromkeys(change[i] for change in row.changes)) for i in (0, 1))
-        for i, (setting, (colour, marker)) in enumerate(zip(settings, STYLES, strict=False)):
+        for i, (setting, (colour, marker)) in enumerate(zip(settings, plotting.STYLES, strict=False)):
             changes = [change for change in row.changes if change[0] == setting]
             y = [kinds.index(change[1]) + 0.22 * (i - (len(settings) - 1) / 2) for change in changes]
             change_ax.plot([change[2] for change in changes], y, marker, color=colour, markersize=6, label=setting,
@@ -228,13 +213,13 @@ def ablation(rows: Sequence[Ablation], path: Path) -> None:
             change_ax.legend(frameon=False, fontsize=8)
             if math.isfinite(row.greatest):
                 change_ax.set_xlim(0, row.greatest)
-        label_axes(change_ax, f"{row.title}: what is changed", "score; bar: 95% interval", "")
-    save(fig, path)
+        plotting.label_axes(change_ax, f"{row.title}: what is changed", "score; bar: 95% interval", "")
+    fig.savefig(path)
 
 
 def needles(panels: Sequence[tuple[str, Cells]], path: Path) -> None:
     """Draw the share of needles that each method found, a panel for each (title, cells); blue is found."""
-    fig, axes = panel_grid(len(panels), 4, (3.3, 2.5), (1, 0.8))
+    fig, axes = plotting.panel_grid(len(panels), 4, (3.3, 2.5), (1, 0.8))
     image = None
     for ax, (title, cells) in zip(axes, panels, strict=True):
         tokens, depths = sorted({n for n, _ in cells}), sorted({depth for _, depth in cells})
@@ -250,7 +235,7 @@ def needles(panels: Sequence[tuple[str, Cells]], path: Path) -> None:
     fig.supylabel("depth of the needle", fontsize=10)
     if image is not None:
         fig.colorbar(image, ax=fig.axes, label="share found", ticks=[0, 0.5, 1], shrink=0.8).ax.set_ylim(0, 1)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def tuning(
@@ -268,9 +253,9 @@ def tuning(
     attention in nats.
     """
     scale, what = (1, "mean KL from dense, in nats a token") if from_dense else (100, "increase of the loss over dense")
-    fig = new_figure((8.6, 5.2), dpi=140)
+    fig = plotting.new_figure((8.6, 5.2), dpi=140)
     ax = fig.subplots()
-    for name, (colour, marker) in line_styles(list(dict.fromkeys(point[0] for point in points))).items():
+    for name, (colour, marker) in plotting.line_styles(list(dict.fromkeys(point[0] for point in points))).items():
         own = sorted(point[1:] for point in points if point[0] == name)
         x, y = [p[0] for p in own], [scale * p[1] for p in own]
         ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=name)
@@ -285,11 +270,9 @@ def tuning(
     ax.axhline(scale * target, color="black", linestyle="--", linewidth=1)
     ax.text(0.995, scale * target, f"target {target:g} " if from_dense else f"target {target:.2%} ", ha="right",
             va="bottom", fontsize=9, transform=ax.get_yaxis_transform())  # fmt: skip
-    ax.set_xscale("log", base=2)
     least, most = min(p[1] for p in points), max(p[1] for p in points)
     ticks = [t for t in (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1) if least / 2 < t < 2 * most]
-    ax.set_xticks(ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
-    ax.minorticks_off()
+    plotting.log2_axis(ax, ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
     if chosen is not None:
         name, share, value = chosen
         left, right = ax.get_xlim()
@@ -297,7 +280,7 @@ def tuning(
         ax.annotate(name, (share, scale * value), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
                     va="top", ha="right" if share**2 > left * right else "left")  # fmt: skip
     if from_dense:
-        divergence_axis(ax, [target, *(p[2] for p in points)])
+        plotting.divergence_axis(ax, [target, *(p[2] for p in points)])
     else:
         _increase_axis(ax, 100 * target, [100 * p[2] for p in points])
     ax.set_xlabel(SHARE_LABEL)
@@ -306,7 +289,7 @@ def tuning(
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(f"{setting}\nbars: 95% intervals; line: the least at those bytes", loc="left", fontsize=9)
     ax.legend(frameon=False, fontsize=9)
-    save(fig, path)
+    fig.savefig(path)
 
 
 def _increase_axis(ax: Axes, target: float, increases: Sequence[float]) -> None:

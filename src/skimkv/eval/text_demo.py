@@ -8,8 +8,9 @@ is timed.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -91,7 +92,7 @@ class TextDemo:
         fact = self._tokens(FACT)
         if self.tokens < 8 * len(fact):
             raise ValueError(f"the model has {most} positions, which are too few for the text of the demo")
-        text = self._tokens("\n\n".join(_language_reference()))
+        text = self._tokens("\n\n".join(topics.values()))
         at = int(DEPTH * self.tokens)
         bos = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
         ids = [*bos, *text[:at], *fact, *text[at:]]
@@ -113,10 +114,10 @@ class TextDemo:
         )
 
     @torch.inference_mode()
-    def rows(self, plan: list[tuple[Method, float]], on_method: Callable[[], None] = lambda: None) -> list[Row]:
+    def rows(self, plan: list[tuple[Method, float]], on_method: Callable[[int], None] = lambda new: None) -> list[Row]:
         """Let every method decode the text and answer, then time all of them in turns: one row for each of the plan.
 
-        on_method is called after each method has answered.
+        on_method is called with 1 after each method has answered.
         """
         rows, caches = [], []
         for method, budget in plan:
@@ -136,15 +137,9 @@ class TextDemo:
                 )
             )  # fmt: skip
             caches.append(cache)
-            on_method()
+            on_method(1)
         times = alternating_ms(self.model, caches, self._question.feed[0], ROUNDS)
         return [row._replace(ms_per_token=ms) for row, ms in zip(rows, times, strict=True)]
-
-
-def _language_reference() -> Iterator[str]:
-    from pydoc_data.topics import topics
-
-    yield from topics.values()
 
 
 def finding(rows: list[Row]) -> str:

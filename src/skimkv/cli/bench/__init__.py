@@ -1,1 +1,1 @@
-"""`skimkv bench`: one module for each command, and what the commands share in `options` and `table`."""
+"""`skimkv bench`: one module for each command, and what the commands share in `common` and `table`."""

@@ -7,39 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import output
-from ..options import MODEL_OPTIONS, Device, Json, Plot, torch_dtype
-from .options import (
-    LENGTHS,
-    METHODS,
-    CacheDtype,
-    HeadDim,
-    Lengths,
-    Methods,
-    Rounds,
-    Threads,
-    canonical_methods,
-    machine_to_measure,
-)
+from .. import options, output
+from . import common
 from .table import STAGES, print_kept, print_table, progress
 
 
-def _onnxruntime(value: str | None) -> str | None:
-    if value is not None:
-        if value != "onnxruntime":
-            raise ValueError(f"--against {value!r} is unknown; known is onnxruntime")
-        from ...bench.onnx_baseline import check_installed
+def _check_against(value: str) -> None:
+    if value != "onnxruntime":
+        raise ValueError(f"--against {value!r} is unknown; known is onnxruntime")
+    from ...bench.onnx_baseline import check_installed
 
-        try:
-            check_installed()
-        except ValueError as error:
-            raise ValueError(f"--against {error}") from None
-    return value
+    with options.named("--against "):
+        check_installed()
 
 
 def attention(
-    method: Methods = None,
-    length: Lengths = None,
+    method: common.Methods = None,
+    length: common.Lengths = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -47,21 +31,29 @@ def attention(
             help="Measure a grid instead of --method and --length: paper is SparQ's GPU grid, with --device cuda.",
         ),
     ] = None,
-    rounds: Rounds = 15,
-    threads: Threads = 0,
+    rounds: common.Rounds = 15,
+    threads: common.Threads = 0,
     batch: Annotated[
-        int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of sequences that are decoded together.")
+        int,
+        typer.Option(
+            min=1, rich_help_panel=options.MODEL_OPTIONS, help="Number of sequences that are decoded together."
+        ),
     ] = 1,
-    heads: Annotated[int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of query heads.")] = 32,
+    heads: Annotated[
+        int, typer.Option(min=1, rich_help_panel=options.MODEL_OPTIONS, help="Number of query heads.")
+    ] = 32,
     kv_heads: Annotated[
         int,
         typer.Option(
-            min=0, rich_help_panel=MODEL_OPTIONS, show_default="as many as query heads", help="Number of KV heads."
+            min=0,
+            rich_help_panel=options.MODEL_OPTIONS,
+            show_default="as many as query heads",
+            help="Number of KV heads.",
         ),
     ] = 0,
-    head_dim: HeadDim = 128,
-    dtype: CacheDtype = "bfloat16",
-    device: Device = "cpu",
+    head_dim: common.HeadDim = 128,
+    dtype: common.CacheDtype = "bfloat16",
+    device: options.Device = "cpu",
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Show where the time of our steps goes: in every stage, per head; on a CPU."),
@@ -71,12 +63,12 @@ def attention(
         typer.Option(
             "--against",
             metavar="NAME",
-            callback=_onnxruntime,
+            callback=options.checked(_check_against),
             help="Time another library's dense attention too: onnxruntime, if it is installed; on a CPU.",
         ),
     ] = None,
-    plot: Plot = None,
-    as_json: Json = False,
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> None:
     """Time one decode step of one attention layer, for every method and for PyTorch's dense attention.
 
@@ -98,18 +90,18 @@ def attention(
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    methods, machine = canonical_methods(method or METHODS), machine_to_measure(device, threads)
+    methods, machine = common.canonical_methods(method or common.METHODS), common.machine_to_measure(device, threads)
     from ...bench import attention as bench
     from ...bench import figures
     from ...stores.base import Shape
 
-    shape, numbers = Shape(batch, kv_heads, heads // kv_heads, head_dim), torch_dtype(dtype)
+    shape, numbers = Shape(batch, kv_heads, heads // kv_heads, head_dim), options.torch_dtype(dtype)
     with progress() as tick:
         if sweep:
             result = bench.sweep(machine, shape, numbers, rounds, tick)
         else:
             result = bench.attention(
-                machine, shape, length or LENGTHS, methods, numbers, rounds, tick, profile, against
+                machine, shape, length or common.LENGTHS, methods, numbers, rounds, tick, profile, against
             )
     if not result["rows"]:
         raise ValueError(f"nothing fits in memory: {'; '.join(result['skipped'])}")

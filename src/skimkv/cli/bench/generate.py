@@ -7,26 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .. import output
-from ..options import Device, Json, Plot
-from .options import (
-    METHODS,
-    LoadedModel,
-    Methods,
-    ModelLayers,
-    ModelShape,
-    RandomWeights,
-    Threads,
-    canonical_methods,
-    check_loaded,
-    check_weights,
-    lengths_option,
-    load_subject,
-    machine_to_measure,
-    name_for_people,
-    pairs_of_tokens,
-    programs,
-)
+from .. import options, output
+from . import common
 from .table import print_kept, print_table, progress
 
 GENERATED_LENGTHS = ["4096+64"]
@@ -34,11 +16,11 @@ GENERATED_LENGTHS = ["4096+64"]
 
 def generate(
     context: typer.Context,
-    method: Methods = None,
-    length: Annotated[list[str] | None, lengths_option(GENERATED_LENGTHS)] = None,
+    method: common.Methods = None,
+    length: Annotated[list[str] | None, common.lengths_option(GENERATED_LENGTHS)] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times that everything is generated.")] = 3,
-    threads: Threads = 0,
-    model: LoadedModel = None,
+    threads: common.Threads = 0,
+    model: common.LoadedModel = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -46,12 +28,12 @@ def generate(
             help="Let a llama-bench read the same prompts of the same GGUF file, in turn with ours.",
         ),
     ] = None,
-    shape: ModelShape = "smollm-135m",
-    layers: ModelLayers = 8,
-    weights: RandomWeights = "bfloat16",
-    device: Device = "cpu",
-    plot: Plot = None,
-    as_json: Json = False,
+    shape: common.ModelShape = "smollm-135m",
+    layers: common.ModelLayers = 8,
+    weights: common.RandomWeights = "bfloat16",
+    device: options.Device = "cpu",
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> None:
     """Time a prompt and its answer through generate(), for every method and for transformers alone.
 
@@ -65,31 +47,26 @@ def generate(
         skimkv bench generate --model llama.gguf --length 4096+64
         skimkv bench generate --model llama.gguf --length 512+8 --against llama.cpp=bin/llama-bench
     """
-    own_weights = None if model is None else check_loaded(context, model, weights, device)
-    weights = check_weights(shape, weights) if model is None else weights
-    pairs = pairs_of_tokens(length or GENERATED_LENGTHS)
+    make_subject = common.subject_maker(context, model, shape, layers, weights, device)
+    pairs = common.pairs_of_tokens(length or GENERATED_LENGTHS)
     if min(new for _, new in pairs) < 2:
         raise ValueError("--length P+N: N must be at least 2, because the first new token is timed with the prompt")
     rival = None
     if against is not None:
-        programs([against])
+        common.check_program(against)
         kind, _, path = against.partition("=")
         if kind != "llama.cpp":
             raise ValueError(f"--against {against!r} must be llama.cpp=PATH, the path of a llama-bench")
         rival = Path(path)
     if rival is not None and (model is None or not model.endswith(".gguf")):
         raise ValueError("--against: give --model FILE.gguf as well, which both read")
-    methods, machine = canonical_methods(method or METHODS), machine_to_measure(device, threads)
+    methods, machine = common.canonical_methods(method or common.METHODS), common.machine_to_measure(device, threads)
     from ...bench import figures
     from ...bench import generate as bench
 
     with progress() as tick:
-        if model is None:
-            result = bench.generate(machine, shape, layers or None, weights, pairs, methods, rounds, tick)
-        else:
-            subject = load_subject(model, own_weights, device)
-            result = bench.time_generations(machine, subject, pairs, methods, rounds, tick, rival)
-            shape, weights = name_for_people(model), subject.weights
+        subject = make_subject(machine, max(map(sum, pairs)))
+        result = bench.time_generations(machine, subject, pairs, methods, rounds, tick, rival)
     rows = result["rows"]
     if plot is not None:
         figures.generate([row for row in rows if row["ms"] is not None], plot)
@@ -101,6 +78,6 @@ def generate(
         columns.insert(5, "first_speedup_rival")
     shown = {**result, "rows": [{**row, "ms_later": row["ms"], "length": row["prompt"]} for row in rows]}
     layers_run = output.number(rows[0]["layers"], "layer")
-    title = f"a prompt and its answer: {shape}, {layers_run}, {weights} weights"
+    title = f"a prompt and its answer: {common.name_for_people(subject.shape)}, {layers_run}, {subject.weights} weights"
     print_table(shown, [*columns, "tokens_per_s", "allocated"], title)
     print_kept({**shown, "peak": machine.peak}, rounds)

@@ -6,26 +6,26 @@ from typing import Annotated
 
 import typer
 
-from .. import output
-from ..options import MODEL_OPTIONS, Json, Plot, methods_option, torch_dtype
-from .options import LENGTHS, METHODS, CacheDtype, HeadDim, Lengths, canonical_methods
+from .. import options, output
+from . import common
 from .table import print_table, progress
 
-MEMORY_METHODS = [*METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
-MemoryMethods = Annotated[list[str] | None, methods_option("Dense, SparQ, H2O, LMInfinite and SubGen")]
+MEMORY_METHODS = [*common.METHODS, "H2O(k=512)", "LMInfinite(k=512)", "SubGen(k=448, recent=64)"]
+MemoryMethods = Annotated[list[str] | None, options.methods_option("Dense, SparQ, H2O, LMInfinite and SubGen")]
 
 
 def memory(
     method: MemoryMethods = None,
-    length: Lengths = None,
-    heads: Annotated[int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of KV heads.")] = 8,
+    length: common.Lengths = None,
+    heads: Annotated[int, typer.Option(min=1, rich_help_panel=options.MODEL_OPTIONS, help="Number of KV heads.")] = 8,
     group: Annotated[
-        int, typer.Option(min=1, rich_help_panel=MODEL_OPTIONS, help="Number of query heads that share a KV head.")
+        int,
+        typer.Option(min=1, rich_help_panel=options.MODEL_OPTIONS, help="Number of query heads that share a KV head."),
     ] = 4,
-    head_dim: HeadDim = 64,
-    dtype: CacheDtype = "bfloat16",
-    plot: Plot = None,
-    as_json: Json = False,
+    head_dim: common.HeadDim = 64,
+    dtype: common.CacheDtype = "bfloat16",
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> None:
     """Measure what the cache of one layer holds, has allocated, and adds to the peak memory of a process.
 
@@ -39,9 +39,9 @@ def memory(
     from ...bench.memory import memory as measure
     from ...stores.base import Shape
 
-    methods, shape = canonical_methods(method or MEMORY_METHODS), Shape(1, heads, group, head_dim)
+    methods, shape = common.canonical_methods(method or MEMORY_METHODS), Shape(1, heads, group, head_dim)
     with progress() as tick:
-        result = measure(shape, length or LENGTHS, methods, torch_dtype(dtype), tick)
+        result = measure(shape, length or common.LENGTHS, methods, options.torch_dtype(dtype), tick)
     setting = f"{heads} KV heads of {head_dim}, {dtype}"
     if plot is not None:
         figures.memory(result["rows"], plot, setting)

@@ -7,19 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .. import output
-from ..options import Device, Json, Plot, methods_option, number_of_bytes, output_file, size_option
-from .options import (
-    ModelLayers,
-    ModelShape,
-    RandomWeights,
-    Threads,
-    canonical_methods,
-    check_weights,
-    lengths_option,
-    machine_to_measure,
-    pairs_of_tokens,
-)
+from .. import options, output
+from . import common
 from .table import print_table, progress
 
 # prompts and answers of H2O's table 2, 512 + 32, 512 and 1024 tokens, at a quarter
@@ -43,12 +32,12 @@ TABLES = {
 
 def serve(
     method: Annotated[
-        list[str] | None, methods_option("H2O, LMInfinite and SubGen")
+        list[str] | None, options.methods_option("H2O, LMInfinite and SubGen")
     ] = None,
-    length: Annotated[list[str] | None, lengths_option(SERVED_LENGTHS)] = None,
+    length: Annotated[list[str] | None, common.lengths_option(SERVED_LENGTHS)] = None,
     memory: Annotated[
         str | None,
-        size_option(
+        options.size_option(
             "The memory that the caches of each method may take, such as 5M or 2G.",
             default=f"{MEMORY['transformers']}, with vLLM {MEMORY['vllm']}",
         ),
@@ -67,17 +56,20 @@ def serve(
             help="Number of requests that every engine gets, with --engine vllm; it decides how many decode at once.",
         ),
     ] = None,
-    threads: Threads = 0,
-    shape: ModelShape = "smollm-135m",
-    layers: ModelLayers = 8,
-    weights: RandomWeights = "bfloat16",
-    device: Device = "cpu",
+    threads: common.Threads = 0,
+    shape: common.ModelShape = "smollm-135m",
+    layers: common.ModelLayers = 8,
+    weights: common.RandomWeights = "bfloat16",
+    device: options.Device = "cpu",
     out: Annotated[
         Path | None,
-        output_file("File of records (JSON Lines) to add to; what it holds already is not measured again."),
+        options.path_option(
+            "--out", options.check_writable,
+            "File of records (JSON Lines) to add to; what it holds already is not measured again.",
+        ),
     ] = None,
-    plot: Plot = None,
-    as_json: Json = False,
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Measure the tokens per second of the largest batch whose caches fit into one memory, for every method.
 
@@ -95,13 +87,13 @@ def serve(
     """
     from ...bench.served_rows import check_engine
 
-    weights = check_weights(shape, weights)
+    weights = common.check_weights(shape, weights)
     check_engine(engine, weights)
     if requests is not None and engine != "vllm":
         raise ValueError(f"--requests {requests}: only --engine vllm takes it; transformers decodes one batch")
-    lengths = pairs_of_tokens(length or SERVED_LENGTHS)
-    limit = number_of_bytes("--memory", memory or MEMORY[engine])
-    methods, machine = canonical_methods(method or []), machine_to_measure(device, threads)
+    lengths = common.pairs_of_tokens(length or SERVED_LENGTHS)
+    limit = options.number_of_bytes("--memory", memory or MEMORY[engine])
+    methods, machine = common.canonical_methods(method or []), common.machine_to_measure(device, threads)
     from ...bench import figures, serve_vllm
     from ...bench import serve as serve_transformers
 

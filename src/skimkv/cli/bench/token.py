@@ -8,56 +8,38 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import output
-from ..options import Device, Json, Plot
-from .options import (
-    LENGTHS,
-    METHODS,
-    Lengths,
-    LoadedModel,
-    Methods,
-    ModelLayers,
-    ModelShape,
-    RandomWeights,
-    Threads,
-    canonical_methods,
-    check_loaded,
-    check_weights,
-    load_subject,
-    machine_to_measure,
-    name_for_people,
-    programs,
-)
+from .. import options, output
+from . import common
 from .table import milliseconds, print_interleaved, print_kept, print_table, progress
 
-RIVAL_METHODS = METHODS[:3]
+RIVAL_METHODS = common.METHODS[:3]
 
 
 def token(
     context: typer.Context,
-    method: Methods = None,
-    length: Lengths = None,
+    method: common.Methods = None,
+    length: common.Lengths = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of tokens timed; their median is shown.")] = 9,
-    threads: Threads = 0,
+    threads: common.Threads = 0,
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the model around our attention; with --device cuda only.")
     ] = False,
-    model: LoadedModel = None,
+    model: common.LoadedModel = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND=PATH",
-            callback=programs,
+            callback=options.checked(common.check_program),
             help="Time another program on the same GGUF file, in turn with ours: llama.cpp=PATH of a llama-bench, "
             "fork=PATH of the llama-bench of the SparQ authors' llama.cpp. May be given several times.",
         ),
     ] = None,
-    shape: ModelShape = "llama-2-7b",
-    layers: ModelLayers = 8,
-    weights: RandomWeights = "int8",
-    device: Device = "cpu",
-    plot: Plot = None,
-    as_json: Json = False,
+    shape: common.ModelShape = "llama-2-7b",
+    layers: common.ModelLayers = 8,
+    weights: common.RandomWeights = "int8",
+    device: options.Device = "cpu",
+    plot: options.Plot = None,
+    as_json: options.Json = False,
 ) -> None:
     """Time whole decoded tokens of a model, for every method and for transformers' own cache and attention.
 
@@ -72,40 +54,36 @@ def token(
         skimkv bench token --model Qwen/Qwen3-0.6B --weights int8
         skimkv bench token --model llama.gguf --length 16384 --against llama.cpp=bin/llama-bench
     """
-    own_weights = None if model is None else check_loaded(context, model, weights, device)
-    weights = check_weights(shape, weights) if model is None else weights
+    make_subject = common.subject_maker(context, model, shape, layers, weights, device)
     if compile and not device.startswith("cuda"):
         raise ValueError("--compile: it is measured with --device cuda only")
     if against and (model is None or not model.endswith(".gguf")):
         raise ValueError("--against: give --model FILE.gguf as well, which both read")
-    specs = canonical_methods(method or (RIVAL_METHODS if against else METHODS))
-    machine = machine_to_measure(device, threads)
+    specs = common.canonical_methods(method or (RIVAL_METHODS if against else common.METHODS))
+    machine = common.machine_to_measure(device, threads)
     from ...bench import figures
     from ...bench import token as bench
 
-    lengths = length or LENGTHS
+    lengths = length or common.LENGTHS
     with progress() as tick:
-        if model is None:
-            result = bench.token(machine, shape, layers or None, weights, lengths, specs, rounds, tick, compile)
-        else:
-            subject = load_subject(model, own_weights, device)
-            paths = {kind: Path(path) for kind, _, path in (text.partition("=") for text in against or ())}
-            result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, compile, paths)
-            shape, weights = name_for_people(model), subject.weights
+        subject = make_subject(machine, max(lengths) + 1024)
+        paths = {kind: Path(path) for kind, _, path in (text.partition("=") for text in against or ())}
+        result = bench.time_tokens(machine, subject, lengths, specs, rounds, tick, compile, paths)
+    title = f"a whole token: {common.name_for_people(subject.shape)}"
     if plot is not None:
         (figures.rivals if against else figures.token)(result["rows"], plot)
     if as_json:
         output.print_json(result)
         return
     if against:
-        _print_rivals(result, f"a whole token: {shape}, {weights} weights", rounds)
+        _print_rivals(result, f"{title}, {subject.weights} weights", rounds)
         return
     columns = ["method", "length", "ms", "ms_attention", "ms_weights"]
     if result["rows"][0]["ms_linear"] is not None:
         columns += ["ms_linear"]
     columns += ["floor_ms", "bytes_read", "weight_bytes", "speedup_dense", "speedup_allowed", "speedup_transformers"]
     layers_run = output.number(result["rows"][0]["layers"], "layer")
-    print_table(result, columns, f"a whole token: {shape}, {layers_run}, {weights} weights")
+    print_table(result, columns, f"{title}, {layers_run}, {subject.weights} weights")
     print_kept(result, rounds)
     print_interleaved(result["rows"])
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...hf.load import DTYPES, WEIGHTS
-from ..options import MODEL_OPTIONS, check_dtype, methods_option, model_option, quiet, resolve_device
+from .. import options
 
 if TYPE_CHECKING:
     from ...bench.machine import Machine
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 METHODS = ["Dense()", "Skim(k=128)", "SparQ(r=16, k=256, channels='int4')", "SparQ(r=16, k=128)"]
 LENGTHS = [4096, 16384]
 
-Methods = Annotated[list[str] | None, methods_option("Dense, Skim and two kinds of SparQ")]
+Methods = Annotated[list[str] | None, options.methods_option("Dense, Skim and two kinds of SparQ")]
 Lengths = Annotated[
     list[int] | None,
     typer.Option(
@@ -35,13 +35,13 @@ CacheDtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        callback=check_dtype,
-        rich_help_panel=MODEL_OPTIONS,
+        callback=options.check_dtype,
+        rich_help_panel=options.MODEL_OPTIONS,
         help="Number format of queries, keys and values: float32, bfloat16 or float16.",
     ),
 ]
 HeadDim = Annotated[
-    int, typer.Option("--head-dim", min=1, rich_help_panel=MODEL_OPTIONS, help="Number of channels of a head.")
+    int, typer.Option("--head-dim", min=1, rich_help_panel=options.MODEL_OPTIONS, help="Number of channels of a head.")
 ]
 Rounds = Annotated[
     int, typer.Option("--rounds", min=1, help="Times that everything is measured; the median of them is shown.")
@@ -61,14 +61,17 @@ ModelShape = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME",
-        rich_help_panel=MODEL_OPTIONS,
+        rich_help_panel=options.MODEL_OPTIONS,
         help="The model whose shape is taken, such as llama-3-8b, qwen3-4b or smollm-135m.",
     ),
 ]
 ModelLayers = Annotated[
     int,
     typer.Option(
-        "--layers", min=0, rich_help_panel=MODEL_OPTIONS, help="Number of the model's layers to run; 0 runs all."
+        "--layers",
+        min=0,
+        rich_help_panel=options.MODEL_OPTIONS,
+        help="Number of the model's layers to run; 0 runs all.",
     ),
 ]
 RandomWeights = Annotated[
@@ -76,7 +79,7 @@ RandomWeights = Annotated[
     typer.Option(
         "--weights",
         metavar="FORMAT",
-        rich_help_panel=MODEL_OPTIONS,
+        rich_help_panel=options.MODEL_OPTIONS,
         help="Number format of the weights: int8 (on a CPU only), bfloat16 or float32.",
     ),
 ]
@@ -84,7 +87,7 @@ RandomWeights = Annotated[
 
 LoadedModel = Annotated[
     str | None,
-    model_option(
+    options.model_option(
         "A model with its own weights, in the place of a random one: builtin, a folder, a GGUF file, or a Hugging Face "
         "id. --weights is then that of `skimkv generate`.",
         default="random weights",
@@ -115,12 +118,21 @@ def check_loaded(context: typer.Context, model: str, weights: str, device: str) 
     return formats
 
 
-def load_subject(model: str, weights: str | None, device: str) -> Subject:
-    """Load the model of a benchmark with its own weights. Raises ValueError, in one line, if it cannot be loaded."""
-    quiet(model)
-    from ...bench.models import loaded_subject
+def subject_maker(
+    context: typer.Context, model: str | None, shape: str, layers: int, weights: str, device: str
+) -> Callable[[Machine, int], Subject]:
+    """Check the options of the model that is timed, loaded or random; return what makes it, for so many positions."""
+    own = check_weights(shape, weights) if model is None else check_loaded(context, model, weights, device)
 
-    return loaded_subject(model, weights, resolve_device(device))
+    def make(machine: Machine, positions: int) -> Subject:
+        from ...bench.models import loaded_subject, random_subject
+
+        if model is not None:
+            options.quiet(model)
+            return loaded_subject(model, own, machine.device)
+        return random_subject(shape, layers or None, own or weights, positions, machine.device)
+
+    return make
 
 
 def name_for_people(model: str) -> str:
@@ -129,12 +141,10 @@ def name_for_people(model: str) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def _check_lengths(values: list[str] | None) -> list[str] | None:
-    for text in values or ():
-        prompt, _, new = text.partition("+")
-        if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
-            raise ValueError(f"--length {text!r} must be tokens of a prompt + new tokens, such as 512+1024")
-    return values
+def _check_length(text: str) -> None:
+    prompt, _, new = text.partition("+")
+    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
+        raise ValueError(f"--length {text!r} must be tokens of a prompt + new tokens, such as 512+1024")
 
 
 def pairs_of_tokens(lengths: Sequence[str]) -> list[tuple[int, int]]:
@@ -145,7 +155,7 @@ def pairs_of_tokens(lengths: Sequence[str]) -> list[tuple[int, int]]:
 def lengths_option(default: Sequence[str]) -> Any:
     """Make the option for prompts and answers of several lengths."""
     return typer.Option(
-        "--length", metavar="P+N", callback=_check_lengths, show_default=" and ".join(default),
+        "--length", metavar="P+N", callback=options.checked(_check_length), show_default=" and ".join(default),
         help="Tokens of a prompt, and new tokens after it. May be given several times.",
     )  # fmt: skip
 
@@ -176,18 +186,16 @@ def machine_to_measure(device: str, threads: int) -> Machine:
         torch.set_num_threads(threads)
     if device.startswith("mps"):
         return machine_for(torch.device(device))  # which says what benchmarks run on
-    return machine_for(resolve_device(device))
+    return machine_for(options.resolve_device(device))
 
 
 RIVALS = ("llama.cpp", "fork")
 
 
-def programs(values: list[str] | None) -> list[str] | None:
-    """Check the programs of --against, KIND=PATH. Raises ValueError for another kind, or a path that cannot be run."""
-    for text in values or ():
-        kind, _, path = text.partition("=")
-        if kind not in RIVALS or not path:
-            raise ValueError(f"--against {text!r} must be llama.cpp=PATH or fork=PATH, the path of a llama-bench")
-        if not Path(path).is_file() or not os.access(path, os.X_OK):
-            raise ValueError(f"--against {text}: {path} is no program that can be run")
-    return values
+def check_program(text: str) -> None:
+    """Check a program of --against, KIND=PATH. Raises ValueError for another kind, or a path that cannot be run."""
+    kind, _, path = text.partition("=")
+    if kind not in RIVALS or not path:
+        raise ValueError(f"--against {text!r} must be llama.cpp=PATH or fork=PATH, the path of a llama-bench")
+    if not Path(path).is_file() or not os.access(path, os.X_OK):
+        raise ValueError(f"--against {text}: {path} is no program that can be run")
