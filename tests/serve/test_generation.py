@@ -14,6 +14,7 @@ from skimkv.serve.conversations import Conversations
 from skimkv.serve.generation import Answer, Generator
 from skimkv.serve.requests import Refused
 from support import tiny_models
+from support.serving import answer_alone
 
 NEW = 12
 
@@ -27,7 +28,7 @@ def run(
 ) -> Answer:
     """The answer to a prompt, ids (1,n), as the fields of a request say."""
     prompt = made.prompt(ids[0].tolist(), body, NEW)
-    return made.generate(prompt, cancelled or threading.Event(), take or (lambda tokens: False))
+    return answer_alone(made, prompt, cancelled, take)
 
 
 def answer(made: Generator, ids: torch.Tensor, **settings: Any) -> list[int]:

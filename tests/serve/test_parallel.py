@@ -21,6 +21,7 @@ from skimkv.serve.conversations import Conversations
 from skimkv.serve.generation import Generator, Open
 from skimkv.serve.worker import Ended, Task, Worker
 from support import tiny_models
+from support.serving import answer_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the method decodes 1 of 2 layers")
 
@@ -83,7 +84,7 @@ def alone(made: Generator, one: Asked) -> list[int]:
     """The tokens of the library's generate(), with a cache of its own."""
     ids = tiny_models.prompt(n=one.n, seed=one.n)[0].tolist()
     prompt = made.prompt(ids, one.fields, one.new)
-    return made._generate_by_library(prompt, threading.Event(), lambda new: False).tokens
+    return made.generate(prompt, threading.Event(), lambda new: False).tokens
 
 
 def check_together(method: str, name: str = "llama", piece: int = 16) -> None:
@@ -113,7 +114,7 @@ def test_a_model_whose_layers_keep_states_is_not_joined() -> None:
     made = Generator(model, skimkv.parse("Dense()"), Conversations(0, 0))
     assert made.alone == "some of its layers keep states"
     assert made.begin(made.prompt([3, 4, 5], {}, 4), threading.Event(), lambda new: False) is None
-    assert len(made.generate(made.prompt([3, 4, 5], {}, 4), threading.Event(), lambda new: False).tokens) == 4
+    assert len(answer_alone(made, made.prompt([3, 4, 5], {}, 4)).tokens) == 4
     caches = [Cache(model, "Dense()"), Cache(model, "Dense()")]
     with pytest.raises(ValueError, match="layers that keep states"):
         joint_requests(caches)
@@ -200,7 +201,7 @@ def test_products_know_of_how_many_tokens_a_piece_is(monkeypatch: pytest.MonkeyP
     """Of those that no kept cache holds, also after a piece that failed."""
     made, seen = generator("Dense()", count=2), []
     read, ids = made._read, tiny_models.prompt(n=50)[0].tolist()
-    made.generate(made.prompt(ids, {}, 2), threading.Event(), lambda new: False)
+    answer_alone(made, made.prompt(ids, {}, 2))
 
     def noted(cache: Cache, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         seen.append((tokens.shape[1], ops.tokens_of_prompt.get()))

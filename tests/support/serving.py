@@ -16,7 +16,7 @@ from skimkv import serve
 from skimkv.hf.cache import Cache
 from skimkv.serve.conversations import Conversations
 from skimkv.serve.folder import Folder
-from skimkv.serve.generation import Generator
+from skimkv.serve.generation import Answer, Generator, Prompt
 from support.openai_requests import Endpoint
 
 
@@ -62,3 +62,17 @@ def running(
     server.should_exit = True
     thread.join(60)
     assert not thread.is_alive()
+
+
+def answer_alone(made: Generator, prompt: Prompt, cancelled: threading.Event | None = None, take: Any = None) -> Answer:
+    """The answer to a prompt, as a worker makes it that has no other request."""
+    cancelled, take = cancelled or threading.Event(), take or (lambda tokens: False)
+    answer = None if cancelled.is_set() else made.begin(prompt, cancelled, take)
+    if answer is None:
+        return made.generate(prompt, cancelled, take)
+    while answer.is_open:
+        if answer.is_reading:
+            answer.read()
+        else:
+            answer.choose(*made.step([answer]))
+    return answer.end()

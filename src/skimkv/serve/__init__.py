@@ -49,10 +49,10 @@ def build_application(
     """
     check_installed()
     try:
-        from .application import application
+        from .application import Server
     except ImportError as error:
         raise ValueError(f"{_unknown_version(importlib.metadata.version('transformers'))} ({error})") from error
-    return application(generator, tokenizer, name, cors, max_body, parallel, api_key)
+    return Server(generator, tokenizer, name, max_body, parallel).application(cors, api_key)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -45,9 +45,7 @@ class Server:
     answers are made together.
     """
 
-    def __init__(
-        self, generator: Generator, tokenizer: Any, name: str, max_body: int | None = None, parallel: int = 1
-    ) -> None:
+    def __init__(self, generator: Generator, tokenizer: Any, name: str, max_body: int | None, parallel: int) -> None:
         self.generator, self.tokenizer, self.name = generator, tokenizer, name
         self.max_body = max_body or max(LEAST_BODY, BYTES_A_TOKEN * (generator.max_tokens or 2**20))
         self.worker, self.aside = Worker(generator, tokenizer, parallel), Aside()
@@ -198,6 +196,34 @@ class Server:
         """Tell what the server did and holds, as Prometheus reads it."""
         return Response(metrics.text(self.generator, self.worker), media_type=metrics.MEDIA_TYPE)
 
+    def application(self, cors: Sequence[str], api_key: str | None) -> Starlette:
+        """Make the ASGI application. See `skimkv.serve.build_application`."""
+        routes = [Route(path, self.answer(kind), methods=["POST"]) for path, kind in KINDS.items()]
+        routes += [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/skimkv", self.totals),
+            Route("/metrics", self.metrics),
+        ]
+        sharing: dict[str, Any] = {
+            "allow_origins": list(cors),
+            "allow_methods": ["GET", "POST"],
+            "allow_headers": ["*"],
+        }
+        return Starlette(
+            routes=routes,
+            lifespan=self.lifespan,
+            middleware=[
+                *([Middleware(CORSMiddleware, **sharing)] if cors else []),
+                *([Middleware(Guard, key=api_key)] if api_key else []),
+            ],
+            exception_handlers={
+                Refused: _tell, ValueError: _tell, HTTPException: _tell_http, ClientDisconnect: _nobody,
+                Exception: _tell,
+            },
+        )  # fmt: skip
+
 
 class Kind(NamedTuple):
     """A kind of request: its fields, the one that it needs, its tasks, and the form of the answer."""
@@ -213,36 +239,6 @@ KINDS = {
     "/v1/chat/completions": Kind(requests.CHAT, "messages", Server.chat_tasks, chat_completions.ChatCompletion),
     "/v1/responses": Kind(requests.RESPONSE, "input", Server.response_tasks, responses.Response),
 }
-
-
-def application(
-    generator: Generator,
-    tokenizer: Any,
-    name: str,
-    cors: Sequence[str] = (),
-    max_body: int | None = None,
-    parallel: int = 1,
-    api_key: str | None = None,
-) -> Starlette:
-    """Make the ASGI application that serves a model under a name. See `skimkv.serve.build_application`."""
-    server = Server(generator, tokenizer, name, max_body, parallel)
-    routes = [Route(path, server.answer(kind), methods=["POST"]) for path, kind in KINDS.items()]
-    routes += [
-        Route("/v1/models", server.models),
-        Route("/v1/models/{name:path}", server.model),
-        Route("/health", server.health),
-        Route("/skimkv", server.totals),
-        Route("/metrics", server.metrics),
-    ]
-    sharing = Middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["GET", "POST"], allow_headers=["*"])
-    return Starlette(
-        routes=routes,
-        lifespan=server.lifespan,
-        middleware=[*([sharing] if cors else []), *([Middleware(Guard, key=api_key)] if api_key else [])],
-        exception_handlers={
-            Refused: _tell, ValueError: _tell, HTTPException: _tell_http, ClientDisconnect: _nobody, Exception: _tell,
-        },
-    )  # fmt: skip
 
 
 class _Events(StreamingResponse):

@@ -55,10 +55,6 @@ def used_tools(body: Mapping[str, Any]) -> list[Any] | None:
     return tools or None
 
 
-def _last(messages: list[Message]) -> Message:
-    return messages[-1] if messages else {"role": ""}
-
-
 def _for_template(message: Message) -> Message:
     """A message with its content as one text, and the arguments of its calls as objects: what templates expect."""
     content = message.get("content") or ""
@@ -92,7 +88,8 @@ def response_messages(body: Mapping[str, Any]) -> list[Message]:
         return messages[-1]
 
     for item in items:
-        kind, last = item.get("type", "message"), _last(messages)
+        kind = item.get("type", "message")
+        last: Message = messages[-1] if messages else {"role": ""}
         if kind == "reasoning":
             reasoning += "".join(part["text"] for part in item.get("content") or [])
         elif kind in TEXT_PARTS:

@@ -33,6 +33,7 @@ from .logits import BiasAndPenalties
 from .requests import Refused, generation_settings
 
 DEFAULT_NEW_TOKENS = 1024  # where neither the request nor the model says more
+Take = Callable[[Sequence[int]], bool]  # is given new tokens, and says whether the answer is complete
 GREEDY_BELOW = 1e-6  # a temperature below this one leaves only the most probable token, and would overflow
 
 
@@ -78,11 +79,15 @@ class Answer(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The cache with which a prompt begins, how many of its tokens that holds, and how many of those from a file."""
+    """The cache with which a prompt begins, how many of its tokens that holds, and how many of those from a file.
+
+    time: at which the answer began.
+    """
 
     cache: Cache
     reused: int
     loaded: int
+    time: float
 
 
 class Generator:
@@ -177,24 +182,30 @@ class Generator:
         file = self.folder.find(ids, self.conversations.held(ids))
         return None if file is None else self.folder.load(file)
 
-    def generate(self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]) -> Answer:
-        """Answer a prompt on its own. `take` is given the tokens as they come, and says whether the answer is complete.
+    def generate(self, prompt: Prompt, cancelled: threading.Event, take: Take) -> Answer:
+        """Answer a prompt on its own, by the library's loop.
 
-        It ends early when `cancelled` is set. Raises ValueError if a setting cannot be combined with the method.
+        `take` is given the tokens as they come, and says whether the answer is complete. It ends early when
+        `cancelled` is set. Raises ValueError if a setting cannot be combined with the method.
         """
         if cancelled.is_set():
             return Answer([], False, 0)
-        answer = self.begin(prompt, cancelled, take)
-        if answer is None:
-            return self._generate_by_library(prompt, cancelled, take)
-        while answer.is_open:
-            if answer.is_reading:
-                answer.read()
-            else:
-                answer.choose(*self.step([answer]))
-        return answer.end()
+        ids = torch.tensor(prompt.ids)
+        can_go_on = is_plain(prompt.config)
+        begun = self._start(prompt, can_go_on)
+        cache = begun.cache
+        watch = _Watch(cancelled, take, len(ids), cache, self.conversations if can_go_on else None)
+        with contextlib.ExitStack() as stack:
+            if prompt.seed is not None:
+                devices = [self.model.device] if self.model.device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.manual_seed(prompt.seed)
+            output: Tensor = self._call_library(prompt, cache, stopping_criteria=StoppingCriteriaList([watch]))
+        tokens: list[int] = output[0, len(ids) :].tolist()
+        take(tokens[watch.taken :])
+        return self._finish(prompt, begun, cache if can_go_on else None, watch.after_prompt, tokens)
 
-    def begin(self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]) -> Open | None:
+    def begin(self, prompt: Prompt, cancelled: threading.Event, take: Take) -> Open | None:
         """Begin an answer that can share steps with others; None for one that `generate` has to make on its own.
 
         take, cancelled: as of `generate`. Raises ValueError if a setting cannot be combined with the method.
@@ -224,34 +235,16 @@ class Generator:
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, **self._options()}
         return next_logits(self.model(return_dict=True, **inputs))
 
-    def _generate_by_library(
-        self, prompt: Prompt, cancelled: threading.Event, take: Callable[[Sequence[int]], bool]
-    ) -> Answer:
-        start, ids = time.perf_counter(), torch.tensor(prompt.ids)
-        can_go_on = is_plain(prompt.config)
-        begun = self._start(prompt, can_go_on)
-        cache = begun.cache
-        watch = _Watch(cancelled, take, len(ids), cache, self.conversations if can_go_on else None)
-        with contextlib.ExitStack() as stack:
-            if prompt.seed is not None:
-                devices = [self.model.device] if self.model.device.type == "cuda" else []
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.manual_seed(prompt.seed)
-            output: Tensor = self._call_library(prompt, cache, stopping_criteria=StoppingCriteriaList([watch]))
-        tokens: list[int] = output[0, len(ids) :].tolist()
-        take(tokens[watch.taken :])
-        return self._finish(prompt, begun, cache if can_go_on else None, watch.after_prompt, tokens, start)
-
     def _start(self, prompt: Prompt, may_be_kept: bool = True) -> Start:
         """Find the cache with which a prompt begins: a kept one, or the loaded one where it holds more."""
-        ids, loaded = torch.tensor(prompt.ids), prompt.loaded
+        ids, loaded, start = torch.tensor(prompt.ids), prompt.loaded, time.perf_counter()
         tokens = 0 if loaded is None else loaded.usable(ids)
         if loaded is not None and tokens > self.conversations.held(ids):
-            return Start(cut(loaded.cache, tokens), tokens, tokens)
+            return Start(cut(loaded.cache, tokens), tokens, tokens, start)
         kept = self.conversations.take(ids) if may_be_kept else None
         if kept is None:
-            return Start(Cache(self.model, self.method, self.max_tokens), 0, 0)
-        return Start(kept, kept.get_seq_length(), 0)
+            return Start(Cache(self.model, self.method, self.max_tokens), 0, 0, start)
+        return Start(kept, kept.get_seq_length(), 0, start)
 
     def _call_library(self, prompt: Prompt, cache: Cache, **options: Any) -> Any:
         """The result of the model's generate() for a prompt."""
@@ -262,13 +255,7 @@ class Generator:
         )  # fmt: skip
 
     def _finish(
-        self,
-        prompt: Prompt,
-        begun: Start,
-        cache: Cache | None,
-        after_prompt: Cache | None,
-        tokens: list[int],
-        start: float,
+        self, prompt: Prompt, begun: Start, cache: Cache | None, after_prompt: Cache | None, tokens: list[int]
     ) -> Answer:
         """Keep the cache of an answer, or its copy after the prompt, count the tokens, and return the answer."""
         self._joint, self._stepped = None, []  # whose memory ends here, unless it is kept
@@ -280,11 +267,11 @@ class Generator:
             kept = self.conversations.keep(ids, cut(cache, len(ids)))
         if kept is not None and self.folder is not None:
             self.folder.add(kept)
-        self._count(len(ids), begun, len(tokens), start)
+        self._count(len(ids), begun, len(tokens))
         return Answer(tokens, bool(tokens) and tokens[-1] in _end_tokens(prompt.config), begun.reused)
 
-    def _count(self, prompt: int, begun: Start, new: int, start: float) -> None:
-        totals, seconds = self.totals, time.perf_counter() - start
+    def _count(self, prompt: int, begun: Start, new: int) -> None:
+        totals, seconds = self.totals, time.perf_counter() - begun.time
         totals.requests += 1
         totals.prompt_tokens += prompt
         totals.reused_tokens += begun.reused
@@ -302,16 +289,9 @@ class Open:
     ids (1,n): the tokens so far, those of the prompt first. cache: holds those that have been read.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        prompt: Prompt,
-        cancelled: threading.Event,
-        take: Callable[[Sequence[int]], bool],
-    ) -> None:
+    def __init__(self, generator: Generator, prompt: Prompt, cancelled: threading.Event, take: Take) -> None:
         self.generator, self.prompt, self.cancelled, self.take = generator, prompt, cancelled, take
-        self.start, self.is_complete = time.perf_counter(), False
-        self._begun = generator._start(prompt)
+        self.is_complete, self._begun = False, generator._start(prompt)
         self.cache, self.read_tokens = self._begun.cache, self._begun.reused
         self._after_prompt: Cache | None = None
         config = copy.copy(prompt.config)
@@ -369,10 +349,10 @@ class Open:
     def end(self) -> Answer:
         """Keep the cache for the next turn, unless the prompt was not read to its end, and return the answer."""
         if self.is_reading:
-            self.generator._count(self.read_tokens, self._begun, 0, self.start)
+            self.generator._count(self.read_tokens, self._begun, 0)
             return Answer([], False, self._begun.reused)
         tokens: list[int] = self.ids[0, len(self.prompt.ids) :].tolist()
-        return self.generator._finish(self.prompt, self._begun, self.cache, self._after_prompt, tokens, self.start)
+        return self.generator._finish(self.prompt, self._begun, self.cache, self._after_prompt, tokens)
 
 
 def _prepared(
@@ -390,18 +370,12 @@ class _Watch(StoppingCriteria):
     """
 
     def __init__(
-        self,
-        cancelled: threading.Event,
-        take: Callable[[Sequence[int]], bool],
-        prompt: int,
-        cache: Cache,
-        conversations: Conversations | None,
+        self, cancelled: threading.Event, take: Take, prompt: int, cache: Cache, conversations: Conversations | None
     ) -> None:
         self.cancelled, self.take, self.prompt = cancelled, take, prompt
         self.cache, self.conversations = cache, conversations
-        self.taken, self.after_prompt = 0, None
-
-    after_prompt: Cache | None
+        self.taken = 0
+        self.after_prompt: Cache | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return whether each row of input_ids (B,n) is complete: (B,) bool."""

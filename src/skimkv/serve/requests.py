@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..records import parse_object
+
 GREATEST_NUMBER = 2**31
 DEEPEST = 64  # objects and lists inside one another
 MOST_STOPS = 16
@@ -94,12 +96,13 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
-def _number(low: float, high: float) -> Check:
-    def check(value: Any) -> str | None:
-        """Say what is wrong with a number, or nothing."""
-        return None if _is_number(value, low, high) else f"must be a number from {low:g} to {high:g}"
+def _must_be(what: str, is_good: Callable[[Any], bool]) -> Check:
+    """Make the check of a field whose values are good or not."""
+    return lambda value: None if is_good(value) else f"must be {what}"
 
-    return check
+
+def _number(low: float, high: float) -> Check:
+    return _must_be(f"a number from {low:g} to {high:g}", lambda value: _is_number(value, low, high))
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
@@ -107,30 +110,22 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 
 def _whole(low: int, high: int) -> Check:
-    def check(value: Any) -> str | None:
-        """Say what is wrong with a whole number, or nothing."""
-        return None if _is_whole(value, low, high) else f"must be a whole number from {low} to {high}"
-
-    return check
+    return _must_be(f"a whole number from {low} to {high}", lambda value: _is_whole(value, low, high))
 
 
 def _is_whole(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, int) and _is_number(value, low, high)
 
 
-def _stops(value: Any) -> str | None:
+def _are_stops(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
-    if len(texts) <= MOST_STOPS and all(isinstance(text, str) and text for text in texts):
-        return None
-    return f"must be a text that is not empty, or a list of at most {MOST_STOPS} such texts"
+    return len(texts) <= MOST_STOPS and all(isinstance(text, str) and text for text in texts)
 
 
-def _text(value: Any) -> str | None:
-    return None if isinstance(value, str) else "must be a text"
-
-
-def _flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "must be true or false"
+_stops = _must_be(f"a text that is not empty, or a list of at most {MOST_STOPS} such texts", _are_stops)
+_text = _must_be("a text", lambda value: isinstance(value, str))
+_flag = _must_be("true or false", lambda value: isinstance(value, bool))
+_object = _must_be("an object", lambda value: isinstance(value, dict))
 
 
 def _prompt(value: Any) -> str | None:
@@ -174,10 +169,8 @@ def _is_part(part: Any) -> bool:
 
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and _are_arguments(function)
-
-
-def _are_arguments(function: dict[str, Any]) -> bool:
+    if not isinstance(function, dict) or not _has_name(function):
+        return False
     arguments = function.get("arguments")
     return isinstance(arguments, dict) or _json_object(arguments) is None
 
@@ -213,8 +206,7 @@ def _item(item: dict[str, Any]) -> str | None:
 
 
 def _tools(value: Any) -> str | None:
-    whole = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
-    if not whole:
+    if not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         return "must be a list of objects"
     named = all(tool.get("type") == "function" and _has_name(tool.get("function", tool)) for tool in value)
     return None if named else "must be a list of functions with a name"
@@ -227,28 +219,24 @@ def _has_name(function: Any) -> bool:
 _TOKEN_NUMBER = re.compile("[0-9]{1,10}")
 
 
-def _bias(value: Any) -> str | None:
-    whole = isinstance(value, dict) and all(map(_TOKEN_NUMBER.fullmatch, value))
-    whole = whole and all(_is_number(bias, -100, 100) for bias in value.values())
-    return None if whole else "must be an object from token numbers to numbers from -100 to 100"
+def _is_bias(value: Any) -> bool:
+    numbered = isinstance(value, dict) and all(map(_TOKEN_NUMBER.fullmatch, value))
+    return numbered and all(_is_number(bias, -100, 100) for bias in value.values())
+
+
+_bias = _must_be("an object from token numbers to numbers from -100 to 100", _is_bias)
 
 
 def _json_object(value: Any) -> str | None:
-    try:
-        parsed = json.loads(value) if isinstance(value, str) else None
-    except (ValueError, RecursionError):
-        parsed = None
+    parsed = parse_object(value) if isinstance(value, str) else None
     _check_inside("a text that holds JSON", parsed)
     return None if isinstance(parsed, dict) else "must be a text that holds a JSON object"
 
 
-def _object(value: Any) -> str | None:
-    return None if isinstance(value, dict) else "must be an object"
-
-
-def _stream_options(value: Any) -> str | None:
-    good = isinstance(value, dict) and all(option is None or isinstance(option, bool) for option in value.values())
-    return None if good else "must be an object of options that are true or false"
+_stream_options = _must_be(
+    "an object of options that are true or false",
+    lambda value: isinstance(value, dict) and all(isinstance(option, bool | None) for option in value.values()),
+)
 
 
 def _generation_config(value: Any) -> str | None:
@@ -275,7 +263,6 @@ def generation_settings(value: Any) -> dict[str, Any]:
 
 def _only(*values: Any) -> Check:
     def check(value: Any) -> str | None:
-        """Say that nothing else is supported, where the field would be ignored."""
         known = any(value == other and type(value) is type(other) for other in values)
         return None if known else f"is not supported; leave it out, or write {json.dumps(values[0])}"
 
