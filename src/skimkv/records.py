@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -65,10 +66,13 @@ class RecordFile:
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
         try:
-            _lock(self._file, path)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed or the process dies
             content = read_records(path, kind)
             if not resume_anyway:
                 _check_same_origin(path, content, backend)
+        except BlockingIOError:
+            os.close(self._file)
+            raise ValueError(f"{path}: another run is writing to it") from None
         except BaseException:
             os.close(self._file)
             raise
@@ -137,7 +141,7 @@ def read_records(path: Path, kind: Kind) -> Content:
     *lines, torn = path.read_bytes().split(b"\n")
     header, records = None, []
     for number, line in enumerate(lines, 1):
-        parsed = _parse(line)
+        parsed = parse_object(line)
         if number == 1 and parsed is not None and parsed.get("skimkv") == kind.header:
             if parsed.get("format") != FORMAT:
                 raise ValueError(
@@ -157,10 +161,10 @@ def read_records(path: Path, kind: Kind) -> Content:
     return Content(header, records, sum(len(line) + 1 for line in lines), bool(torn))
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None if it is none."""
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is; None if it is none."""
     try:
-        content = json.loads(line)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
@@ -177,15 +181,3 @@ def _check_same_origin(path: Path, content: Content, backend: str) -> None:
                 f"{path} was written by skimkv {written_by} with the backend {made_with}; this is skimkv {__version__} "
                 f"with the backend {backend}: give --resume-anyway to add to it, or choose another --out"
             )
-
-
-def _lock(file: int, path: Path) -> None:
-    """Lock the file until it is closed or the process dies, where the system has locks of this kind."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path}: another run is writing to it") from None

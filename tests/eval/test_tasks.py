@@ -237,9 +237,9 @@ def test_squad_never_repeats_the_paragraph(folder):
 
 def test_answers():
     right, wrong = (" 1978", "1978.", '"1978" was it', "The 1978 one"), ("", "in 1978", "197", "8")
-    assert all(answers.score_start(output, ("no", "1978")) for output in right)
-    assert not any(answers.score_start(output, ("1978", "")) for output in wrong)
-    assert answers.score_start("Norman Conquest", ("The norman conquest.",)) == 1
+    assert all(answers.score_start(output, example("no", "1978")) for output in right)
+    assert not any(answers.score_start(output, example("1978", "")) for output in wrong)
+    assert answers.score_start("Norman Conquest", example("The norman conquest.")) == 1
 
 
 def test_bpc(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,18 +88,46 @@ class Findings:
 
     def json(self, tokenizer: Any) -> dict[str, Any]:
         """Return the figures' numbers for --json; a list in a layer has one entry for each query head."""
+        stats: Any = importlib.import_module("scipy.stats")
+        heads = {
+            "top_mass": self.top_mass.mean(-1),
+            "tokens_of_90_percent": self.tokens_of_mass.float().mean(-1),
+            "kurtosis": statistics.kurtosis(self.q),
+            "tail_mass": statistics.tail_mass(self.q),
+            "sparsity": self.sparsity,
+        }
+        (r, k), true = self.grid.alpha, self.alpha[0]
+        errors = [float((estimate - true).abs().mean()) for estimate in self.alpha[1:]]
+        shares = self.scores_by_rank().mean(0)
+        exponent, fit = statistics.fit_power_law(torch.arange(1, self.tokens + 1), shares)
+        ids, count, score = self.scores_by_token()
+        best = score.topk(min(8, len(ids))).indices.tolist()
         return {
-            "layers": self._layers_json(),
+            "layers": [
+                {"layer": layer, **{name: x[i].tolist() for name, x in heads.items()}}
+                for i, layer in enumerate(self.layers)
+            ],
             "agreement": [
                 {"how": how, "r": r, "k": k, "mean": float(self.agreement[a, b, c].mean())}
                 for a, how in enumerate(self.grid.channels)
                 for b, r in enumerate(self.grid.r)
                 for c, k in enumerate(self.grid.k)
             ],
-            "alpha": self._alpha_json(),
+            "alpha": {
+                "r": r, "k": k, "true": float(true.mean()), "off_by": dict(zip(TEMPERATURES, errors, strict=True)),
+            },
             "correlation_ratio": self.correlation_ratio,
-            "accumulated": self._accumulated_json(),
-            "heavy_hitters": self._heavy_hitters_json(tokenizer),
+            "accumulated": {
+                "exponent": exponent, "r2": fit, "top_5_percent": float(shares[: max(1, self.tokens // 20)].sum()),
+            },
+            "heavy_hitters": {
+                "spearman": float(stats.spearmanr(count, score).statistic),
+                "spearman_per_occurrence": float(stats.spearmanr(count, score / count).statistic),
+                "top": [
+                    {"token": tokenizer.decode([int(ids[i])]), "count": int(count[i]), "score": float(score[i])}
+                    for i in best
+                ],
+            },
             "clusters": [
                 {
                     "layer": cloud.layer, "head": cloud.head, "kind": cloud.kind, "delta": delta,
@@ -108,44 +136,6 @@ class Findings:
                 for cloud in self.clouds for delta, m in zip(cloud.deltas, cloud.clusters, strict=True)
             ],
         }  # fmt: skip
-
-    def _layers_json(self) -> list[dict[str, Any]]:
-        heads = {
-            "top_mass": self.top_mass.mean(-1),
-            "tokens_of_90_percent": self.tokens_of_mass.float().mean(-1),
-            "kurtosis": statistics.kurtosis(self.q),
-            "tail_mass": statistics.tail_mass(self.q),
-            "sparsity": self.sparsity,
-        }
-        return [
-            {"layer": layer, **{name: x[i].tolist() for name, x in heads.items()}}
-            for i, layer in enumerate(self.layers)
-        ]
-
-    def _alpha_json(self) -> dict[str, Any]:
-        (r, k), true = self.grid.alpha, self.alpha[0]
-        errors = [float((estimate - true).abs().mean()) for estimate in self.alpha[1:]]
-        off_by = dict(zip(TEMPERATURES, errors, strict=True))
-        return {"r": r, "k": k, "true": float(true.mean()), "off_by": off_by}
-
-    def _accumulated_json(self) -> dict[str, float]:
-        shares = self.scores_by_rank().mean(0)
-        exponent, fit = statistics.fit_power_law(torch.arange(1, self.tokens + 1), shares)
-        top = float(shares[: max(1, self.tokens // 20)].sum())
-        return {"exponent": exponent, "r2": fit, "top_5_percent": top}
-
-    def _heavy_hitters_json(self, tokenizer: Any) -> dict[str, Any]:
-        stats: Any = importlib.import_module("scipy.stats")
-        ids, count, score = self.scores_by_token()
-        best = score.topk(min(8, len(ids))).indices.tolist()
-        return {
-            "spearman": float(stats.spearmanr(count, score).statistic),
-            "spearman_per_occurrence": float(stats.spearmanr(count, score / count).statistic),
-            "top": [
-                {"token": tokenizer.decode([int(ids[i])]), "count": int(count[i]), "score": float(score[i])}
-                for i in best
-            ],
-        }
 
 
 def count_layers(model: Any) -> int:
@@ -177,7 +167,10 @@ def survey(
     values = []
     for piece in pieces:
         layers = record_prompt(model, torch.tensor([piece], device=model.device)).recorded
-        grid = _grid(_one_shape(layers.values()), len(piece))
+        shapes = {layer.shape for layer in layers.values()}
+        if len(shapes) > 1:
+            raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")
+        grid = _grid(shapes.pop(), len(piece))
         of_layers = []
         for layer in layers.values():
             of_layers.append(_measure_layer(layer, at, grid))
@@ -200,13 +193,6 @@ def survey(
         correlation_ratio=_correlation_ratios(torch.stack(values)),
         clouds=list(_clouds(layers, clouds, random.Random(seed), tick)),
     )
-
-
-def _one_shape(layers: Iterable[RecordedLayer]) -> Shape:
-    shapes = {layer.shape for layer in layers}
-    if len(shapes) > 1:
-        raise ValueError(f"the layers' shapes differ: {', '.join(map(str, sorted(shapes)))}")
-    return shapes.pop()
 
 
 def _grid(shape: Shape, n: int) -> Grid:

@@ -140,9 +140,10 @@ def answer_questions(
     batch = _Batch(
         list(zip(caches, answers, strict=True)), logits, None if mask is None else mask.repeat(len(caches), 1)
     )
-    end_tokens, start = find_end_tokens(model, tokenizer), 0
+    end_tokens, start, shortest = find_end_tokens(model, tokenizer), 0, min(len(q.feed) for q in questions)
     while True:
-        n = 1 if batch.one_by_one else _tokens_at_once(questions, start)
+        # a block is as long as every row still has tokens, but for its last; each layer decodes it token by token
+        n = 1 if batch.one_by_one else max(1, min(shortest - 1 - start, BLOCK))
         tokens = []
         for answer, before in zip(batch.answers, batch.logits, strict=True):
             answer.score(start, before[-1:])
@@ -196,14 +197,6 @@ class _Batch:
                 parts.append((kept, [answers[row] for row in own]))
             first += len(answers)
         return _Batch(parts, self.logits[rows], None if self.mask is None else self.mask[rows])
-
-
-def _tokens_at_once(questions: Sequence[Question], start: int) -> int:
-    """How many tokens can be fed in one block, which each layer decodes token by token.
-
-    As many as every row still has, but for its last.
-    """
-    return max(1, min(min(len(question.feed) for question in questions) - 1 - start, BLOCK))
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:

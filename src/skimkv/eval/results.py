@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,11 +15,6 @@ from .tasks import parse as parse_task
 
 REQUIRED = {"model", "task", "mode", "method", "id", "score"}  # keys without which a line is no record
 FOR_SUMMARY = {"dtype", "seed", "counted", "prompt_tokens", "steps", "bytes", "dense_bytes"}  # `load` needs these too
-TEXTS = {"model", "dtype", "task", "mode", "method", "id", "source", "context", "output", "backend"}
-COUNTS = {
-    "prompt_tokens", "fed_tokens", "new_tokens", "steps", "elements", "bytes", "paper_elements", "dense_elements",
-    "dense_bytes", "batch",
-}  # fmt: skip
 
 
 class RecordKey(NamedTuple):
@@ -78,40 +73,41 @@ class Record(NamedTuple):
         return {**fields.pop("key")._asdict(), **fields}
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value, 1 - 2**63)
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+# Whether a value can be that of the field; fields of later versions may be anything.
+TYPES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("model", "dtype", "task", "mode", "method", "id", "source", "context", "output", "backend"),
+        lambda value: isinstance(value, str),
+    ),
+    **dict.fromkeys(
+        ("prompt_tokens", "fed_tokens", "new_tokens", "steps", "elements", "bytes", "paper_elements", "dense_elements",
+         "dense_bytes", "batch"), lambda value: _is_whole(value, 0),
+    ),
+    "seed": lambda value: _is_whole(value, -(2**63)),
+    "counted": lambda value: isinstance(value, bool),
+    "score": _is_number,
+    "loss": _is_number,
+    "kl": lambda value: isinstance(value, list) and bool(value) and all(map(_is_number, value)),
+    "agrees": lambda value: isinstance(value, str) and bool(value) and set(value) <= {"0", "1"},
+    "at": lambda value: isinstance(value, list) and all(_is_number(x) and math.isfinite(x) for x in value),
+    "versions": lambda value: isinstance(value, dict),
+}  # fmt: skip
+
+
 def _problem(record: Mapping[str, Any]) -> str | None:
     """Why an object is no record of an evaluation; None if it is one."""
     if missing := REQUIRED - set(record):
         return f"no record of an evaluation, it has no {min(missing)!r}"
-    for name, value in record.items():
-        if not _has_type(name, value):
-            return f"no record of an evaluation, its {name} is {reprlib.repr(value)}"
-    return None
-
-
-def _has_type(name: str, value: Any) -> bool:
-    """Whether this can be the value of the field of that name; fields of later versions may be anything."""
-    if name in TEXTS:
-        return isinstance(value, str)
-    if name in COUNTS or name == "seed":
-        least = -(2**63) if name == "seed" else 0
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
-    if name == "counted":
-        return isinstance(value, bool)
-    if name in ("score", "loss"):
-        return _is_number(value)
-    if name == "kl":
-        return isinstance(value, list) and bool(value) and all(map(_is_number, value))
-    if name == "agrees":
-        return isinstance(value, str) and bool(value) and set(value) <= {"0", "1"}
-    if name == "at":
-        return isinstance(value, list) and all(_is_number(x) and math.isfinite(x) for x in value)
-    if name == "versions":
-        return isinstance(value, dict)
-    return True
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+    wrong = next((name for name, value in record.items() if name in TYPES and not TYPES[name](value)), None)
+    return wrong and f"no record of an evaluation, its {wrong} is {reprlib.repr(record[wrong])}"
 
 
 EVALUATION = Kind("results", "record of an evaluation", _problem)

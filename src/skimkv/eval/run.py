@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from .timing import StepTimes, ms_per_token
 from .traffic import RowCosts, depends_on_data
 
 CACHES_AT_ONCE = 6  # methods whose caches of one prompt are in memory together, and which decode in one batch
-T = TypeVar("T")
 
 
 class Prompts(NamedTuple):
@@ -106,7 +105,8 @@ class Run:
             examples = [planned for group in groups for planned in group]
             if self._missing(job, job.methods, examples):
                 prompts = self._read(job, groups, number)
-                for methods in _chunks(job.methods, CACHES_AT_ONCE):
+                for start in range(0, len(job.methods), CACHES_AT_ONCE):
+                    methods = job.methods[start : start + CACHES_AT_ONCE]
                     if self._missing(job, methods, examples):
                         yield from self._answers(job, prompts, methods)
 
@@ -237,11 +237,6 @@ def _batches_of_groups(groups: list[list[PlannedExample]], batch: int) -> Iterat
             filled = []
         filled.append(group)
     yield filled
-
-
-def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """The items in their order, `size` at a time."""
-    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _pad_left(prompts: list[list[int]], device: Any) -> tuple[Tensor, Tensor | None]:

@@ -126,18 +126,16 @@ def record_prompt(
         return prompt._replace(model=model)
     max_tokens = needed_max_tokens(model, ids.shape[1] + new_tokens)
     cache = Cache(model, Dense(), max_tokens)
-    layers = [_recorded(layer) for layer in cache.layers]
+    layers: list[Any] = []
+    for layer in cache.layers:  # each with one that records in its place
+        if isinstance(layer, LayerWithStates):
+            layers.append(_RecordedLayerWithStates(layer.number_of_states, layer.window))
+        else:
+            layers.append(RecordedLayer(layer.window) if isinstance(layer, Layer) else layer)
     cache = _with_layers(cache, layers)
     options: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = forward(model, cache, ids, mask, **options)
     return RecordedPrompt(model, cache.layers, logits[:, -1].float(), max_tokens)
-
-
-def _recorded(layer: Any) -> Any:
-    """The layer that records a prompt in the place of this one."""
-    if isinstance(layer, LayerWithStates):
-        return _RecordedLayerWithStates(layer.number_of_states, layer.window)
-    return RecordedLayer(layer.window) if isinstance(layer, Layer) else layer
 
 
 def forward(model: Any, cache: Cache, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

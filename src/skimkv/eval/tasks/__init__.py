@@ -3,10 +3,11 @@
 A task is a module of two functions:
     examples(*, data, seed, ...) -> iterator of Example; how many are taken from it changes none of them. Where sizes
         are in tokens it has an argument `count_tokens`, a function that tells how many tokens a text has.
-    score(output, example) -> float; larger is better, or smaller where the module says LOWER; UNIT says of what
+    score(output, example) -> float; larger is better, or smaller where the module says LOWER; UNIT says of what, and
+        GREATEST which one is the greatest that is possible; else it is 1
 and, where they are needed, of two more:
     prompt(example) -> (context, question), of which the prompt is made; else it is the example's own
-    greatest_score(...) -> the greatest score that is possible, with the arguments of `examples`; else it is 1
+    greatest_score(...) -> GREATEST with the arguments of `examples`, where it depends on these
 A module whose examples are documents (Example.tokens) says DOCUMENTS; then `output` are the divergences from dense
 attention.
 The spec of a task is its name with the arguments of `examples`: `lines`, `lines(lines=200)`. A suite is several tasks
@@ -84,9 +85,10 @@ class Task(NamedTuple):
 
     @property
     def greatest(self) -> float:
-        """The greatest score that is possible, 1 where the module has no `greatest_score`; the least is 0."""
-        greatest_score = getattr(self.module, "greatest_score", None)
-        return 1.0 if greatest_score is None else float(greatest_score(**self.arguments))
+        """The greatest score that is possible; the least is 0."""
+        if hasattr(self.module, "greatest_score"):
+            return float(self.module.greatest_score(**self.arguments))
+        return getattr(self.module, "GREATEST", 1.0)
 
     @property
     def is_of_documents(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from .base import Example
+
 EDGES = re.compile(r"""^[\s"'_.,]*(the |a |an )?|[\s"'_.,]*$""")
 
 
@@ -12,7 +14,7 @@ def normal_form(text: str) -> str:
     return EDGES.sub("", text.lower())
 
 
-def score_start(output: str, answers: tuple[str, ...]) -> float:
+def score_start(output: str, example: Example) -> float:
     """Return 1 if the output begins with one of the answers, both in normal form, else 0."""
     start = normal_form(output)
-    return float(any(start.startswith(answer) for answer in map(normal_form, answers) if answer))
+    return float(any(start.startswith(answer) for answer in map(normal_form, example.answers) if answer))

@@ -15,7 +15,7 @@ from pathlib import Path
 from . import source
 from .base import Example, check_whole
 
-LOWER, UNIT = True, "bits per character"
+LOWER, UNIT, GREATEST = True, "bits per character", math.inf  # a character can take any number of bits
 TITLE = re.compile(r"^ = [^=].* = $", flags=re.MULTILINE)
 
 
@@ -49,11 +49,6 @@ def split_articles(text: str) -> list[tuple[int, str]]:
     """The articles of a text in WikiText's form, each with its position; the text itself where it has no titles."""
     starts = [match.start() for match in TITLE.finditer(text)] or [0]
     return [(a, text[a:b]) for a, b in zip(starts, [*starts[1:], None], strict=True)]
-
-
-def greatest_score(**arguments: object) -> float:
-    """There is none: a character can take any number of bits."""
-    return math.inf
 
 
 def score(bits: float, example: Example) -> float:

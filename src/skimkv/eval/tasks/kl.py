@@ -17,7 +17,7 @@ from statistics import fmean
 from . import bpc, source
 from .base import Example, check_whole
 
-LOWER, UNIT, DOCUMENTS = True, "nats a token", True
+LOWER, UNIT, GREATEST, DOCUMENTS = True, "nats a token", math.inf, True  # a method can exclude any token
 TOKEN_CHARACTERS = 8  # more than the mean token of any usual tokenizer: a piece is cut so long
 LONGEST_TOKEN = 64  # characters; of a document no more than this for each token is looked at
 
@@ -55,11 +55,6 @@ def _split(text: str, size: int) -> list[tuple[int, str]]:
     if bpc.TITLE.search(text):
         return bpc.split_articles(text)
     return [(piece.start(), piece[0]) for piece in re.finditer(rf".{{1,{size}}}\S*", text, flags=re.DOTALL)]
-
-
-def greatest_score(**arguments: object) -> float:
-    """There is none: a method can exclude any token."""
-    return math.inf
 
 
 def score(divergences: Sequence[float], example: Example) -> float:

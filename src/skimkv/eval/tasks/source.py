@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from ...records import parse_object
 
 
 def find_file(data: Path | None, *names: str) -> Path | None:
@@ -53,11 +54,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Read the objects of a JSON Lines file. Raises ValueError at a line that is no JSON object."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
+            if (row := parse_object(line)) is None:
                 raise ValueError(f"{path}, line {number}: not a JSON object")
             yield row
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import answers, source
+from . import source
+from .answers import score_start
 from .base import Example, check_whole
 
 
@@ -90,6 +91,4 @@ def prompt(example: Example) -> tuple[str, str]:
     return example.context, example.question + "\nAnswer:"
 
 
-def score(output: str, example: Example) -> float:
-    """Return 1 if the output begins with one of the answers, else 0."""
-    return answers.score_start(output, example.answers)
+score = score_start

@@ -15,7 +15,7 @@ from typing import Any
 from . import source
 from .base import Example
 
-UNIT = "100 ROUGE-L F1"
+UNIT, GREATEST = "100 ROUGE-L F1", 100.0
 XSUM = ("###\nArticle: ", "\n\nSummarize the above article in 1 sentence.\n")  # around the articles of H2O's file
 
 
@@ -61,11 +61,6 @@ def _rouge() -> Any:
     except ImportError:
         raise ValueError("summarise is scored with rouge-score: pip install 'skimkv[eval]'") from None
     return scorer.RougeScorer(["rougeL"], use_stemmer=True)
-
-
-def greatest_score(**arguments: object) -> int:
-    """ROUGE-L times 100."""
-    return 100
 
 
 def score(output: str, example: Example) -> float:

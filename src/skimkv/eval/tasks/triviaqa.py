@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import answers, source
+from . import source
+from .answers import score_start
 from .base import Example
 
 
@@ -45,6 +46,4 @@ def _convert(row: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
         yield {"id": key, "question": row["question"], "answers": row["answer"]["aliases"], "context": context}
 
 
-def score(output: str, example: Example) -> float:
-    """Return 1 if the output begins with one of the answers, else 0."""
-    return answers.score_start(output, example.answers)
+score = score_start

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import source
 from ..base import Example, check_whole
@@ -63,9 +64,10 @@ def make(
         places = sorted(int(len(pieces) * depth / 100) for depth in rng.sample(DEPTHS, len(needles)))
     else:
         places, joint = sorted(rng.sample(range(size), len(needles))), "\n"
-        pieces = (
-            [NOISE] * size if hay == "noise" else [_distractor(rng, key_kind, value_kind, taken) for _ in range(size)]
-        )
+        pieces = [NOISE] * size
+        if hay == "needles":
+            others = ([_new(rng, kind, taken) for kind in (key_kind, value_kind)] for _ in range(size))
+            pieces = [NEEDLE.format(kind=value_kind, key=key, value=value) for key, value in others]
     for place, needle in reversed(list(zip(places, needles, strict=True))):
         pieces.insert(place, needle)
     several = queries * values > 1
@@ -76,10 +78,6 @@ def make(
     answers = tuple(value for _, found in asked for value in found)
     depth = context.index(f"is: {answers[0]}.") / len(context)
     return Sample(context, QUESTION[several].format(kind=kind, keys=listed), answers, depth)
-
-
-def _distractor(rng: random.Random, key_kind: str, value_kind: str, taken: set[str]) -> str:
-    return NEEDLE.format(kind=value_kind, key=_new(rng, key_kind, taken), value=_new(rng, value_kind, taken))
 
 
 def _new(rng: random.Random, kind: str, taken: set[str]) -> str:
@@ -97,26 +95,19 @@ def _new(rng: random.Random, kind: str, taken: set[str]) -> str:
 
 
 def examples(
-    *,
-    data: Path | None = None,
-    seed: int = 0,
-    count_tokens: CountTokens,
-    length: int = 4096,
-    hay: str = "noise",
-    keys: int = 1,
-    values: int = 1,
-    queries: int = 1,
-    key_kind: str = "words",
-    value_kind: str = "numbers",
+    *, data: Path | None = None, seed: int = 0, count_tokens: CountTokens, length: int = 4096, **recipe: Any
 ) -> Iterator[Example]:
-    """Make samples without end, each as long as `length` allows. Essays are the folder `essays`, or any texts."""
+    """Make samples without end, each as long as `length` allows. Essays are the folder `essays`, or any texts.
+
+    recipe: arguments of `make`.
+    """
     check_whole("length", length, 256)
-    essays = read_essays(data) if hay == "essays" else []
-    least, guess = (LEAST_WORDS, length) if essays else (keys * values, length // 20)
+    essays = read_essays(data) if recipe.get("hay") == "essays" else []
+    needles = recipe.get("keys", 1) * recipe.get("values", 1)
+    least, guess = (LEAST_WORDS, length) if essays else (needles, length // 20)
 
     def sample(rng: random.Random, size: int) -> Sample:
-        """Make a sample of this task."""
-        return make(rng, size, hay, keys, values, queries, key_kind, value_kind, essays)
+        return make(rng, size, essays=essays, **recipe)
 
     for example, _ in fit_each(lambda key: sample, seed, length, NEW_TOKENS, count_tokens, least, guess):
         yield example

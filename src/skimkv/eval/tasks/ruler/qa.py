@@ -165,6 +165,4 @@ def _hub(corpus: str) -> Corpus:
     )
 
 
-def score(output: str, example: Example) -> float:
-    """Return 1 if the output holds one of the answers, else 0."""
-    return match_part(output, example.answers)
+score = match_part

@@ -121,6 +121,6 @@ def share_of_answers(output: str, example: Example) -> float:
     return sum(answer.lower() in output.lower() for answer in example.answers) / len(example.answers)
 
 
-def match_part(output: str, answers: tuple[str, ...]) -> float:
+def match_part(output: str, example: Example) -> float:
     """Return 1 if the output holds one of the answers, in any case of letters, else 0 (RULER's string_match_part)."""
-    return float(any(answer.lower() in output.lower() for answer in answers))
+    return float(any(answer.lower() in output.lower() for answer in example.answers))
