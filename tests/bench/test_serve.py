@@ -14,6 +14,7 @@ from skimkv.bench import serve as bench
 from skimkv.bench.machine import Cpu
 from skimkv.bench.models import random_llama
 from skimkv.bench.own_layers import sharing_copy
+from skimkv.bench.served_rows import Comparisons
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
 
@@ -27,7 +28,7 @@ METHODS = ["H2O(k=8, local=4)", "LMInfinite(k=8, initial=2)"]
 
 def measure(records: Path | None = None, lengths: list[tuple[int, int]] | None = None, **options: Any) -> Any:
     settings: dict[str, Any] = {"memory": 2 * SEQUENCE, "methods": METHODS, "records": records, **options}
-    return bench.serve(Cpu(), "tiny", 1, "bfloat16", lengths or [(36, 4)], **settings)
+    return bench.serve(Cpu(), Comparisons("tiny", 1, "bfloat16", lengths or [(36, 4)], **settings))
 
 
 def test_rows_keep_the_contract() -> None:

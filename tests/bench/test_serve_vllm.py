@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from skimkv.bench import figures, serve_vllm, vllm_engines
-from skimkv.bench.machine import Cpu
+from skimkv.bench.machine import Call, Cpu, nothing
+from skimkv.bench.served_rows import Comparisons
 
 # Writes down what it is asked, and answers as the program does: one line for a part that is done, then all rows.
 STAND_IN = """
@@ -44,9 +45,9 @@ def use(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(serve_vllm, "PROGRAM", (sys.executable, "-c", script))
 
 
-def measure(**options: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"memory": 1000, "requests": 3, "methods": METHODS, **options}
-    return serve_vllm.serve(Cpu(), "tiny", 1, "float32", [(36, 4)], **settings)
+def measure(requests: int = 3, tick: Call = nothing, **options: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"memory": 1000, "methods": METHODS, **options}
+    return serve_vllm.serve(Cpu(), Comparisons("tiny", 1, "float32", [(36, 4)], **settings), requests, tick)
 
 
 def test_rows_keep_the_contract_and_are_measured_once(tmp_path: Path) -> None:

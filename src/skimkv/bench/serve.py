@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from .caches import empty_store
 from .machine import Call, Machine, nothing
 from .models import allocated_bytes, cache_shape, name_of, random_llama
 from .own_layers import sharing_copy
-from .served_rows import BATCH, MEMORY, TRANSFORMERS, Records, Setting
+from .served_rows import BATCH, MEMORY, TRANSFORMERS, Comparisons, Records, Setting
 
 WARM_UP = 3  # new tokens before the clock, after the same prompts: libraries prepare themselves for every size
 SHARE = 0.2  # of all tokens of a sequence: the budget in the paper's tables
@@ -73,7 +72,6 @@ class Sequences:
         """Run the model on the tokens that it has not read, and return the seconds."""
 
         def forward() -> None:
-            """Take one step of every sequence, and choose its next token."""
             with torch.inference_mode():
                 logits = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
                 self.tokens = logits[:, -1].argmax(-1, keepdim=True)
@@ -97,7 +95,6 @@ def sequence_bytes(method: Method | None, shape: Shape, dtype: torch.dtype, prom
     store, draw = empty_store(method, Shape(1, H, G, D), dtype), torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        """Return normal numbers in the type of the cache."""
         return torch.randn(*size, generator=draw).to(dtype)
 
     with torch.inference_mode():
@@ -115,23 +112,12 @@ def default_methods(prompt: int, new: int) -> list[str]:
     return [f"{h2o})", f"{h2o}, kv='int4')", window, f"SubGen(k={k - k // 4}, recent={k // 4})"]
 
 
-def serve(
-    machine: Machine,
-    shape: str,
-    layers: int | None,
-    weights: str,
-    lengths: Sequence[tuple[int, int]],
-    memory: int,
-    methods: Sequence[str] = (),
-    records: Path | None = None,
-    tick: Call = nothing,
-) -> dict[str, Any]:
+def serve(machine: Machine, asked: Comparisons, tick: Call = nothing) -> dict[str, Any]:
     """Return the rows of the JSON contract: for each (prompt, new), all candidates at one memory, and at one batch.
 
-    methods: none stands for `default_methods`. records: a file of rows (JSON Lines), to which new rows are added after
-    each comparison; those that it holds are not measured again.
     Raises ValueError if shape or weights are unknown, or if a candidate has no room for one sequence.
     """
+    shape, layers, weights, lengths, memory, methods, records = asked
     rows: list[dict[str, Any]] = []
     with Records(records, ops.select_backend(machine.device.type)[0]) as kept:
         plain = random_llama(shape, layers, weights, max(map(sum, lengths)), machine.device)
@@ -166,7 +152,6 @@ def _measure(
     """The row of each candidate, after all have generated their tokens in turn."""
 
     def prompts(batch: int) -> Tensor:
-        """Return random prompts, the same ones for the same batch."""
         draw, vocabulary = torch.Generator().manual_seed(0), models.plain.config.vocab_size
         return torch.randint(vocabulary, (batch, setting.prompt), generator=draw).to(machine.device)
 

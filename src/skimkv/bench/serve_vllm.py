@@ -11,9 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from .. import ops
@@ -21,7 +20,7 @@ from ..methods import Dense, parse
 from .machine import Call, Machine, nothing
 from .models import random_llama
 from .serve import default_methods
-from .served_rows import BATCH, MEMORY, VLLM, Records, Setting, check_engine
+from .served_rows import BATCH, MEMORY, VLLM, Comparisons, Records, Setting, check_engine
 from .vllm_engines import Job
 
 PROGRAM = (sys.executable, "-m", "skimkv.bench.vllm_engines")
@@ -33,25 +32,13 @@ ENVIRONMENT = {
 }
 
 
-def serve(
-    machine: Machine,
-    shape: str,
-    layers: int | None,
-    weights: str,
-    lengths: Sequence[tuple[int, int]],
-    memory: int,
-    requests: int,
-    methods: Sequence[str] = (),
-    records: Path | None = None,
-    tick: Call = nothing,
-) -> dict[str, Any]:
+def serve(machine: Machine, asked: Comparisons, requests: int, tick: Call = nothing) -> dict[str, Any]:
     """Return the rows of the JSON contract: for each (prompt, new), all engines with all requests, and at one batch.
 
-    methods: none stands for `default_methods`. records: a file of rows (JSON Lines), to which new rows are added after
-    each comparison; those that it holds are not measured again.
     Raises ValueError, in one line, if shape or weights are unknown, if vLLM is not installed or runs on another device,
     or if an engine does not start.
     """
+    shape, layers, weights, lengths, memory, methods, records = asked
     check_engine(VLLM, weights)
     rows: list[dict[str, Any]] = []
     backend = ops.select_backend(machine.device.type)[0]

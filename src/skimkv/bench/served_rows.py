@@ -29,6 +29,22 @@ def check_engine(engine: str, weights: str) -> None:
             raise ValueError("--engine vllm: vLLM is not installed: pip install 'skimkv[vllm]'")
 
 
+class Comparisons(NamedTuple):
+    """What is compared: a model of this shape with random weights, at each (prompt, new), with so many bytes of caches.
+
+    methods: none stands for `serve.default_methods`. records: a file of rows (JSON Lines), to which new rows are added
+    after each comparison; those that it holds are not measured again.
+    """
+
+    shape: str
+    layers: int | None
+    weights: str
+    lengths: Sequence[tuple[int, int]]
+    memory: int
+    methods: Sequence[str] = ()
+    records: Path | None = None
+
+
 class Setting(NamedTuple):
     """One comparison: a model, prompts and answers of one length, and the bytes that caches may take.
 

@@ -85,7 +85,7 @@ def serve(
         skimkv bench serve --length 128+256 --memory 5M --out serve.jsonl --plot serve.png
         skimkv bench serve --engine vllm --length 128+256 --requests 16
     """
-    from ...bench.served_rows import check_engine
+    from ...bench.served_rows import Comparisons, check_engine
 
     weights = common.check_weights(shape, weights)
     check_engine(engine, weights)
@@ -97,12 +97,12 @@ def serve(
     from ...bench import figures, serve_vllm
     from ...bench import serve as serve_transformers
 
-    model = machine, shape, layers or None, weights
+    asked = Comparisons(shape, layers or None, weights, lengths, limit, methods, out)
     with progress() as tick:
         if engine == "vllm":
-            result = serve_vllm.serve(*model, lengths, limit, requests or REQUESTS, methods, out, tick)
+            result = serve_vllm.serve(machine, asked, requests or REQUESTS, tick)
         else:
-            result = serve_transformers.serve(*model, lengths, limit, methods, out, tick)
+            result = serve_transformers.serve(machine, asked, tick)
     if plot is not None:
         figures.serve(result["rows"], plot)
     if as_json:
