@@ -76,7 +76,6 @@ class Server:
         """Return the function that answers requests of a kind."""
 
         async def endpoint(request: Request) -> Response:
-            """Answer one request."""
             try:
                 return await self._answer(kind, request)
             except asyncio.CancelledError:
