@@ -193,7 +193,10 @@ def test_logits_that_the_model_changes(model, monkeypatch):
         return output
 
     monkeypatch.setattr(type(model), "forward", halves)
+    seen = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
     assert tokens_and_calls(model, monkeypatch)[1] == 12
+    assert len(seen) == 13  # one more to compare, and not at every token
 
 
 def test_what_a_users_code_changes_between_tokens_counts(model, monkeypatch):

@@ -26,6 +26,7 @@ class NextLogits:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._step: TakenStep | None = None
+        self._has_looked = False
 
     def __call__(self, input_ids: Tensor, past_key_values: Any, **inputs: Any) -> Tensor:
         """The logits (B,V) after one token in every row, input_ids (B,1), in float32; `inputs` as the model takes them.
@@ -54,13 +55,15 @@ class NextLogits:
 
     def _by_model(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         steps = list[TakenStep]()
-        before = taken_steps.set(steps)
+        before = taken_steps.set(None if self._has_looked else steps)
         try:
             output = self.model(input_ids=input_ids, return_dict=True, **inputs)
         finally:
             taken_steps.reset(before)
-        if len(steps) == 1 and self._hands_on(steps[0], {"input_ids": input_ids, **inputs}, output.logits):
-            self._step = steps[0]._replace(kwargs={}, y=torch.empty(0))
+        if steps:
+            self._has_looked = True
+            if len(steps) == 1 and self._hands_on(steps[0], {"input_ids": input_ids, **inputs}, output.logits):
+                self._step = steps[0]._replace(kwargs={}, y=torch.empty(0))
         return next_logits(output)
 
     def _hands_on(self, step: TakenStep, inputs: dict[str, Any], logits: Tensor) -> bool:
