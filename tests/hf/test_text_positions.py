@@ -15,7 +15,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 import skimkv
 from skimkv.stores.text_positions import Run, TextPositions, runs
 from support.generation import GREEDY
-from support.tiny_models import VOCAB, build, prompt
+from support.tiny_models import VOCAB, build, prompt, with_slow
 
 SINKS, K, N = 4, 20, 61
 SPECS = [f"StreamingLLM(k={K})", f"LMInfinite(k={K}, initial={SINKS}, positions='cache')"]
@@ -28,6 +28,19 @@ GAPS = {
     "a restart among the recent tokens": [*range(50), *range(11)],
     "from the beginning": [*range(70, 131)],
     "one position for all": [7] * N,
+}
+
+
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 40}
+# layouts of rotary embeddings: halves of all channels, halves of some, neighbours of all, neighbours of some, scaled
+FAMILIES = {
+    "llama": ("llama", GROUPED),
+    "gpt_neox": ("gpt_neox", {}),
+    "phi": ("phi", {}),
+    "cohere": ("cohere", {"num_key_value_heads": 2}),
+    "glm": ("glm", GROUPED),
+    "yarn": ("llama", {**GROUPED, "rope_parameters": YARN}),
 }
 
 
@@ -52,7 +65,7 @@ IMAGES = {
 
 @pytest.fixture(scope="module")
 def llama():
-    model = build("llama", num_hidden_layers=1, num_key_value_heads=2, head_dim=16)
+    model = build("llama", num_hidden_layers=1, **GROUPED)
     model.config.max_position_embeddings = 512
     yield model
     skimkv.detach(model)
@@ -118,6 +131,19 @@ def test_a_gap_or_a_restart(llama, gap, blocks):
         close(expected, llama(few, position_ids=torch.arange(21)[None], use_cache=False).logits[:, -1])
     for spec in SPECS:
         close(streamed(llama, spec, ids, places, blocks), expected)
+
+
+@pytest.mark.parametrize("name", with_slow(FAMILIES, ("llama", "phi", "glm", "yarn")))
+@pytest.mark.parametrize("first", [6, 30])
+def test_every_layout_of_rotary_embeddings(name, first):
+    """A prompt shorter or longer than the window, then single tokens, then a block, then single tokens."""
+    kind, options = FAMILIES[name]
+    model, ids, places = build(kind, num_hidden_layers=1, **options), prompt(1, N), torch.arange(N)[None]
+    blocks, expected = [first, *[1] * (46 - first), 5, *[1] * 10], right(model, ids, places)
+    for spec in SPECS:
+        close(streamed(model, spec, ids, places, blocks), expected)
+    other = streamed(model, SPECS[1].replace("cache", "text"), ids, places, blocks)
+    assert (other - expected).abs().max() > 1e-2, "positions in the text are something else"
 
 
 @pytest.mark.parametrize("blocks", [[60, 1], [2, 30, *[1] * 29]], ids=["prompt", "blocks"])
