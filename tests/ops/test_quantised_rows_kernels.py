@@ -17,31 +17,6 @@ pytestmark = [
     pytest.mark.parametrize("kv", ["int8", "int4"]),
 ]
 every_isa = pytest.mark.parametrize("isa", ISAS)
-SIZES = [(16, "float32"), (12, "bfloat16"), (64, "bfloat16"), (80, "float16"), (100, "float32"), (128, "bfloat16")]
-SIZES += [
-    (320, "bfloat16"),
-    *(pytest.param(*size, marks=pytest.mark.slow) for size in ((200, "float16"), (256, "float32"), (576, "float32"))),
-]
-
-
-@pytest.mark.parametrize(("D", "dtype"), SIZES)
-def test_every_method(D, dtype, kv):
-    """Over all positions, so that rounding changes no choice; then with the choice that stands out."""
-    n, scale, G = 700 if D < 300 else 300, D**-0.5, (1, 3, 8)[D % 3]
-    lengths, every = [n, 256, 1], n + 1
-    q, store = filled(D, lengths, TYPES[dtype], G, "none", 4, kv=kv)
-    for cap in (None, 5.0):
-        compare("dense", ISAS, q, store, scale, cap)
-    compare("dense", ISAS, q, store, scale, None, threads=3)
-    compare("sparq", ISAS, q, store, scale, None, 4, every, 5, "coverage", True)
-    compare("topk", ISAS, q, store, scale, None, every, False)
-    compare("topk", ISAS, q, store, scale, None, every, True)
-    for channels in ("copy", "int8", "int4"):
-        q, store = filled(D, lengths, TYPES[dtype], G, channels, 4, kv=kv)
-        compare("sparq", ISAS, q, store, scale, None, 4, every, 5, "coverage", True)
-    q, store = filled(D, lengths, TYPES[dtype], G, "none", 4, k=9, kv=kv)
-    for oracle in (False, True):
-        compare("topk", ISAS, q, store, scale, None, 9, oracle)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,7 +21,7 @@ from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.quantise import GROUP
 from skimkv.testing import Sequences, decode, prompt
-from support.kernels import EPS, ISAS, NATIVE, TYPES, close, exact, on, poison
+from support.kernels import ISAS, NATIVE, TYPES, close, exact, on, poison
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -55,49 +55,6 @@ def step_of_both(method, q, store, isa, threads=1, **softmax):
         got = method.attend(store, q, None, **softmax)
     assert got.dtype == q.dtype and got.shape == q.shape
     return got, want, store.rows_read, twin.rows_read
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(
-    ("D", "G", "lengths", "dtype", "softcap", "kv"),
-    [
-        (16, 1, [1], "float32", None, None),
-        (24, 3, [255, 5], "bfloat16", 6.0, None),
-        (64, 2, [200, 21, 22], "float16", None, "int8"),
-        (128, 4, [250], "bfloat16", None, "int4"),
-        (128, 1, [255, 100], "bfloat16", None, None),
-        (80, 5, [130, 40], "float32", 3.0, None),
-        (576, 2, [150], "float16", None, None),
-    ],
-)
-def test_before_a_group_is_full_the_same_rows_are_drawn(isa, D, G, lengths, dtype, softcap, kv):
-    """There the index is in full precision."""
-    shape, method = Shape(len(lengths), 2, G, D), Skim(k=9, kv=kv)
-    sinks = torch.randn(2, G, generator=torch.Generator().manual_seed(1)) if G > 1 else None
-    q, store = filled_store(method, shape, lengths, TYPES[dtype])
-    got, want, rows, expected = step_of_both(method, q, store, isa, **options(shape, softcap, sinks))
-    assert torch.equal(rows, expected)
-    close(got, want, store, q, D**-0.5, 512.0)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("G", "n"), [(1, 511), (1, 700), (3, 513), (4, 1025), (5, 900)])
-def test_weights_that_8_bits_hold_draw_the_same_rows(isa, G, n):
-    """Every channel of every group spans the same range, and q has whole numbers, of which the largest is 127."""
-    D, heads = 32, 2
-    draw = torch.Generator().manual_seed(G)
-    k = torch.rand(1, heads, n, D, generator=draw) * 2 - 1
-    for start in range(0, n, GROUP):
-        k[:, :, start], k[:, :, min(start + 1, n - 1)] = -1, 1
-    q = torch.randint(60, 128, (1, heads, G, D), generator=draw) * torch.randn(1, heads, G, D, generator=draw).sign()
-    q[..., 0] = 127
-    q /= 60
-    method = Skim(k=12, r=8)
-    store = method.store(Shape(1, heads, G, D), torch.float32)
-    store.append(k, torch.randn(1, heads, n, D, generator=draw))
-    got, want, rows, expected = step_of_both(method, q, store, isa, threads=2, **options(store.shape, 20.0))
-    assert torch.equal(rows, expected) and int(rows[0, 0]) > heads * 40
-    close(got, want, store, q, D**-0.5, 512.0)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -160,29 +117,6 @@ def test_steps_err_as_the_algorithm(isa, case):
     heads = CASES[case][0].H
     assert (rows - x.rows).abs().max() <= 5 * heads and (rows - x.rows).abs().double().mean() < heads
     assert x.rows[..., 0].min() > 40 * heads, "rows were drawn besides those that are always read"
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "kv"), [("bfloat16", None), ("float32", None), ("float16", "int8")])
-def test_append_writes_what_the_reference_writes(isa, dtype, kv):
-    """Groups that fill, the first token of a new chunk, and codes of the open group."""
-    shape, method = Shape(3, 2, 2, 24), Skim(k=8, kv=kv)
-    _, one = filled_store(method, shape, [509, 254, 3], TYPES[dtype])
-    two = one.fork()
-    draw = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        k, v = torch.randn(2, 3, 2, 24, generator=draw).to(TYPES[dtype])
-        one.append_token(k, v)
-        with on(isa):
-            CpuBackend().append(two, k, v)
-    every = torch.arange(24).expand(3, 2, -1)
-    # with quantised rows, a key may be rounded differently before it enters the index, which may move a code by one
-    step = 4 / 15 if kv else 0
-    torch.testing.assert_close(one.read_channels(every), two.read_channels(every), rtol=0, atol=step + 1e-6)
-    torch.testing.assert_close(
-        one.read_group_means(), two.read_group_means(), rtol=2 * EPS[TYPES[dtype]], atol=1e-6 + 1e-3 * bool(kv)
-    )
-    assert one.lengths == two.lengths
 
 
 @pytest.mark.parametrize("isa", ISAS)

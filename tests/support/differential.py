@@ -256,7 +256,12 @@ def admissible(score: Tensor, index: Tensor, error: Tensor | float) -> None:
 
 
 def _compare_slots(method: Method, store: Slots, q: Tensor, k: Tensor, v: Tensor, softmax: dict[str, Any]) -> None:
-    """A step, and the slots after it: the reference drops what the kernel dropped, if that was allowed."""
+    """A step, and the slots after it: the reference drops what the kernel dropped, if that was allowed.
+
+    Slots without a token are NaN, or hold rows whose ends are.
+    """
+    for b, n in enumerate(store.filled):
+        store.k[b, :, n:] = store.v[b, :, n:] = 255 if store.row_format.bits else torch.nan
     before, now = store.fork(), list(store.lengths)
     method.prepare(before, Token(k, v))  # it turns keys, and rounds them
     twin = exact(before)
