@@ -14,7 +14,7 @@ import torch
 import skimkv
 from skimkv.eval import tasks
 from skimkv.methods import METHODS
-from support.instruction_sets import NATIVE
+from support.kernels import NATIVE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

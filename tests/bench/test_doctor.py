@@ -15,7 +15,7 @@ from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
 from skimkv.bench.machine import Cpu
 from skimkv.ops.cpu import library
 from support.command_line import answer, run
-from support.instruction_sets import NATIVE
+from support.kernels import NATIVE
 from support.random_models import random_model, tiny_configuration
 
 NAMES = ["processor", "kernels", "threads", "other work", "PyTorch", "memory"]

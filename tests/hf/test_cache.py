@@ -124,19 +124,6 @@ def test_full_stores_are_cropped_at_any_time(spec, n):
     assert cache.nbytes == short.nbytes
 
 
-def test_crop_across_a_quantised_group():
-    """256 tokens close a group of the int8 index; going back opens it again."""
-    ids, specs = torch.cat([prompt(1, 150), prompt(1, 8, 1)], 1), ["SparQ(r=4, k=8, channels='int8')", "TopK(k=4)"]
-    for spec in specs:
-        layer = new(spec, ids).layers[0]
-        k = torch.randn(1, 2, 120, 16)
-        layer.store.append(k, k)
-        layer.seen += 120
-        layer.crop(-30)
-        assert layer.store.lengths == [248] == [layer.get_seq_length()]
-        assert layer.nbytes <= layer.method.bound(248, layer.store.shape, torch.float32)
-
-
 @pytest.mark.parametrize("spec", FORGETFUL)
 def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
     """The snapshot and the log: back by any number of tokens since the last crop, and no further."""

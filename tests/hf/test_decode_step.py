@@ -17,7 +17,8 @@ from skimkv import ops
 from skimkv.hf.cache_step import CacheStep
 from skimkv.hf.decode_step import StepForward, replace_modules, restore_modules, step_forward
 from skimkv.hf.weights import quantise
-from support.instruction_sets import NATIVE
+from support.calls import in_thread
+from support.kernels import NATIVE
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -597,22 +598,11 @@ def test_a_step_that_was_interrupted_spoils_its_cache(spec, steps_at_once, monke
 
 
 def test_a_cache_that_another_thread_uses_is_refused():
-    model, one = random_model(), torch.tensor([[3]])
+    model = random_model()
     cache = after_prompt(model)
-    with cache.stores[1].exclusive(), torch.no_grad():
-        errors = []
-
-        def step():
-            try:
-                with torch.no_grad():
-                    model(one, past_key_values=cache)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1 and "in use by another thread" in errors[0]
+    with cache.stores[1].exclusive():
+        error = in_thread(torch.no_grad()(lambda: model(torch.tensor([[3]]), past_key_values=cache)))
+    assert "in use by another thread" in str(error)
     assert cache.stores[0].exclusive().free
 
 

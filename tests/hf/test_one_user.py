@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import skimkv
+from support.calls import in_thread
 from support.generation import GREEDY, N
 from support.refusals import refuses
 from support.tiny_models import family, prompt
@@ -31,22 +32,6 @@ def alone(spec):
     """What a request decodes that has the model to itself."""
     model = copy.deepcopy(family("llama"))
     return tokens(model, past_key_values=skimkv.Cache(model, spec))
-
-
-def in_thread(call):
-    """Run call() in another thread; return what it returned, or the error that it raised."""
-    answers = []
-
-    def target():
-        try:
-            answers.append(call())
-        except Exception as error:  # handed to the test
-            answers.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join(60)
-    return answers[0]
 
 
 def advises(error):

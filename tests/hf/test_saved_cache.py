@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import skimkv
 from skimkv.hf import saved_cache
 from support.random_models import random_model, tiny_configuration
+from support.refusals import refuses
 from support.specs import EACH
 from support.tiny_models import FAMILIES, build, family, prompt
 
@@ -123,9 +124,7 @@ def test_what_differs_is_named(tmp_path):
         (lambda: skimkv.Cache.load(path, family("qwen3")), "its model is 'LlamaForCausalLM', not 'Qwen3ForCausalLM'"),
         (lambda: skimkv.Cache.load(tmp_path / "none", model), "not a saved cache"),
     ):
-        with pytest.raises(ValueError, match=words) as caught:
-            load()
-        assert len(str(caught.value).splitlines()) == 1
+        refuses(load, words)
     header, tensors = opened(path)
     for name, value in (("skimkv", "0.0.1"), ("transformers", "4.0"), ("dtype", "torch.float16"), ("format", "0")):
         save_file(tensors, tmp_path / "changed", header | {name: value})

@@ -26,23 +26,8 @@ FAMILIES = {
     "granite_swa": {"attention_multiplier": 0.25},
     "granitemoe_swa": {"attention_multiplier": 0.25, "num_local_experts": 4, "shared_intermediate_size": 32},
 }
-METHODS = [
-    "Dense()",
-    "SparQ(r=4, k=128)",
-    "SparQ(r=4, k=128, channels='int8', mean_value=True)",
-    "SparQ(r=4, k=128, channels='none')",
-    "TopK(k=128)",
-    "TopK(k=128, oracle=True)",
-    "LowRank(r=4, k=128)",
-    "LMInfinite(k=128)",
-    "Strided(k=128)",
-    "Fixed(k=128)",
-    "H2O(k=128)",
-    "Quest(page=16, k=128)",
-    "SnapKV(k=128)",
-    "TOVA(k=128)",
-    "SubGen(k=64, recent=128)",
-]
+# One for each way to keep tokens; test_full_budget_equals_dense of methods/test_laws.py has every method with sinks.
+METHODS = ["Dense()", "SparQ(r=4, k=128)", "LMInfinite(k=128)", "H2O(k=128)", "SubGen(k=64, recent=128)"]
 
 
 @functools.cache

@@ -94,15 +94,6 @@ def test_the_library_does_the_rest(model, settings, monkeypatch):
     assert by_library == calls
 
 
-def test_a_cache_continues(model):
-    ids = prompt(1, N)
-    cache, own = (skimkv.Cache(model, "Dense()") for _ in "ab")
-    once = model.generate(ids, past_key_values=own, max_new_tokens=12)
-    first = model.generate(ids, past_key_values=cache, max_new_tokens=5)
-    assert torch.equal(model.generate(first, past_key_values=cache, max_new_tokens=7), once)
-    assert cache.get_seq_length() == own.get_seq_length() == N + 11
-
-
 def test_settings_of_the_model_count(model, monkeypatch):
     model.generation_config.num_beams = 2
     assert installation.loop_for(model, {"num_beams": 1}) is not None

@@ -96,36 +96,6 @@ def test_int4_codes_are_packed_in_the_documented_order():
     assert row[64] == token[128] | token[144] << 4
 
 
-@pytest.mark.parametrize("channels", ["int8", "int4"])
-def test_a_group_closes_with_its_256th_token(channels):
-    k = torch.randn(1, 1, GROUP + 3, 4)
-    store = filled(channels, k[:, :, : GROUP - 1])
-    torch.testing.assert_close(store.tail[..., : GROUP - 1], k[:, :, : GROUP - 1].transpose(-1, -2), atol=0, rtol=0)
-    before = store.nbytes
-    steps.append(store, k[:, :, GROUP - 1], k[:, :, GROUP - 1])
-    # by hand, D = 4 float32: one token of k and v comes; 255 columns of the tail go; codes, scale and zero come
-    bits = 8 if channels == "int8" else 4
-    assert store.nbytes - before == 2 * 4 * 4 - 255 * 4 * 4 + GROUP * 4 * bits // 8 + 4 * 2 * 4
-    assert np.abs(restored(store, 0, 0) - k[0, 0, :GROUP].numpy()).max() < 8 / LEVELS[channels]
-    store.append(k[:, :, GROUP:], k[:, :, GROUP:])
-    torch.testing.assert_close(store.tail[..., :3], k[:, :, GROUP:].transpose(-1, -2), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("channels", ["int8", "int4"])
-@pytest.mark.parametrize(("n", "drop"), [(260, 10), (256, 1), (530, 280), (300, 44), (520, 264), (255, 5), (260, 260)])
-def test_crop_reopens_a_group_in_full_precision(channels, n, drop):
-    k = torch.randn(2, 2, n, 4)
-    more = torch.randn(2, 2, 300, 4)
-    store, fresh = filled(channels, k, blocks=n), filled(channels, k[:, :, : n - drop], blocks=n)
-    store.crop(drop)
-    assert store.lengths == [n - drop] * 2 and store.nbytes == fresh.nbytes
-    for _ in range(2):
-        for b in range(2):
-            np.testing.assert_array_equal(restored(store, b, 1), restored(fresh, b, 1))
-        store.append(more, more)
-        fresh.append(more, more)
-
-
 def test_crop_restores_the_mean_value():
     store = Full(Shape(1, 1, 1, 4), torch.float32, "cpu", "none", mean=True)
     v = torch.randn(1, 1, 700, 4) + 3

@@ -213,20 +213,6 @@ def test_nothing_quadratic_is_allocated_and_the_prompt_is_freed(pad, softcap):
     assert held_bytes == store.allocated == store.nbytes == 64 * (2 * D * 4 + 8)
 
 
-def test_of_equal_scores_the_older_token_goes(backend):
-    """Keys of zeros give every token the same weight: after a prompt of 4 with k = 4, the oldest go, one a step."""
-    method, shape = H2O(k=4, local=1), Shape(1, 2, 1, 8)
-    store = method.store(shape, torch.float32)
-    k, v = torch.zeros(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
-    q = torch.randn(1, 2, 1, 12, 8)
-    method.prefill(store, q[..., :4, :], k[:, :, :4], v[:, :, :4], scale=1.0)
-    store.score.fill_(1.0)
-    for step in range(4, 8):
-        method.decode(store, q[..., step, :], k[:, :, step], v[:, :, step], scale=1.0)
-        store.score.fill_(1.0)
-        assert store.pos[0].sort(-1).values.tolist() == [[step - 3, step - 2, step - 1, step]] * 2
-
-
 def test_of_equal_scores_a_prompt_keeps_the_newer_tokens(monkeypatch):
     monkeypatch.setattr(ops, "key_scores", lambda q, k, scale: torch.ones(k.shape[:2]))
     method, shape = H2O(k=5, local=2), Shape(1, 2, 1, 8)

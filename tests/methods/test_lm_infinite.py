@@ -40,21 +40,6 @@ def test_prompt_in_blocks():
     assert seen[11:] == [[0, 1, 8, 9, 10, 11], [0, 1, 9, 10, 11, 12], [0, 1, 10, 11, 12, 13]]
 
 
-def test_keys_keep_their_bytes():
-    """Positions stay the original ones: a held key is the key that came (it was rotated for its own position)."""
-    k, v = torch.randn(1, 2, 40, 4), torch.randn(1, 2, 40, 4)
-    method = LMInfinite(k=6, initial=2)
-    store = method.store(Shape(1, 2, 1, 4), torch.float32)
-    store.append(k[:, :, :23], v[:, :, :23])
-    for p in range(23, 40):
-        method.decode(store, torch.randn(1, 2, 1, 4), k[:, :, p], v[:, :, p], scale=0.5)
-    held = [0, 1, 36, 37, 38, 39]
-    for h in range(2):
-        for t in held:
-            slot = (store.k[0, h] == k[0, h, t]).all(-1).nonzero().item()
-            assert torch.equal(store.v[0, h, slot], v[0, h, t])
-
-
 def test_the_default_is_sixteen_initial_tokens():
     assert LMInfinite(k=20) == LMInfinite(k=20, initial=16)
 

@@ -10,7 +10,7 @@ from skimkv.methods import RaBitQ
 from skimkv.stores.base import Shape
 from skimkv.stores.quantise import rotate_span
 from skimkv.stores.signs import INTERVAL, SignIndexed, flips, pack_signs, rotate, unpack_signs
-from skimkv.testing import Sequences, decode
+from skimkv.testing import Sequences
 from support.hand_worked import output, softmax
 
 
@@ -89,24 +89,6 @@ def test_agrees_with_plain_loops(n):
         for g in range(G):
             expected = softmax(keys[rows] @ q[g]) @ x.v[0, h, rows].double().numpy()
             torch.testing.assert_close(y[0, h, g].double(), torch.from_numpy(expected), atol=1e-5, rtol=0)
-
-
-def test_codes_of_forgotten_tokens_leave_no_trace():
-    """A group that is open again is coded anew when it closes; rows that are shared or repeated are alike."""
-    method, x = RaBitQ(12), Sequences.random(Shape(2, 2, 2, 16), 305)
-    once, cropped = (method.store(x.shape, torch.float32) for _ in "ab")
-    for store in (once, cropped):
-        store.append(x.k[:, :, :300], x.v[:, :, :300])
-    cropped.crop(200)
-    cropped.append(x.v[:, :, :80], x.k[:, :, :80])  # other tokens, which are forgotten too
-    cropped.crop(80)
-    cropped.append(x.k[:, :, 100:300], x.v[:, :, 100:300])
-    assert cropped.nbytes == once.nbytes
-    shared, repeated = once.share([1, 1]), once.share([1, 0])
-    expected = decode(method, once, x.tokens(300, 305))
-    assert torch.equal(decode(method, cropped, x.tokens(300, 305)), expected)
-    assert torch.equal(decode(method, shared, x.rows([1, 1]).tokens(300, 305)), expected[:, [1, 1]])
-    assert torch.equal(decode(method, repeated, x.rows([1, 0]).tokens(300, 305)), expected[:, [1, 0]])
 
 
 def test_bytes_in_closed_form():

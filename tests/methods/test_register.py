@@ -66,13 +66,19 @@ def known():
     METHODS.update(before)
 
 
-def test_a_method_of_ones_own_keeps_the_laws_and_serves_a_model(known):
+@pytest.fixture
+def every_other(known):
+    """The class of the script, registered."""
     names: dict = {}
     exec(SCRIPT, names)
+    return names["EveryOther"]
+
+
+def test_a_method_of_ones_own_keeps_the_laws_and_serves_a_model(every_other):
     method = skimkv.parse("EveryOther(skip=3)")
-    assert method == names["EveryOther"](3) and repr(method) == "EveryOther(skip=3)" and skimkv.EveryOther
+    assert method == every_other(3) and repr(method) == "EveryOther(skip=3)" and skimkv.EveryOther
     assert not method.has_kernel("cpu")
-    assert "counted_is_predicted" in check_method(method, full=names["EveryOther"](1))
+    assert "counted_is_predicted" in check_method(method, full=every_other(1))
     model, _ = skimkv.load("builtin")
     ids = torch.arange(40)[None]
     every = model.generate(ids, past_key_values=skimkv.Cache(model, "EveryOther(skip=1)"), max_new_tokens=8)
@@ -80,20 +86,16 @@ def test_a_method_of_ones_own_keeps_the_laws_and_serves_a_model(known):
 
 
 @pytest.mark.parametrize("missing", ["store", "step", "traffic", "bound"])
-def test_an_incomplete_method_is_refused_when_it_is_made(known, missing):
-    names: dict = {}
-    exec(SCRIPT, names)
-    incomplete = type("Incomplete", (names["EveryOther"],), {missing: getattr(Method, missing)})
+def test_an_incomplete_method_is_refused_when_it_is_made(every_other, missing):
+    incomplete = type("Incomplete", (every_other,), {missing: getattr(Method, missing)})
     with pytest.raises(TypeError, match=f"abstract class Incomplete.*{missing}"):
         incomplete()
     with pytest.raises(ValueError, match=f"Incomplete cannot be registered: it has no {missing}$"):
         skimkv.register(dataclass(frozen=True, repr=False)(incomplete))
 
 
-def test_a_method_written_without_sinks_refuses_them_in_one_line(known):
-    names: dict = {}
-    exec(SCRIPT, names)
-    method, x = names["EveryOther"](3), Sequences.random(SHAPE, 5)
+def test_a_method_written_without_sinks_refuses_them_in_one_line(every_other):
+    method, x = every_other(3), Sequences.random(SHAPE, 5)
     store, sinks = method.store(SHAPE, torch.float32), torch.zeros(SHAPE.H, SHAPE.G)
     message = r"^EveryOther does not support attention sinks: step takes no `sinks`$"
     with pytest.raises(ValueError, match=message):

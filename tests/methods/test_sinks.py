@@ -18,10 +18,11 @@ def some_sinks(H, G, size=2.0):
     return size * torch.randn(H, G, generator=torch.Generator().manual_seed(3)) + 3
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_dense_has_the_sink_in_the_denominator(softcap):
+def test_dense_has_the_sink_in_the_denominator(softcap, has_sinks):
     """Prompt and steps, against the formula in float64; the soft cap does not bound the sinks."""
-    s, sinks = Sequences.random(Shape(2, 2, 3, 16), 40), 3 * some_sinks(2, 3)
+    s, sinks = Sequences.random(Shape(2, 2, 3, 16), 40), 3 * some_sinks(2, 3) if has_sinks else None
     store = Dense().store(s.shape, torch.float32)
     y = [Dense().prefill(store, *s.tokens(0, 33), scale=0.25, softcap=softcap, sinks=sinks)]
     for i in range(33, 40):
@@ -29,7 +30,8 @@ def test_dense_has_the_sink_in_the_denominator(softcap):
         y.append(Dense().decode(store, *token, scale=0.25, softcap=softcap, sinks=sinks)[..., None, :])
     logits = s.q.double() @ s.k.double()[:, :, None].mT / 4
     e = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).exp().tril()
-    weights = e / (e.sum(-1, keepdim=True) + sinks.double().exp()[..., None, None])
+    of_sinks = 0 if sinks is None else sinks.double().exp()[..., None, None]
+    weights = e / (e.sum(-1, keepdim=True) + of_sinks)
     close(torch.cat(y, 3), weights @ s.v.double()[:, :, None], torch.float32)
 
 

@@ -182,27 +182,12 @@ def test_the_open_group_is_coded_by_the_scale_before_it() -> None:
     torch.testing.assert_close(store.read_channels(every), k[:, :, : GROUP - 20].transpose(-1, -2))
 
 
-@pytest.mark.parametrize("n", [GROUP - 1, GROUP, 2 * GROUP - 1, 2 * GROUP + 30])
-def test_crop_takes_everything_back(n: int) -> None:
-    x = Sequences.random(Shape(2, 2, 2, 16), 3 * GROUP)
-    method = Skim(k=8, r=6)
-    once = prompt(method, x.tokens(0, n))
-    again = prompt(method, x.tokens(0, 3 * GROUP - 5))
-    again.crop(3 * GROUP - 5 - n)
-    assert once.nbytes == again.nbytes
-    last = x.tokens(n, n + 1)
-    torch.testing.assert_close(decode(method, again, last), decode(method, once, last), rtol=1e-5, atol=1e-6)
-
-
 def test_a_replay_draws_the_same_rows_and_another_step_others() -> None:
     probability = torch.full((1, 2, 500), 0.3)
     position = torch.arange(500).expand_as(probability)
     a, b, later = (draw(probability, position, lengths(n), KEYS) for n in (600, 600, 601))
     assert torch.equal(a, b)
     assert not torch.equal(a, later) and not torch.equal(a[:, 0], a[:, 1])
-    x = Sequences.random(Shape(1, 2, 2, 16), 600)
-    first, second = (decode(Skim(k=6), prompt(Skim(k=6), x.tokens(0, 590)), x.tokens(590, 600)) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 def test_shrink_by_hand() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from skimkv.methods import parse
 from skimkv.testing import SHAPE, Sequences, decode, prompt
+from support.calls import in_thread
 
 SPECS = ["Dense()", "SparQ(r=4, k=16, channels='int8')", "TopK(k=12)", "LMInfinite(k=20)", "H2O(k=24)"]
 SPECS += ["SubGen(k=10, recent=8)", "SubGenStream(delta=2.0, t=3, s=8)", "Strided(k=20)"]
@@ -35,28 +35,13 @@ def test_eight_threads_of_a_thousand_steps(backend):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_store_in_use_refuses_another_thread(spec, backend):
-    method, x = parse(spec), Sequences.random(SHAPE, 12)
+    """After a prompt, and after steps that the store remembers; then the store is as it was, and free."""
+    method, x = parse(spec), Sequences.random(SHAPE, 15)
     store = prompt(method, x.tokens(0, 10))
-    inside, leave, errors = threading.Event(), threading.Event(), []
-
-    def hold():
+    for n in (10, 12):
         with store.exclusive():
-            inside.set()
-            leave.wait(30)
-
-    def step():
-        try:
-            decode(method, store, x.tokens(10, 11))
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert inside.wait(30)
-    step()
-    leave.set()
-    holder.join()
-    assert errors == ["this cache is in use by another thread; give every request a cache of its own"]
-    assert store.lengths == [10, 10]
-    decode(method, store, x.tokens(10, 12))
-    assert store.lengths == [12, 12]
+            error = in_thread(lambda n=n: decode(method, store, x.tokens(n, n + 1)))
+        assert str(error) == "this cache is in use by another thread; give every request a cache of its own"
+        assert store.lengths == [n, n] and store.exclusive().free
+        decode(method, store, x.tokens(n, n + 2))
+        assert store.lengths == [n + 2, n + 2]

@@ -15,8 +15,7 @@ from skimkv.ops.cpu import linear
 from skimkv.ops.cpu.run import CpuBackend
 from skimkv.ops.cpu.structs import CAttend
 from skimkv.stores.base import Shape
-from support.instruction_sets import ISAS, NATIVE, on
-from support.kernels import EPS
+from support.kernels import EPS, ISAS, NATIVE, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -91,7 +90,7 @@ def first_values(q, k, v):
     return (q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("dtype", list(EPS), ids=str)
 def test_a_layer_against_its_formula(isa, mixture, dtype):
@@ -130,7 +129,7 @@ def test_the_gate_where_its_exponential_leaves_the_range():
     x, cos = torch.ones(1, 1, 32), torch.ones(1, 1, 16)
     exact = 1 + F.silu(scale.double()) * scale.double()
     exact = exact / exact.square().mean().sqrt()
-    for isa in ISAS[:-1]:
+    for isa in ISAS:
         with on(isa):
             y = ops.Layers([layer], one)(x, cos, cos, None)
             assert ((y[0, 0].double() - exact).abs() <= 2e-6 * exact.abs() + 1e-9).all(), isa
@@ -167,7 +166,7 @@ def decoder(method, stores):
     return attend
 
 
-@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["packed", "blocks", "float32"])
 @pytest.mark.parametrize("dtype", list(EPS), ids=str)
 def test_attention_inside(isa, kind, dtype):

@@ -17,8 +17,7 @@ from skimkv import ops
 from skimkv.ops import block_weights, packed_weights
 from skimkv.ops.cpu import library, linear
 from support.gguf_files import SCALES, random_blocks
-from support.instruction_sets import ISAS, NATIVE, on
-from support.kernels import EPS, TYPES
+from support.kernels import EPS, ISAS, ISAS_AND_REFERENCE, NATIVE, TYPES, on
 
 BLOCKS = block_weights.TYPES
 KINDS = ["packed", *BLOCKS, *TYPES]  # packed 8-bit weights, blocks of a GGUF file, and floats
@@ -96,7 +95,7 @@ def shapes(kind: str) -> list[tuple[int, int]]:
     return [(1, 256), (7, 512), (70, 768), *[(5, 32), (33, 160)] * (block_weights.block_size(kind)[0] == 32)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_product(isa, dtype, kind):
@@ -112,13 +111,13 @@ def test_product(isa, dtype, kind):
 @settings(max_examples=60)
 @given(st.sampled_from(KINDS), st.integers(1, 70), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_any_shape_and_stride(kind, out, blocks, n, data):
-    step, isa, dtype = (data.draw(st.sampled_from(choices)) for choices in ([0, 1, 3], ISAS, list(EPS)))
+    step, isa, dtype = (data.draw(st.sampled_from(choices)) for choices in ([0, 1, 3], ISAS_AND_REFERENCE, list(EPS)))
     inputs = blocks * (block_weights.block_size(kind)[0] if kind in BLOCKS else 32)
     with on(isa):
         Weights(kind, out, inputs).check(torch.randn(n, inputs + step).to(dtype)[:, step:])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_longer_than_what_is_taken_at_once_and_no_token_at_all(isa, kind):
     w = Weights(kind, 40, 256)
@@ -127,7 +126,7 @@ def test_a_prompt_longer_than_what_is_taken_at_once_and_no_token_at_all(isa, kin
         assert w.times(torch.empty(0, 256)).shape == (0, 40)
 
 
-@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_strides_threads_and_other_tokens_change_nothing(isa, kind):
     w, wide = Weights(kind, 600, 256), torch.randn(9, 3, 512)
@@ -142,7 +141,7 @@ def test_strides_threads_and_other_tokens_change_nothing(isa, kind):
             torch.set_num_threads(2)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_of_any_size(isa, kind):
     w = Weights(kind, 16, 256)
@@ -151,7 +150,7 @@ def test_activations_of_any_size(isa, kind):
             w.check(torch.randn(3, 256) * scale, more=1e-27)  # below 1e-30 activations may be zero
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_activation_shows(isa, kind):
     w, x = Weights(kind, 16, 256), torch.randn(3, 256)
@@ -169,7 +168,7 @@ def test_a_bad_weight_shows():
     assert y[0, 3].isnan() and y[0, :3].isfinite().all() and y[0, 4:].isfinite().all()
 
 
-@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["packed", *BLOCKS])
 def test_what_the_library_dequantises(isa, kind):
     for out, inputs in shapes(kind)[:3]:
@@ -231,7 +230,7 @@ def test_floats_in_rows_that_are_no_blocks_of_32_go_to_pytorch():
     assert torch.equal(ops.linear(odd[:, :0], odd[:, :0].contiguous(), "floats"), torch.zeros(5, 5))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 @pytest.mark.parametrize("type", BLOCKS)
 def test_rows_in_another_order(isa, type):
     rows, order, bias = random_blocks(type, 48, 256), torch.randperm(48), torch.randn(48)
@@ -243,7 +242,7 @@ def test_rows_in_another_order(isa, type):
         assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 def test_the_largest_packed_codes_do_not_overflow(isa):
     blocks = torch.full((16, 1, 17), -0x7F80, dtype=torch.int16)  # codes of -128, as a foreign file may hold
     blocks[..., 0] = torch.ones((), dtype=torch.float16).view(torch.int16)
@@ -254,7 +253,7 @@ def test_the_largest_packed_codes_do_not_overflow(isa):
     assert torch.equal(y, torch.tensor([[-4096.0] * 16, [4096.0] * 16]))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
 @pytest.mark.parametrize("type", BLOCKS)
 def test_the_largest_codes_of_blocks_do_not_overflow(isa, type):
     """All bits of all codes and scales are set."""

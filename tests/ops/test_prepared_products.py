@@ -10,7 +10,7 @@ import torch
 
 from skimkv import ops
 from skimkv.ops.cpu import linear
-from support.instruction_sets import NATIVE
+from support.kernels import NATIVE
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import gc
-import threading
 import warnings
 import weakref
 from dataclasses import replace
@@ -251,32 +249,3 @@ def test_the_memory_of_a_store_is_free_once_nobody_uses_it():
         assert keys() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("spec", ["Dense()", "LMInfinite(k=12, initial=4)"])
-def test_a_store_that_another_thread_uses_refuses_a_step(spec):
-    """And a step that fails leaves the store free, and as it was."""
-    method, tokens = parse(spec), steps(5)
-    store = read(method, 20)
-    for token in tokens[:2]:
-        method.decode(store, *token, scale=SCALE)
-    errors = []
-
-    def step():
-        try:
-            method.decode(store, *tokens[2], scale=SCALE)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    with store.exclusive():
-        other = threading.Thread(target=contextvars.copy_context().run, args=(torch.no_grad()(step),))
-        other.start()
-        other.join()
-    assert errors == ["this cache is in use by another thread; give every request a cache of its own"]
-    assert store.lengths == [22, 22]
-    q, k, v = tokens[3]
-    with pytest.raises(ValueError, match="not aligned"):
-        method.decode(store, misaligned(q), k, v, scale=SCALE)
-    assert store.lengths == [22, 22] and store.exclusive().free
-    method.decode(store, *tokens[4], scale=SCALE)
-    assert store.lengths == [23, 23]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import skimkv
-from skimkv.methods import H2O, METHODS, Dense, SparQ, parse
+from skimkv.methods import H2O, METHODS, Dense, parse
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.quantise import SPAN, RowFormat, pack_int4, put_codes, rotate_span
@@ -154,36 +153,6 @@ def test_rows_of_an_odd_number_of_bytes(kv, D):
     bound = (numbers.amax(-1) - numbers.amin(-1)) / (2**form.bits - 1) / 2 + 2**-8
     assert (error.abs().amax(-1) <= bound).all()
     assert all(torch.equal(form.decode(held[i : i + 1], torch.float32), together[i : i + 1]) for i in range(5))
-
-
-@pytest.mark.parametrize("spec", QUANTISED)
-def test_one_row_with_an_odd_number_of_bytes_decodes_as_it_does_in_a_batch(spec):
-    """Slices of one row have odd strides, and begin at odd addresses."""
-    method = parse(spec)
-    shape = Shape(2, 1, 2, 18 if method.kv == "int4" else 17)
-    s = Sequences.random(shape, 40)
-    alone = Sequences.random(shape, 40).rows([1])
-    with skimkv.backend("ref"):
-        ys = [decode(method, prompt(method, x.tokens(0, 1)), x.tokens(1, 40)) for x in (s, alone)]
-    close(ys[0][:, 1:], ys[1], torch.float32)
-
-
-@pytest.mark.parametrize("channels", ["none", "copy", "int8", "int4"])
-@pytest.mark.parametrize("kv", KINDS)
-def test_forgotten_tokens_leave_no_trace(kv, channels, backend):
-    shape, method = Shape(2, 2, 2, 16), SparQ(4, 12, mean_value=True, channels=channels, kv=kv)
-    s = Sequences.random(shape, 301)
-    store, once = (method.store(shape, torch.float32) for _ in "ab")
-    store.append(s.k[:, :, :300], s.v[:, :, :300])
-    store.crop(100)
-    store.append(s.k[:, :, 200:300], s.v[:, :, 200:300])
-    once.append(s.k[:, :, :300], s.v[:, :, :300])
-    step = (s.q[..., 300, :], s.k[:, :, 300], s.v[:, :, 300])
-    twin = once.share([1])
-    a, b = (method.decode(x, *step, scale=0.25) for x in (store, once))
-    close(a, b, torch.float32)
-    close(method.decode(twin, *(x[1:] for x in step), scale=0.25), b[1:], torch.float32)
-    assert store.nbytes == once.nbytes
 
 
 @pytest.mark.parametrize("kv", KINDS)

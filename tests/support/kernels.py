@@ -17,20 +17,24 @@ from support import ref, steps
 
 NATIVE = ops.select_backend("cpu")[0] == "cpu"
 ISAS = native.isas() if NATIVE else []
+ISAS_AND_REFERENCE = [*ISAS, "ref"]
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 @contextlib.contextmanager
 def on(isa, threads=1):
+    """Everything inside runs on one instruction set, or in the reference."""
     before = torch.get_num_threads()
-    native.force(isa)
+    if isa != "ref":
+        native.force(isa)
     torch.set_num_threads(threads)
     try:
-        with ops.backend("cpu"):
+        with ops.backend("ref" if isa == "ref" else "cpu"):
             yield
     finally:
-        native.force(None)
+        if isa != "ref":
+            native.force(None)
         torch.set_num_threads(before)
 
 
