@@ -3,9 +3,8 @@
 Where a method chooses, a choice is right if nothing that was left out scores higher than what was taken, but for
 rounding; the reference then makes the kernel's choice, and must give the kernel's result. What a step over all tokens
 chose is learned from the step itself: with values that are one at a single position and zero elsewhere, it returns the
-weight of that position, because no choice looks at values. Channels of queries are learned by keys that are zero but in
-one channel. What slots dropped is seen in them. Where a choice cannot be learned (Skim's draws), both sides of every
-decision that rounding may turn are tried.
+weight of that position, because no choice looks at values. What slots dropped is seen in them. Where a choice cannot be
+learned (channels of queries, Skim's draws), both sides of every decision that rounding may turn are tried.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from skimkv.methods import H2O, TOVA, Skim, SnapKV, SparQ, TopK, h2o, lowrank, s
 from skimkv.methods.base import Method
 from skimkv.methods.slots import ChoosingMethod
 from skimkv.ops import Token, prefill
-from skimkv.stores.base import Shape, Store
+from skimkv.stores.base import Store
 from skimkv.stores.full import BOTH, Full
 from skimkv.stores.quantise import GROUP
 from skimkv.stores.slots import Slots
@@ -321,30 +320,6 @@ def _compare_read(method: Method, store: Full, q: Tensor, k: Tensor, v: Tensor, 
     return is_open.double().mean().item()
 
 
-def _channels_of_queries(method: SparQ, q: Tensor, scale: float) -> Tensor:
-    """Which channels a step by the kernel chooses for queries (B,H,G,D), and which it may have: (B,H,D) int, 1 or 0.
-
-    -1 where it is not known. For every channel there is a cache of three tokens, whose keys are zero but for the second
-    in this channel: it scores more than the first only if the channel is chosen.
-    """
-    B, H, G, D = q.shape
-    x = q.double()
-    size = 1 / (x.abs().amax((-1, -2), keepdim=True) * abs(scale)).clamp(min=1e-3)  # (B,H,1,1)
-    more = torch.sigmoid(x * scale * size).sum(2) - G / 2  # (B,H,D)
-    keys = torch.zeros(B, D, H, 3, D, dtype=torch.float64)
-    signed = (more.sign() * size[:, :, 0]).transpose(0, 1)  # (H,B,D)
-    for c in range(D):
-        keys[:, c, :, 1, c] = signed[:, :, c].T
-    values = torch.zeros_like(keys)
-    values[..., 1, 0] = 1
-    each = SparQ(method.r, 1, 0, False, method.temperature)
-    store = each.store(Shape(B * D, H, G, D), torch.float32)
-    store.append(keys.flatten(0, 1).float(), values.flatten(0, 1).float())
-    y = each.attend(store, q.repeat_interleave(D, 0), None, scale=scale)
-    is_chosen = (y[..., 0] > 0).any(2).unflatten(0, (B, D)).transpose(1, 2).int()
-    return is_chosen.masked_fill(more.abs() < 1e-3, -1)
-
-
 def _weights_of_positions(method: Method, store: Full, q: Tensor, softmax: dict[str, Any]) -> Tensor:
     """The weight that a step by the kernel gives each position, which is zero where it was not chosen: (B,H,N)."""
     D, N = store.shape.D, max(store.lengths)
@@ -384,7 +359,6 @@ class _Reference:
     def __init__(self, method: Method, store: Full, q: Tensor, softmax: dict[str, Any]) -> None:
         self.method, self.q, self.softmax = method, q, softmax
         self.chosen = _weights_of_positions(method, store, q, softmax) > 0
-        self.known_channels = _channels_of_queries(method, q, softmax["scale"]) if isinstance(method, SparQ) else None
         self.turned, self.rows_read = torch.empty(0), torch.empty(0)
 
     def step(self, twin: Full, variant: int) -> tuple[Tensor, Tensor]:
@@ -495,19 +469,17 @@ class _Reference:
         return is_close & ((self.variant >> number.clamp(0, 62)) & 1).bool()
 
     def _top_channels(self, q: Tensor, r: int) -> Tensor:
-        """The r largest channels: of those that rounding may put before or behind the r-th one, the kernel's.
+        """The r largest channels: of equal ones the first, of others that rounding may exchange the variant decides.
 
-        Where these are not known, the variant decides.
+        It decides of equal ones too for Skim, whose cases "exact in 8 bits" have sums that only float64 tells apart.
         """
         size = q.abs().sum(2)
         order = size.sort(-1, descending=True).values
         if r < size.shape[-1]:
             taken, left = order[..., r - 1, None], order[..., r, None]
             near = ((size - taken).abs() <= 2.0**-20 * taken) | ((size - left).abs() <= 2.0**-20 * taken)
-            near &= taken - left <= 2.0**-20 * taken
-            known = torch.full_like(size, -1).int() if self.known_channels is None else self.known_channels
-            is_up = near & torch.where(known >= 0, known == 1, self._ambiguous(near & (known < 0)))
-            size = size * torch.where(is_up, 1 + 2.0**-17, 1.0)
+            near &= (taken - left <= 2.0**-20 * taken) & ((taken > left) | isinstance(self.method, Skim))
+            size = size * torch.where(self._ambiguous(near), 1 + 2.0**-17, 1.0)
         self.channels = size.argsort(dim=-1, descending=True, stable=True)[..., :r].sort(-1).values
         return self.channels
 
