@@ -8,6 +8,7 @@ import torch
 
 from skimkv.hf.gguf_model import load_gguf_model, read_config
 from support.gguf_files import close, logits, tiny, write
+from support.refusals import refuses
 
 IDS = torch.arange(2, 202)[None] * 7 % 257
 Kinds = gguf.GGUFValueType
@@ -100,9 +101,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, edit, reason):
         edit(w)
 
     write(tmp_path / "m.gguf", tiny(), edit=replace)
-    with pytest.raises(ValueError, match=reason) as error:
-        load_gguf_model(tmp_path / "m.gguf")
-    assert str(tmp_path / "m.gguf") in str(error.value) and "\n" not in str(error.value)
+    refuses(lambda: load_gguf_model(tmp_path / "m.gguf"), f"{tmp_path}/m.gguf.*{reason}")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from skimkv.ops.cpu.run import OPERATIONS
 from skimkv.ops.cpu.structs import CCache, CChunk, COp
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
-from support import ref
+from support import steps
 from support.kernels import ISAS, NATIVE, on
 
 ggml = pytest.importorskip("ggml", reason="ggml-python is not installed")
@@ -120,7 +120,7 @@ def test_sparq_is_the_reference(layer, channels, threads):
     with ops.backend("ref"):
         store.append(k[None], v[None])
     q = (wq @ x).reshape(1, H, G, D)
-    want = wo @ ref.sparq(store, q, D**-0.5, None, 16, 64, 8, "coverage", False).reshape(-1)
+    want = wo @ steps.sparq(store, q, D**-0.5, None, 16, 64, 8, "coverage", False, reference=True).reshape(-1)
     index = k.transpose(1, 2).contiguous() if channels == "copy" else None
     attention = Attention(OPERATIONS["sparq"].method, index, r=16, k=64, local=8)
     got = computed(x, wq, wo, k, v, attention, threads)

@@ -12,12 +12,14 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import parse
+from skimkv.methods.sparq import inverse_temperature, top_channels
+from skimkv.ops.blocks import apply_softcap, attend_rows
 from skimkv.ops.gpu import device, launch, run
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
 from skimkv.testing import empty_store
-from support import ref, steps
+from support import steps
 from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, compare, filled_on_device, on_device, random_token
 from support.kernels import TYPES, close, exact, held, margin
 
@@ -61,10 +63,10 @@ def test_dense(D, lengths, dtype, G):
 def test_sparq(D, lengths, dtype, G, channels, r, k, local, temperature, mean, cap, launched):
     q, store = filled_on_device(D, lengths, TYPES[dtype], G, channels, r, k, local, H=1)
     twin, x = exact(store), q.double()
-    i1 = ref.top_channels(x, r)
+    i1 = top_channels(x, r)
     part = x.gather(-1, i1[:, :, None].expand(-1, -1, G, -1))
-    logits = part @ twin.read_channels(i1) * ref.inverse_temperature(x, i1, D**-0.5, temperature)
-    logits = ref.apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
+    logits = part @ twin.read_channels(i1) * inverse_temperature(x, i1, D**-0.5, temperature)
+    logits = apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
     assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
     compare("sparq", q, store, D**-0.5, cap, r, k, local, temperature, mean)
 
@@ -80,7 +82,7 @@ def test_choosing_everything_is_dense(channels, launched):
     q, store = filled_on_device(64, [300, 17], torch.float32, 2, channels, H=1)
     with ops.backend("gpu"):
         y = steps.sparq(store, q, 0.125, None, 8, 1000, 10, "coverage", True)
-    close(y, ref.dense(exact(store), q.double(), 0.125, None), store, q, 0.125)
+    close(y, steps.dense(exact(store), q.double(), 0.125, None, reference=True), store, q, 0.125)
 
 
 def test_ties_go_to_the_lower_positions(launched):
@@ -105,7 +107,7 @@ def test_a_nan_spoils_its_head_and_no_other():
     q, store = filled_on_device(32, [300, 280], torch.float32, 2, "copy", 6, 12, 4)
     q[0, 1, 0, 3] = store.chunks[0].k[1, 0, 5, :] = store.chunks[0].index[1, 0, :, 5] = torch.nan
     for name, args in {"dense": (), "sparq": (6, 12, 4, "coverage", True), "topk": (9, True)}.items():
-        want = getattr(ref, name)(store, q, 0.2, None, *args)
+        want = getattr(steps, name)(store, q, 0.2, None, *args, reference=True)
         with ops.backend("gpu"):
             got = getattr(steps, name)(store, q, 0.2, None, *args)
         assert torch.equal(got[..., 0].isnan(), want[..., 0].isnan()), name
@@ -116,7 +118,7 @@ def test_a_nan_spoils_its_head_and_no_other():
 def test_exact_scores_and_low_rank(D, dtype, G):
     k, scale, lengths = 16, D**-0.5, [400, 30]
     q, store = filled_on_device(D, lengths, TYPES[dtype], G, "none", k=k, H=1)
-    weights = ref.attend_rows(q.double(), *[exact(store).read_keys()] * 2, exact(store).valid(), scale, None)[1]
+    weights = attend_rows(q.double(), *[exact(store).read_keys()] * 2, exact(store).valid(), scale, None)[1]
     assert margin(weights.sum(2), lengths, k, 0) > 1.05
     for oracle in (False, True):
         compare("topk", q, store, scale, None, k, oracle)
@@ -158,12 +160,12 @@ def test_append_writes_what_the_reference_writes(dtype, channels):
     with ops.backend("gpu"):
         for _ in range(4):
             new = random_token(one)
-            ref.append(one, *new)
+            one.append_token(*new)
             steps.append(two, *new)
         held(one, two)
         twin = exact(two)
         y = steps.dense(two, q, 0.2, None, new)
-        close(y, ref.dense(twin, q.double(), 0.2, None, tuple(x.double() for x in new)), two, q, 0.2)
+        close(y, steps.dense(twin, q.double(), 0.2, None, tuple(x.double() for x in new), reference=True), two, q, 0.2)
 
 
 def test_a_cache_grows_and_nothing_is_replaced():
@@ -196,7 +198,7 @@ def test_slots(D, G, dtype, scored):
         twin = exact(store)
         for _ in range(2):
             q, new = torch.randn(2, 1, G, D, device=DEVICE).to(type_), random_token(store)
-            want = ref.slots(twin, q.double(), *(x.double() for x in new), D**-0.5, 9.0, [3, 0])
+            want = steps.slots(twin, q.double(), *(x.double() for x in new), D**-0.5, 9.0, [3, 0], reference=True)
             with ops.backend("gpu"):
                 got = steps.slots(store, q, *new, D**-0.5, 9.0, [3, 0])
             close(got, want, store, q, D**-0.5)

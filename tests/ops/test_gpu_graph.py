@@ -10,7 +10,7 @@ from skimkv import ops
 from skimkv.methods import parse
 from skimkv.ops.gpu import device, tables
 from skimkv.stores.base import Shape
-from support import ref, steps
+from support import steps
 from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, filled_on_device, random_token, recorded
 from support.kernels import close, exact
 
@@ -120,6 +120,6 @@ def test_rows_that_share_memory(channels):
         twin, before = one.share([0, 0, 0]), one.uncounted("k").clone()
         for _ in range(3):
             new = random_token(twin)
-            want = ref.dense(exact(twin), q.double(), 0.25, None, tuple(x.double() for x in new))
+            want = steps.dense(exact(twin), q.double(), 0.25, None, tuple(x.double() for x in new), reference=True)
             close(steps.dense(twin, q, 0.25, None, new), want, twin, q, 0.25)
     assert torch.equal(one.uncounted("k"), before) and one.lengths == [300] and twin.lengths == [303] * 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
-from support import ref, steps
+from support import steps
 from support.kernels import ISAS, NATIVE, TYPES, compare, exact, filled, held, on
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
@@ -53,7 +53,7 @@ def test_of_equal_scores_the_oldest_token_goes(isa):
         twin = exact(store)
         for _ in range(4):
             q, k, v = torch.randn(2, 3, 2, 16), torch.zeros(2, 3, 16), torch.randn(2, 3, 16)
-            ref.slots(twin, q.double(), k.double(), v.double(), 0.25, None, [4, 30])
+            steps.slots(twin, q.double(), k.double(), v.double(), 0.25, None, [4, 30], reference=True)
             with on(isa):
                 steps.slots(store, q, k, v, 0.25, None, [4, 30])
             assert torch.equal(store.pos, twin.pos)
@@ -102,7 +102,7 @@ def test_any_shape_stride_and_type(data):
     strided.copy_(q)
     k_new, v_new = torch.randn(2, D, B, H).to(cache).permute(0, 2, 3, 1)
     one, two = store.fork(), store
-    ref.append(one, k_new, v_new)
+    one.append_token(k_new, v_new)
     with on(isa):
         steps.append(two, k_new, v_new)
     held(one, two)

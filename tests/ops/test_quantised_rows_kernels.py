@@ -9,7 +9,7 @@ import torch
 
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
-from support import ref, steps
+from support import steps
 from support.kernels import ISAS, NATIVE, TYPES, compare, exact, filled, held, on
 
 pytestmark = [
@@ -101,7 +101,7 @@ def test_the_rounding_of_weights(isa, kv):
     q = torch.full((1, 2, 3, 128), 1.0)
     with on(isa):
         got = steps.dense(store, q, 0.125, None)
-    want = ref.dense(exact(store), q.double(), 0.125, None)
+    want = steps.dense(exact(store), q.double(), 0.125, None, reference=True)
     assert (got.double() - want).abs().max() <= 2.0**-18 * exact(store).uncounted("v").abs().max()
 
 

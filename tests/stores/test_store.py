@@ -171,20 +171,6 @@ def step(method, store, q, k, v, i):
     return method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.25)
 
 
-@pytest.mark.parametrize("index", [[2, 0, 1], [0, 0, 1, 1, 2, 2], [1], [2, 2]])
-@pytest.mark.parametrize("method", EACH, ids=repr)
-def test_select_reorders_repeats_and_drops_rows(method, index):
-    store, x, i = rows(method)
-    other, order = store.fork(), torch.tensor(index)
-    other.select(order)
-    assert other.lengths == [store.lengths[b] for b in index] and len(index) == other.shape.B
-    chosen = [t[order] for t in x]
-    for j in (i, i + 1):
-        a, b = step(method, store, *x, j), step(method, other, *chosen, j)
-        torch.testing.assert_close(b, a[order], atol=1e-6, rtol=1e-5)
-    assert other.lengths == [store.lengths[b] for b in index]
-
-
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_a_fork_is_independent(method):
     store, x, i = rows(method)

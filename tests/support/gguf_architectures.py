@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
-import numpy as np
 import torch
-from gguf.quants import Q4_0, Q8_0
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skimkv.hf.gguf_config import ARCHITECTURES, REFUSED
-from support.gguf_files import VOCABULARY, Kind, add_tokenizer, finish, permuted
+from support.gguf_files import VOCABULARY, Kind, add, add_tokenizer, finish, order_of_heads
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY) + 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -210,43 +208,24 @@ def _write_tensor(
     to_file, back = _conversion(architecture, model, short, value)
     if suffix == "bias" and architecture == "nemotron":
         to_file = back = lambda x: x
-    stored = to_file(value.clone())
     title = short if short.endswith("ssm_a") else f"{short}.{suffix}"
-    return back(_add(w, title, stored, Kind.Q8_0))
-
-
-def _add(w: gguf.GGUFWriter, name: str, value: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Write a tensor, as blocks if it is a matrix of whole blocks; returns what it stands for."""
-    array = np.ascontiguousarray(value.float().numpy())
-    keeps_floats = any(part in name for part in ("ffn_gate_inp", "conv", "ssm_alpha", "ssm_beta", "position_embd"))
-    if array.ndim < 2 or array.shape[-1] % 32 or keeps_floats:
-        w.add_tensor(name, array)
-        return torch.from_numpy(array)
-    quantiser = {Kind.Q8_0: Q8_0, Kind.Q4_0: Q4_0}[kind]
-    raw = quantiser.quantize(array)
-    w.add_tensor(name, raw, raw_dtype=kind)
-    return torch.from_numpy(quantiser.dequantize(raw))
+    keeps_floats = any(part in title for part in ("ffn_gate_inp", "conv", "ssm_alpha", "ssm_beta", "position_embd"))
+    return back(add(w, title, to_file(value), Kind.F32 if keeps_floats else Kind.Q8_0))
 
 
 def _write_experts(w: gguf.GGUFWriter, architecture: str, prefix: str, full: str, value: torch.Tensor) -> torch.Tensor:
     """Experts: the first two matrices apart, of gpt-oss transposed and alternating."""
-    kind = "bias" if full.endswith("_bias") else "weight"
-    turned = architecture == "gpt-oss" and kind == "weight"
-    if turned:
-        value = value.transpose(1, 2)
+    kind, is_alternating = "bias" if full.endswith("_bias") else "weight", architecture == "gpt-oss"
+    is_turned = is_alternating and kind == "weight"
+    value = value.transpose(1, 2) if is_turned else value
     if "down_proj" in full:
-        result = _add(w, f"{prefix}_down_exps.{kind}", value, Kind.Q4_0)
+        result = add(w, f"{prefix}_down_exps.{kind}", value, Kind.Q4_0)
     else:
-        if architecture == "gpt-oss":
-            parts = [value[:, 0::2], value[:, 1::2]]
-        else:
-            parts = list(value.chunk(2, 1))
-        gate, up = (
-            _add(w, f"{prefix}_{part}_exps.{kind}", half, Kind.Q4_0)
-            for part, half in zip(("gate", "up"), parts, strict=True)
-        )
-        result = torch.stack([gate, up], 2).flatten(1, 2) if architecture == "gpt-oss" else torch.cat([gate, up], 1)
-    return result.transpose(1, 2) if turned else result
+        parts = (value[:, 0::2], value[:, 1::2]) if is_alternating else value.chunk(2, 1)
+        halves = zip(("gate", "up"), parts, strict=True)
+        gate, up = (add(w, f"{prefix}_{part}_exps.{kind}", half, Kind.Q4_0) for part, half in halves)
+        result = torch.stack([gate, up], 2).flatten(1, 2) if is_alternating else torch.cat([gate, up], 1)
+    return result.transpose(1, 2) if is_turned else result
 
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -257,7 +236,7 @@ def _conversion(architecture: str, model: Any, short: str, value: torch.Tensor) 
     config, last = model.config, short.rpartition(".")[2]
     if architecture in ("llama", "mistral") and last in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if last == "attn_q" else config.num_key_value_heads
-        order = torch.from_numpy(permuted(np.arange(len(value), dtype=np.float32), heads).astype(int))
+        order = order_of_heads(len(value), heads)
         return lambda x: x[order], lambda x: x[order.argsort()]
     if architecture in OFFSET and "norm" in last and last != "ssm_norm":
         return lambda x: x + 1, lambda x: x - 1

@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from gguf.quants import Q8_0
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -20,14 +19,6 @@ SCALES = {
     "IQ2_XXS": [0], "IQ3_S": [0], "TQ2_0": [64],
 }  # fmt: skip
 VOCABULARY = ["<s>", "</s>", *bytes_to_unicode().values(), "th", "the"]
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 
 
 def of_family(family: str, tied: bool = False):
@@ -87,45 +78,43 @@ def finish(w: gguf.GGUFWriter) -> None:
     w.close()
 
 
-def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+def order_of_heads(rows: int, heads: int) -> Tensor:
     """As llama.cpp's converter: of each head, row i and row i + D/2 become rows 2i and 2i + 1."""
-    return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def add(w: gguf.GGUFWriter, name: str, value: Tensor, kind: Kind) -> Tensor:
+    """Write a matrix of whole blocks as this kind, another tensor as F32; returns what it stands for, in float32.
+
+    Blocks of a kind that nothing here can make are random.
+    """
+    array = np.ascontiguousarray(value.detach().float().numpy())
+    if array.ndim < 2 or array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = Kind.F32
+    try:
+        raw = gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        raw = random_blocks(kind.name, *array.shape, seed=len(w.tensors[0]) + 1).numpy()
+    w.add_tensor(name, raw, raw_dtype=kind)
+    return torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind)))
 
 
 def write(path: Path, model: LlamaForCausalLM, kinds: dict[str, Kind] | None = None, edit=None) -> LlamaForCausalLM:
-    """The model as a file: matrices as Q8_0 unless `kinds` says otherwise, vectors as F32. Blocks of a K type are
-    random, because nothing here can make them. Returns the model that the file stands for, in float32. edit(writer) may
-    add more."""
+    """The model as a file: matrices as Q8_0 unless `kinds` says otherwise. Returns the model that the file stands for,
+    in float32. edit(writer) may add more."""
     config, kinds = model.config, kinds or {}
     w = header(path, config, config.model_type)
-    is_reordered = config.model_type in ("llama", "mistral")
-    written: list[str] = []
-    for full, parameter in list(model.named_parameters()):
-        written.append(full)
-        name, _, what = full.rpartition(".")
-        layer, _, part = name.removeprefix("model.layers.").partition(".")
-        short = NAMES[name] if name in NAMES else f"blk.{layer}.{NAMES[part]}"
-        value = parameter.detach().float().numpy()
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(short[6:])
-        heads = heads if is_reordered else None
-        if heads:
-            value = permuted(value, heads)
-        kind = kinds.get(short, Kind.Q8_0 if value.ndim == 2 else Kind.F32)
-        if kind == Kind.Q8_0:
-            raw = Q8_0.quantize(value)
-            w.add_tensor(f"{short}.{what}", raw, raw_dtype=kind)
-            value = Q8_0.dequantize(raw)
-        elif kind.name in SCALES and value.ndim == 2:
-            raw = random_blocks(kind.name, *value.shape, seed=len(written)).numpy()
-            w.add_tensor(f"{short}.{what}", raw, raw_dtype=kind)
-            value = gguf.quants.dequantize(raw, kind)
-        else:
-            value = value.astype(np.float16 if kind == Kind.F16 else np.float32)
-            w.add_tensor(f"{short}.{what}", value)
-        if heads:  # back, by the inverse of a permutation found without knowing it
-            order = permuted(np.arange(len(value), dtype=np.float32), heads).astype(int)
-            value = value[np.argsort(order)]
-        parameter.data = torch.from_numpy(value.astype(np.float32))
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == config.model_type.replace("mistral", "llama"))
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for full, parameter in model.named_parameters():
+        name, _, suffix = full.rpartition(".")
+        short = names.get_name(name)
+        part, kind = short.rpartition(".")[2], kinds.get(short, Kind.Q8_0)
+        order = torch.arange(len(parameter))
+        if part in heads and config.model_type in ("llama", "mistral"):
+            order = order_of_heads(len(parameter), heads[part])
+        parameter.data = add(w, f"{short}.{suffix}", parameter[order], kind)[order.argsort()]
     if edit:
         edit(w)
     finish(w)

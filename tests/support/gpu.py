@@ -8,7 +8,7 @@ import torch
 from skimkv import ops
 from skimkv.ops.gpu import launch, tables
 from skimkv.stores.base import map_tensors
-from support import ref, steps
+from support import steps
 from support.kernels import close, exact, filled
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,7 +31,7 @@ def filled_on_device(*args, **options):
 
 def compare(name, q, store, *args):
     """Assert that a step of the GPU kernels equals the reference in float64 over the same rounded cache."""
-    want = getattr(ref, name)(exact(store), q.double(), *args)
+    want = getattr(steps, name)(exact(store), q.double(), *args, reference=True)
     assert not want.isnan().any()
     with ops.backend("gpu"):
         got = getattr(steps, name)(store, q, *args)

@@ -13,7 +13,7 @@ from skimkv.stores.base import Shape, map_tensors
 from skimkv.stores.full import Full
 from skimkv.stores.quantise import GROUP
 from skimkv.stores.slots import Slots
-from support import ref, steps
+from support import steps
 
 NATIVE = ops.select_backend("cpu")[0] == "cpu"
 ISAS = native.isas() if NATIVE else []
@@ -117,7 +117,7 @@ def close(got, want, store, q, scale, factor=16.0):
 
 def compare(name, isas, q, store, *args, threads=1):
     """A step on an instruction set, or on each of several, against the reference; returns the last result."""
-    want = getattr(ref, name)(exact(store), q.double(), *args)
+    want = getattr(steps, name)(exact(store), q.double(), *args, reference=True)
     assert not want.isnan().any()
     for isa in [isas] if isinstance(isas, str) else isas:
         with on(isa, threads):

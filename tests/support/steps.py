@@ -1,4 +1,4 @@
-"""One decode step of each kind as a function of its numbers, by the backend in use; `ref` is the same in PyTorch.
+"""One decode step of each kind as a function of its numbers, by the backend in use, or by its algorithm in PyTorch.
 
 A store that was made by hand is decoded by the method that it belongs to. token None: it was appended before.
 """
