@@ -9,13 +9,9 @@ import torch
 
 import skimkv
 from skimkv.methods import base, parse
-from skimkv.testing import SHAPE, Sequences
+from skimkv.testing import SHAPE, Sequences, empty_store
+from support.laws import FULL
 from support.tiny_models import family
-
-FULL = ["Dense()", "SparQ(r=16, k=400)", "TopK(k=400)", "LMInfinite(k=400)", "H2O(k=400)", "LowRank(r=16, k=400)"]
-FULL += ["Strided(k=400)", "SubGen(k=300, recent=64)", "SparQ(r=16, k=400, mean_value=True)"]
-FULL += ["Skim(k=400)", "Quest(page=4, k=400)", "TOVA(k=400)", "SnapKV(k=400)", "StreamingLLM(k=400)"]
-FULL += ["TopP(p=1)", "RaBitQ(k=400)", "SANTA(s=400)", "VAttention(k=400)", "RocketKV(k=400, top=400)"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +23,14 @@ def _no_warning_yet():
         yield
 
 
-@pytest.mark.parametrize("spec", FULL)
+@pytest.mark.parametrize("spec", ["Dense()", *(spec for spec in FULL if "int" not in spec)])
 def test_gradients_are_those_of_dense_attention(spec, backend):
     """A prompt of 12 tokens and 4 steps: the gradient of every q, k and v, and of the sinks."""
     x, method = Sequences.random(SHAPE, 16), parse(spec)
     own, exact = ([t.clone().double().requires_grad_() for t in x] for _ in range(2))
     sinks, exact_sinks = (torch.full((SHAPE.H, SHAPE.G), 1.5).requires_grad_() for _ in range(2))
     weight = torch.randn(4, *SHAPE, dtype=torch.float64)
-    store = method.store(SHAPE, torch.float64)
+    store = empty_store(method, SHAPE, torch.float64)
     q, k, v = own
     options = {"scale": 0.25, "sinks": sinks}
     method.prefill(store, q[..., :12, :], k[:, :, :12], v[:, :, :12], **options)

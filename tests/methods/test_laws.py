@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from skimkv import ops
-from skimkv.methods import METHODS, Dense, SparQ, SubGenStream, TopK, parse
+from skimkv.methods import METHODS, SANTA, Dense, Skim, SparQ, SubGenStream, TopK, VAttention, parse
 from skimkv.methods.base import Traffic
+from skimkv.methods.santa import DRAWS
 from skimkv.ops import KernelStep
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
@@ -178,6 +180,24 @@ def test_stream_is_near_dense():
     error = [(run(SubGenStream(0.0, 1, n), s, 120)[1] - dense).square().mean().sqrt().item() for n in (64, 4096)]
     assert error[1] < 0.05
     assert 4 < error[0] / error[1] < 16  # sqrt(4096 / 64) = 8
+
+
+# The ratio of one error to the next, at least: of independent samples it is the root of the ratio of their sizes.
+SAMPLES = {
+    **{f"SANTA, {draws}": ([SANTA(s, draws) for s in (4, 64)], 3) for draws in DRAWS},
+    "Skim": ([Skim(k) for k in (16, 64, 256)], 1.3),
+    "VAttention": ([VAttention(epsilon, k=16, base=32) for epsilon in (0.4, 0.1, 0.025)], 1),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_larger_samples_read_more_and_err_less(name):
+    """On heads that attend to everything."""
+    x, (methods, ratio) = Sequences.random(Shape(1, 4, 2, 32), 1020), SAMPLES[name]
+    _, dense = run(Dense(), x, 1000)
+    stores, y = zip(*(run(method, x, 1000) for method in methods), strict=True)
+    rows, errors = [store.observed()["value_rows"] for store in stores], [float((each - dense).norm()) for each in y]
+    assert rows == sorted(rows) and all(a > ratio * b for a, b in pairwise(errors)), (rows, errors)
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,6 @@ def step_of_both(method, q, store, isa, threads=1, **softmax):
     return got, want, store.rows_read, twin.rows_read
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", [None, "int8"])
-def test_a_budget_of_all_rows_is_dense(isa, kv):
-    shape, method = Shape(2, 2, 3, 64), Skim(k=700, kv=kv)
-    q, store = filled_store(method, shape, [600, 300], torch.float32)
-    with on(isa):
-        got = method.attend(store, q, None, **options(shape))
-    close(got, Dense(kv=kv).step(exact(store), q.double(), None, **options(shape)), store, q, 0.125)
-    assert store.rows_read.tolist() == [[2 * 599] * 2, [2 * 299] * 2]
-
-
 class Decoded(NamedTuple):
     """Steps on random sequences: dense attention, and the error and the rows of K and V of Skim in PyTorch."""
 
