@@ -165,9 +165,7 @@ def decode(method: Method, heads: Heads, steps: int, dtype: torch.dtype) -> tupl
     n = heads.k.shape[1]
     keys, values = (x[None].to(dtype) for x in (heads.k, heads.v))
     store = method.store(Shape(1, H, G, D), dtype, keys.device)
-    options: dict[str, Any] = {"scale": heads.scale, "softcap": heads.softcap}
-    if heads.sinks is not None:
-        options["sinks"] = heads.sinks
+    options: dict[str, Any] = {"scale": heads.scale, "softcap": heads.softcap, "sinks": heads.sinks}
     with ops.backend("ref"):
         if m == n:
             prompt = slice(0, n - steps)

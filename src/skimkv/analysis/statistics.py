@@ -10,10 +10,12 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..methods import LowRank
 from ..methods.sparq import inverse_temperature, top_channels
 from ..methods.subgen import founding_keys
+from ..ops import SoftmaxOptions
 from ..ops.blocks import apply_softcap, softmax_with_sinks
 from ..stores.base import Shape
 
@@ -89,16 +91,7 @@ def agreement(x: Tensor, y: Tensor, k: int) -> Tensor:
 
 
 def estimated_alpha(
-    q: Tensor,
-    k: Tensor,
-    at: Tensor,
-    r: int,
-    count: int,
-    temperature: str,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, at: Tensor, r: int, count: int, temperature: str, **softmax: Unpack[SoftmaxOptions]
 ) -> Tensor:
     """Estimate alpha from r channels: the mass of the `count` largest approximate scores -> (H,G,m).
 
@@ -108,8 +101,9 @@ def estimated_alpha(
     x = q.permute(2, 0, 1, 3)  # (m,H,G,D): the queries as the batch
     index = top_channels(x, r)
     chosen = torch.zeros_like(x[:, :, 0]).scatter_(-1, index, 1)[:, :, None]
-    x = x * chosen * inverse_temperature(x, index, scale, temperature)
-    approximate = logits(x.permute(1, 2, 0, 3), k, at, 1.0, softcap)
+    x = x * chosen * inverse_temperature(x, index, softmax["scale"], temperature)
+    approximate = logits(x.permute(1, 2, 0, 3), k, at, 1.0, softmax.get("softcap"))
+    sinks = softmax.get("sinks")
     return top_mass(softmax_with_sinks(approximate, None if sinks is None else sinks[..., None]), count)
 
 

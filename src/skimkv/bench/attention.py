@@ -173,46 +173,37 @@ def candidates(
     machine: Machine, shape: Shape, n: int, methods: Sequence[Method], dtype: torch.dtype, sets: int, onnx: bool = False
 ) -> dict[str, Candidate]:
     """Return every method after n tokens, and PyTorch's dense paths, on `sets` sets of caches; onnx: its paths too."""
+    (B, H, G, D), place = shape, machine.device
     candidates_by_name: dict[str, Candidate] = {}
     spare = machine.free_bytes() // sets - set_bytes(machine, methods, shape, dtype, n, onnx)
+
+    def steps_on_set(seed: int) -> Iterator[tuple[str, Step]]:
+        """One set of caches, and the step of every candidate on it."""
+        draw = torch.Generator(place).manual_seed(seed)
+        base = random_store(shape, dtype, n, seed=seed, device=place)
+        q, unrotated = (torch.randn(B, H, G, D, device=place, generator=draw).to(dtype) for _ in "qu")
+        token = [torch.randn(B, H, D, device=place, generator=draw).to(dtype) for _ in "kv"]
+        refresh = partial(rotate, unrotated, q)
+        stores: dict[str, tuple[Store, Call]] = {}
+        for name, call in dense_calls(q, *keys_values(base), _dense_dtypes(machine, dtype), spare).items():
+            yield name, Step(call, refresh)
+        if onnx:
+            for name, (call, write_query, _) in onnx_baseline.dense_calls(
+                q, *keys_values(base), token, machine.threads
+            ).items():
+                yield name, Step(call, write_query)
+        for method in methods:
+            kind = store_kind(method, shape, dtype)
+            if kind not in stores:
+                store = filled_store(method, base)
+                stores[kind] = store, machine.undo(store)
+            store, undo = stores[kind]
+            yield repr(method), Step(partial(method.decode, store, q, *token, scale=D**-0.5), refresh, store, undo)
+
     for i in range(sets):
-        for name, step in _steps(machine, shape, n, methods, dtype, i, spare, onnx):
+        for name, step in steps_on_set(i):
             candidates_by_name.setdefault(name, Candidate()).append(step)
     return {name: candidate for name, candidate in candidates_by_name.items() if len(candidate) == sets}
-
-
-def _steps(
-    machine: Machine,
-    shape: Shape,
-    n: int,
-    methods: Sequence[Method],
-    dtype: torch.dtype,
-    seed: int,
-    spare: int,
-    onnx: bool,
-) -> Iterator[tuple[str, Step]]:
-    """One set of caches, and the step of every candidate on it."""
-    (B, H, G, D), place = shape, machine.device
-    draw = torch.Generator(place).manual_seed(seed)
-    base = random_store(shape, dtype, n, seed=seed, device=place)
-    q, unrotated = (torch.randn(B, H, G, D, device=place, generator=draw).to(dtype) for _ in "qu")
-    token = [torch.randn(B, H, D, device=place, generator=draw).to(dtype) for _ in "kv"]
-    refresh = partial(rotate, unrotated, q)
-    stores: dict[str, tuple[Store, Call]] = {}
-    for name, call in dense_calls(q, *keys_values(base), _dense_dtypes(machine, dtype), spare).items():
-        yield name, Step(call, refresh)
-    if onnx:
-        for name, (call, write_query, _) in onnx_baseline.dense_calls(
-            q, *keys_values(base), token, machine.threads
-        ).items():
-            yield name, Step(call, write_query)
-    for method in methods:
-        kind = store_kind(method, shape, dtype)
-        if kind not in stores:
-            store = filled_store(method, base)
-            stores[kind] = store, machine.undo(store)
-        store, undo = stores[kind]
-        yield repr(method), Step(partial(method.decode, store, q, *token, scale=D**-0.5), refresh, store, undo)
 
 
 def _dense_dtypes(machine: Machine, dtype: torch.dtype) -> list[torch.dtype]:

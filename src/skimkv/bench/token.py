@@ -37,67 +37,6 @@ COMPILE: bool | str = True  # attach(compile=...)
 SLOW = 4.0  # times as long as our fastest step; a step of transformers' that takes longer is seldom taken
 
 
-def time_together(
-    machine: Machine,
-    subject: Subject,
-    decoders: Sequence[Decoder],
-    rounds: int,
-    tick: Call,
-    compile: bool,
-    rivals: Sequence[Rival] = (),
-) -> tuple[Timings, float]:
-    """Take the steps of these decoders in turn, by label, those of rivals that were started, and of PLAIN and OURS.
-
-    The number is the bandwidth in bytes per second meanwhile.
-    """
-    model, named = subject.model, {decoder.label: decoder for decoder in decoders}
-    others = {rival.name: rival for rival in rivals}
-    calls: dict[str, Call] = {}
-    has_own = machine.device.type == "cpu" and not compile
-    ours = twin_of(model) if has_own else model
-    for name, decoder in named.items():
-        of_decoder = model if decoder.method is None else ours
-        cache = models.random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
-        calls[name] = NextToken(of_decoder, cache)
-    moves = machine.bandwidth_calls()
-
-    def before(name: str) -> None:
-        """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
-        method = named[name].method if name in named else None
-        if method is not None:
-            attach(ours, method, compile=compile and COMPILE)
-        elif name in named:
-            detach(model)
-        machine.between_calls()
-
-    def clock(name: str, call: Call) -> float:
-        """The seconds of a call; those of a rival are replaced by its own when it has finished."""
-        return machine.wall_seconds(call) if name in named or name in others else machine.seconds(call)
-
-    waits, own_wait = dict.fromkeys(others, 0.0), machine.waiting_clock()
-
-    def take_turn(name: str) -> None:
-        """Let a rival take its turn, and note for how long its threads waited."""
-        waits[name] += others[name].take_turn()
-
-    def waited() -> float:
-        return (own_wait() if own_wait else 0.0) + sum(waits.values())
-
-    def slow_steps(seconds: Mapping[str, float]) -> list[str]:
-        """Return the steps of transformers' that are many times as slow as the fastest of all."""
-        fastest = min((seconds[name] for name in named), default=0.0)
-        return [name for name in named if named[name].method is None and seconds[name] > SLOW * fastest]
-
-    if has_own:
-        calls |= linear_calls(model, ours)
-    calls |= {name: partial(take_turn, name) for name in others}
-    calls |= {name: move for name, (move, _) in moves.items()}
-    timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None, slow_steps)
-    detach(ours)
-    timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
-    return timings, peak_bandwidth(moves, timings.seconds)
-
-
 def time_tokens(
     machine: Machine,
     subject: Subject,
@@ -221,21 +160,68 @@ def _time_group(
     tick: Call,
     compile: bool,
 ) -> tuple[Timings, float]:
-    """Time contenders in turn, and programs among them. Raises ValueError if they do not fit in memory."""
+    """Take the steps of contenders in turn, of decoders by their labels, and those of PLAIN and OURS.
+
+    The number is the bandwidth in bytes per second meanwhile. Raises ValueError if they do not fit in memory.
+    """
     need, free = sum(_bytes(subject, contender, n) for contender in contenders), machine.free_bytes()
     if need > free:
         first = contenders[0]
         name = first.name if isinstance(first, Decoder) else first[1].name
         tokens = first.tokens if isinstance(first, Decoder) else n
         raise ValueError(f"{name} after {tokens} tokens: {need / 1e9:.1f} GB of caches, {free / 1e9:.1f} GB free")
-    decoders = [contender for contender in contenders if isinstance(contender, Decoder)]
+    model, others = subject.model, dict[str, Rival]()
+    named = {contender.label: contender for contender in contenders if isinstance(contender, Decoder)}
     with ExitStack() as running:
-        rivals = list[Rival]()
         for contender in contenders:
             if not isinstance(contender, Decoder):
-                rivals.append(running.enter_context(Rival(*contender)))
-                rivals[-1].start()  # before the next one is there, so that none runs while another one prepares itself
-        return time_together(machine, subject, decoders, rounds, tick, compile, rivals)
+                rival = running.enter_context(Rival(*contender))
+                rival.start()  # before the next one is there, so that none runs while another one prepares itself
+                others[rival.name] = rival
+        calls: dict[str, Call] = {}
+        has_own = machine.device.type == "cpu" and not compile
+        ours = twin_of(model) if has_own else model
+        for name, decoder in named.items():
+            of_decoder = model if decoder.method is None else ours
+            cache = models.random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
+            calls[name] = NextToken(of_decoder, cache)
+        moves = machine.bandwidth_calls()
+
+        def before(name: str) -> None:
+            """Attach the candidate's method, if it is one of ours, and empty the processor's caches."""
+            method = named[name].method if name in named else None
+            if method is not None:
+                attach(ours, method, compile=compile and COMPILE)
+            elif name in named:
+                detach(model)
+            machine.between_calls()
+
+        def clock(name: str, call: Call) -> float:
+            """The seconds of a call; those of a rival are replaced by its own when it has finished."""
+            return machine.wall_seconds(call) if name in named or name in others else machine.seconds(call)
+
+        waits, own_wait = dict.fromkeys(others, 0.0), machine.waiting_clock()
+
+        def take_turn(name: str) -> None:
+            """Let a rival take its turn, and note for how long its threads waited."""
+            waits[name] += others[name].take_turn()
+
+        def waited() -> float:
+            return (own_wait() if own_wait else 0.0) + sum(waits.values())
+
+        def slow_steps(seconds: Mapping[str, float]) -> list[str]:
+            """Return the steps of transformers' that are many times as slow as the fastest of all."""
+            fastest = min((seconds[name] for name in named), default=0.0)
+            return [name for name in named if named[name].method is None and seconds[name] > SLOW * fastest]
+
+        if has_own:
+            calls |= linear_calls(model, ours)
+        calls |= {name: partial(take_turn, name) for name in others}
+        calls |= {name: move for name, (move, _) in moves.items()}
+        timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None, slow_steps)
+        detach(ours)
+        timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
+        return timings, peak_bandwidth(moves, timings.seconds)
 
 
 def _rows(

@@ -97,10 +97,9 @@ def demo(
     ticks = {name: x for name, x in ticks.items() if x > least / 1.2}
     for ax, what in ((score_panel, score), (time_panel, "milliseconds per token")):
         plotting.mark_matched_shares(ax)
-        ax.set_xscale("log", base=2)
+        labels = [f"{name}\n{x * dense_bytes / 1e6:.3g} MB" for name, x in ticks.items()]
+        plotting.log2_axis(ax, list(ticks.values()), labels)
         ax.set_xlim(min(1 / 8, least) / 1.2, 1.2)
-        ax.set_xticks(list(ticks.values()), [f"{name}\n{x * dense_bytes / 1e6:.3g} MB" for name, x in ticks.items()])
-        ax.minorticks_off()
         ax.grid(axis="y", color="0.92", zorder=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_title(what, loc="left", fontsize=10.5, pad=12)
