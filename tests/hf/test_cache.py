@@ -7,7 +7,7 @@ import torch
 
 import skimkv
 from skimkv.eval.shared_prompt import copy_rows
-from support.generation import GREEDY, NEW, N
+from support.generation import BATCH_CHANGES, GREEDY, NEW, N
 from support.specs import EACH
 from support.tiny_models import family, padded, prompt
 
@@ -18,6 +18,7 @@ SPECS = [
     "SparQ(r=4, k=8, channels='int8', kv='int4')",
     "LMInfinite(k=8, initial=2)",
     "H2O(k=10)",
+    "H2O(k=0.5)",
     "H2O(k=10, kv='int4')",
     "SubGen(k=5, recent=6)",
     "SubGenStream(delta=4.0, t=3, s=8)",
@@ -66,15 +67,10 @@ def test_rows_are_reordered_repeated_and_selected(spec):
     last = prompt(3, 1, 4)
     expected = feed(copy.deepcopy(cache), last, mask)
 
-    def after(change, rows):
-        other = copy.deepcopy(cache)
+    for rows, change in BATCH_CHANGES.items():
+        other, order = copy.deepcopy(cache), list(rows)
         change(other)
-        close(feed(other, last[rows], mask[rows]), expected[rows])
-
-    after(lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0])
-    after(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
-    after(lambda c: c.batch_select_indices(torch.tensor([1])), [1])
-    after(lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2])
+        close(feed(other, last[order], mask[order]), expected[order])
     assert cache.layers[0].store.lengths == [N + 8, 19, 25], "the original has not moved"
 
 

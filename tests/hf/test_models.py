@@ -18,6 +18,7 @@ from skimkv.hf.families import DIFFERS, EQUAL, PARTLY, Family, counts, recorded,
 from skimkv.hf.layer import Layer
 from skimkv.hf.states import state_tensors
 from skimkv.hf.supported import attends, describe_layers, model_layers
+from support.generation import BATCH_CHANGES
 from support.random_models import random_model, tiny_configuration
 from support.refusals import refuses
 from support.tiny_models import tokenizer
@@ -118,13 +119,7 @@ def test_rows_are_selected_and_repeated(name):
     cache = skimkv.Cache(model, "H2O(k=12)")
     model(prompt(3), past_key_values=cache)
     expected = model(last, past_key_values=copy.deepcopy(cache)).logits
-    changes = {
-        (2, 0, 0): lambda c: c.reorder_cache(torch.tensor([2, 0, 0])),
-        (0, 0, 1, 1, 2, 2): lambda c: c.batch_repeat_interleave(2),
-        (1,): lambda c: c.batch_select_indices(torch.tensor([1])),
-        (0, 2): lambda c: c.batch_select_indices(torch.tensor([True, False, True])),
-    }
-    for rows, change in changes.items():
+    for rows, change in BATCH_CHANGES.items():
         other = copy.deepcopy(cache)
         change(other)
         logits = model(last[list(rows)], past_key_values=other).logits

@@ -122,8 +122,7 @@ def test_step_1_reads_the_codes_and_the_rest_is_exact(channels, backend):
             K, V = (x[b, h, pad[b] :].double().numpy() for x in (k, v))
             K1 = restored(store, b, h) if channels in LEVELS else K
             unquantised, expected[b, h] = (
-                torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, 2, 12, 3, "coverage", True, D**-0.5, K1=x))
-                for x in (K, K1)
+                torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, 2, 12, 3, K1=x)) for x in (K, K1)
             )
             error_of_codes[b, h] = unquantised - expected[b, h]
     if channels == "int4" and backend == "cpu":  # the kernel rounds the weights of these codes to 8 bits

@@ -1,4 +1,4 @@
-"""SparQ against its paper (Ribar et al., ICML 2024): examples worked by hand, and algorithm 1 written out in loops."""
+"""SparQ against its paper (Ribar et al., ICML 2024): examples worked by hand; test_channels.py has its algorithm 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skimkv.methods import SparQ
-from support.hand_worked import algorithm1, step
+from support.hand_worked import step
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -82,34 +82,6 @@ def test_group_sums_softmaxed_scores_not_logits():
     assert store.v_mean is None
     torch.testing.assert_close(y[0, 0, 0], (0.5 * V[0, 0, 0] + 0.2 * V[0, 0, 3]) / 0.7)
     torch.testing.assert_close(y[0, 0, 1], (0.1 * V[0, 0, 0] + 0.6 * V[0, 0, 3]) / 0.7)
-
-
-RANDOM = [
-    SparQ(r=3, k=7),
-    SparQ(r=5, k=16, local=0, channels="none"),
-    SparQ(r=1, k=4, local=4, temperature="sqrt_d", mean_value=True),
-    SparQ(r=12, k=9, temperature="sqrt_r", channels="none", mean_value=True),
-    SparQ(r=4, k=30, mean_value=False),
-]
-
-
-@pytest.mark.parametrize("G", [1, 3])
-@pytest.mark.parametrize("method", RANDOM, ids=repr)
-def test_agrees_with_algorithm_1_on_ragged_rows(method, G):
-    B, H, D, N = 3, 2, 12, 41
-    q, k, v = torch.randn(B, H, G, D) * 2, torch.randn(B, H, N, D) * 1.5, torch.randn(B, H, N, D) + 0.5
-    pad = [0, 17, 38]  # the last row holds two cached tokens
-    mean = G == 1 if method.mean_value is None else method.mean_value
-    local = method.k // 4 if method.local is None else method.local
-    for scale, softcap, sinks in ((D**-0.5, None, None), (0.5, 2.0, None), (0.5, 2.0, torch.randn(H, G) + 3)):
-        y, _ = step(method, q, k, v, pad, scale, softcap, sinks)
-        for b in range(B):
-            for h in range(H):
-                K, V = (x[b, h, pad[b] :].double().numpy() for x in (k, v))
-                args = (method.r, method.k, local, method.temperature, mean, scale, softcap)
-                own = None if sinks is None else sinks[h].double().numpy()
-                expected = torch.from_numpy(algorithm1(q[b, h].double().numpy(), K, V, *args, sinks=own))
-                torch.testing.assert_close(y[b, h].double(), expected, atol=2e-5, rtol=0)
 
 
 def test_a_zero_query_attends_evenly():

@@ -11,7 +11,7 @@ from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGe
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
-from skimkv.testing import empty_store
+from skimkv.testing import Sequences, decode, empty_store, prompt
 from support import steps
 from support.specs import EACH
 
@@ -156,36 +156,22 @@ def test_a_stream_s_bytes_by_hand():
     assert store.nbytes == 5 * (4 * 16 * 2 + 4) + 2 * 7 * 16 * 2 + 8 + 8
 
 
-def rows(method, n=(300, 290, 270)):
-    """A ragged batch of three after a prompt and two steps, and the next tokens."""
-    B, longest = len(n), max(n)
-    q, k, v = (torch.randn(B, 2, *g, longest + 4, 16) for g in ((2,), (), ()))
-    store = empty_store(method, Shape(B, 2, 2, 16), torch.float32)
-    block = (q[..., :longest, :], k[:, :, :longest], v[:, :, :longest])
-    method.prefill(store, *block, scale=0.25, pad=[longest - x for x in n])
-    step(method, store, q, k, v, longest)
-    return store, (q, k, v), longest + 1
-
-
-def step(method, store, q, k, v, i):
-    return method.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=0.25)
-
-
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_a_fork_is_independent(method):
-    store, x, i = rows(method)
+    """Of a ragged batch of three, after a prompt and a step."""
+    x = Sequences.random(Shape(3, 2, 2, 16), 304)
+    store = prompt(method, x.tokens(0, 300), [0, 10, 30])
+    decode(method, store, x.tokens(300, 301))
     fork = store.fork()
     before = (list(store.lengths), store.nbytes, store.elements)
     assert (list(fork.lengths), fork.nbytes, fork.elements) == before
     shared = {p for p in tensors(store) if p} & {p for p in tensors(fork) if p}
     has_rotation = getattr(store, "rotation", None) is not None
     assert len(shared) <= isinstance(method, LowRank) + has_rotation  # a projection and a rotation never change
-    noise = [torch.randn_like(t) * 5 for t in x]
-    for j in (0, 1, 2):
-        step(method, fork, *noise, j)
+    decode(method, fork, Sequences.random(x.shape, 3, seed=1))
     assert (list(store.lengths), store.nbytes, store.elements) == before
     again = store.fork()
-    torch.testing.assert_close(step(method, store, *x, i), step(method, again, *x, i), atol=0, rtol=0)
+    assert torch.equal(*(decode(method, each, x.tokens(301, 304)) for each in (store, again)))
 
 
 @pytest.mark.parametrize("rows", [[0, 0, 0], [0, 1], [1], [1, 0, 1]])

@@ -12,6 +12,12 @@ from support.tiny_models import padded, prompt
 N = 24  # tokens of a prompt
 NEW = 20  # tokens that are generated
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+BATCH_CHANGES = {  # the rows of a cache of three that are its rows after a change
+    (2, 0, 0): lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+    (0, 0, 1, 1, 2, 2): lambda cache: cache.batch_repeat_interleave(2),
+    (1,): lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    (0, 2): lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+}
 
 
 def draft_of(model):

@@ -25,34 +25,28 @@ def output(method, q, k, v, pad=None, scale=1.0, softcap=None, sinks=None):
     return step(method, q, k, v, pad, scale, softcap, sinks)[0]
 
 
-def softmax(x, sink=-np.inf):
-    """The weights of x (n,), where a sink takes its part of them."""
-    top = max(x.max(), sink)
-    e = np.exp(x - top)
-    return e / (e.sum() + np.exp(sink - top))
+def softmax(x):
+    """The weights of x (n,)."""
+    e = np.exp(x - x.max())
+    return e / e.sum()
 
 
-def algorithm1(q, K, V, r, k, local, temperature, mean, scale, softcap=None, K1=None, sinks=None):
-    """One KV head in float64: q (G,D), K and V (N,D), the last position current; step 1 reads K1 (or K)."""
+def algorithm1(q, K, V, r, k, local, K1):
+    """One KV head in float64: q (G,D), K and V (N,D), the last position current; step 1 reads K1, at 1 / sqrt(D)."""
     (G, D), N = q.shape, len(K)
-    K1 = K if K1 is None else K1
-    sinks = [-np.inf] * G if sinks is None else sinks
-    cap = (lambda x: x) if softcap is None else (lambda x: softcap * np.tanh(x / softcap))
     i1 = sorted(range(D), key=lambda d: -sum(abs(q[g, d]) for g in range(G)))[:r]
     s_hat = np.zeros((G, N))
     for g in range(G):
         coverage = sum(abs(q[g, d]) for d in i1) / sum(abs(q[g]))
-        tau = {"coverage": math.sqrt(coverage), "sqrt_d": 1, "sqrt_r": math.sqrt(r / D)}[temperature] / scale
-        s_hat[g] = softmax(cap(np.array([sum(q[g, d] * K1[n, d] for d in i1) / tau for n in range(N)])), sinks[g])
+        tau = math.sqrt(D * coverage)
+        s_hat[g] = softmax(np.array([sum(q[g, d] * K1[n, d] for d in i1) / tau for n in range(N)]))
     recent = [n for n in range(N - 1) if n >= N - 1 - local]
     others = sorted(set(range(N - 1)) - set(recent), key=lambda n: -s_hat[:, n].sum())
     i2 = [*(recent + others)[:k], N - 1]
     y = np.zeros((G, D))
     for g in range(G):
-        y[g] = softmax(cap(K[i2] @ q[g] * scale), sinks[g]) @ V[i2]
-        if mean:
-            left_out = np.delete(s_hat[g], i2).sum()  # of positions: a sink's mass is not the mean value's
-            y[g] = (1 - left_out) * y[g] + left_out * V.mean(0)
+        left_out = np.delete(s_hat[g], i2).sum()
+        y[g] = (1 - left_out) * softmax(K[i2] @ q[g] / math.sqrt(D)) @ V[i2] + left_out * V.mean(0)
     return y
 
 
