@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import skimkv
 from skimkv.hf import masked_blocks
+from support.tiny_models import build, prompt
 
 
 def sliding(n, window, pads):
@@ -68,13 +68,11 @@ def test_what_hides_less_than_half_is_one_call(mask, monkeypatch):
 def test_a_model_with_sliding_layers(attention, monkeypatch):
     """The prompt of Gemma 3 in blocks: logits and tokens are the model's own, batches with padding included."""
     monkeypatch.setattr(masked_blocks, "QUERIES", 8)
-    config = Gemma3TextConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=300, sliding_window=6, initializer_range=0.2, attn_implementation=attention,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-    )  # fmt: skip
-    model = Gemma3ForCausalLM(config).eval().requires_grad_(False)
-    ids, mask = torch.randint(3, 300, (2, 60)), torch.ones(2, 60, dtype=torch.long)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    options = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 6}
+    model = build("gemma3_text", **options, layer_types=kinds).requires_grad_(False)
+    model.set_attn_implementation(attention)
+    ids, mask = prompt(2, 60), torch.ones(2, 60, dtype=torch.long)
     mask[1, :17] = 0
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     text = model.generate(ids, **options)

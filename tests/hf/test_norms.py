@@ -7,42 +7,28 @@ import pickle
 
 import pytest
 import torch
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from skimkv.hf.decode_step import restore_modules
 from skimkv.hf.matrix_modules import MatrixLinear
 from skimkv.hf.norms import NormForward, replace_norms
 from skimkv.hf.watch import Watch
+from support.tiny_models import build, prompt
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "initializer_range": 0.2,
-}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 LAYER = {"input_layernorm", "post_attention_layernorm"}
-FAMILIES = {
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), LAYER),
-    "qwen3": (
-        lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS)),
-        LAYER | {"self_attn.q_norm", "self_attn.k_norm"},
-    ),
-    "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**SIZES, **HEADS)), LAYER),  # multiplies with 1 + w
-}
+# gemma multiplies with 1 + w
+FAMILIES = {"llama": LAYER, "qwen3": LAYER | {"self_attn.q_norm", "self_attn.k_norm"}, "gemma": LAYER}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_replaced_and_that_logits_stay(backend, family, dtype):
-    make, parts = FAMILIES[family]
-    model = make().to(dtype).eval().requires_grad_(False)
+    model, parts = build(family, **GROUPED).to(dtype).requires_grad_(False), FAMILIES[family]
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.copy_(torch.rand_like(weight) + 0.5)
-    ids = torch.arange(2, 42)[None] * 7 % 257
+    ids = prompt(1, 40)
     before = model(ids).logits
     names = {"model.norm"} | {f"model.layers.{i}.{part}" for i in range(2) for part in parts}
     state = model.state_dict()
@@ -73,7 +59,7 @@ class Other(LlamaRMSNorm):
 
 
 def test_a_module_with_a_hook_or_a_forward_of_its_own_stays():
-    model = FAMILIES["llama"][0]()
+    model = build("llama", **GROUPED)
     first, second = model.model.layers
     model.model.norm.register_forward_hook(lambda module, inputs, output: output)
     first.input_layernorm.forward = own = lambda x: x
@@ -118,7 +104,7 @@ def test_what_changes_after_the_first_call_is_noticed(monkeypatch):
 
 def test_what_a_watch_sees():
     """Every attribute that a forward names, of the module and of its configuration, and what it finds in its file."""
-    model = FAMILIES["qwen3"][0]().model
+    model = build("qwen3", **GROUPED).model
     attention = model.layers[0].self_attn
     for name in ("head_dim", "scaling", "layer_idx", "sliding_window", "training", "attention_dropout"):
         watch, value = Watch([attention]), getattr(attention, name)

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from skimkv.hf.load import BUILTIN, load
 from skimkv.hf.matrix_modules import MatrixEmbedding, MatrixLinear, MatrixModule
@@ -26,23 +18,22 @@ from skimkv.hf.weights import FORMATS, quantise, quantise_while_loading, random_
 from skimkv.ops import matrices, packed_weights
 from support import gguf_files
 from support.gguf_files import close, logits, near, tiny
+from support.tiny_models import build
 
 IDS = torch.arange(2, 42)[None] * 7 % 257
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
 
-def _gpt2() -> torch.nn.Module:
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=300, initializer_range=0.2, **sizes))
-
-
 def _gemma() -> torch.nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1}
-    config = GemmaConfig(vocab_size=300, head_dim=16, num_hidden_layers=2, initializer_range=0.2, **sizes)
-    return GemmaForCausalLM(config)
+    return build("gemma", vocab_size=300, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)
 
 
-MAKE = {"llama": tiny, "tied": lambda: tiny(True, attention_bias=True), "gpt2": _gpt2, "gemma": _gemma}
+MAKE = {
+    "llama": tiny,
+    "tied": lambda: tiny(True, attention_bias=True),
+    "gpt2": lambda: build("gpt2", vocab_size=300),
+    "gemma": _gemma,
+}
 
 
 @pytest.mark.parametrize("format", FORMATS)
