@@ -19,7 +19,11 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.2,
 }  # fmt: skip
 HEAD = {"head_dim": 16}
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4}
+SHARED_EXPERT, SHARED_EXPERT_KEYS = {"shared_expert_intermediate_size": 64}, {"expert_shared_feed_forward_length": 64}
+# Metadata of heads of 16 channels, and of four experts.
+HEAD_KEYS = {"attention.key_length": 16, "attention.value_length": 16}
+EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 LINEAR_ATTENTION = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -47,9 +51,8 @@ CASES: dict[str, Tiny] = {
             "num_hidden_layers": 4, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0,
             "final_logit_softcapping": 10.0, "tie_word_embeddings": True,
         },
-        {
-            "attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 8,
-            "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0,
+        HEAD_KEYS | {
+            "attention.sliding_window": 8, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0,
         },
     ),
     "gemma3": Tiny(
@@ -60,26 +63,11 @@ CASES: dict[str, Tiny] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
-        {
-            "attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 8,
-            "rope.scaling.type": "linear", "rope.scaling.factor": 2.0,
-        },
+        HEAD_KEYS | {"attention.sliding_window": 8, "rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
     ),
     "phi3": Tiny(rope(partial_rotary_factor=0.5), {"rope.dimension_count": 8}),
-    "qwen2moe": Tiny(
-        rope() | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
-        {
-            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
-            "expert_shared_feed_forward_length": 64,
-        },
-    ),
-    "qwen3moe": Tiny(
-        HEAD | rope() | EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
-        {
-            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 16,
-            "attention.value_length": 16,
-        },
-    ),
+    "qwen2moe": Tiny(rope() | EXPERTS | SHARED_EXPERT, EXPERT_KEYS | SHARED_EXPERT_KEYS),
+    "qwen3moe": Tiny(HEAD | rope() | EXPERTS | {"norm_topk_prob": True}, EXPERT_KEYS | HEAD_KEYS),
     "gpt-oss": Tiny(
         HEAD | {
             "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8,
@@ -88,10 +76,9 @@ CASES: dict[str, Tiny] = {
                 "beta_fast": 32.0, "beta_slow": 1.0,
             },
         },
-        {
-            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.sliding_window": 8,
-            "attention.key_length": 16, "attention.value_length": 16, "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+        EXPERT_KEYS | HEAD_KEYS | {
+            "attention.sliding_window": 8, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
         },
     ),
     "stablelm": Tiny(rope(partial_rotary_factor=0.25) | {"use_qkv_bias": True}, {"rope.dimension_count": 4}),
@@ -101,10 +88,7 @@ CASES: dict[str, Tiny] = {
     "minimax-m2": Tiny(
         HEAD | rope(partial_rotary_factor=0.5)
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
-        {
-            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_gating_func": 2,
-            "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8,
-        },
+        EXPERT_KEYS | HEAD_KEYS | {"expert_gating_func": 2, "rope.dimension_count": 8},
     ),
     "lfm2": Tiny(
         rope() | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
@@ -112,21 +96,17 @@ CASES: dict[str, Tiny] = {
     ),
     "qwen35": Tiny(
         HEAD | LINEAR_ATTENTION | rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True),
-        {
-            "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8,
-            "rope.dimension_sections": [2, 1, 1, 0], "full_attention_interval": 2, "ssm.conv_kernel": 4,
-            "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64,
+        HEAD_KEYS | {
+            "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0], "full_attention_interval": 2,
+            "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4,
+            "ssm.inner_size": 64,
         },
     ),
 }  # fmt: skip
 CASES["mistral"] = CASES["llama"]
 CASES["qwen35moe"] = Tiny(
-    CASES["qwen35"].settings | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
-    CASES["qwen35"].metadata | {
-        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
-        "expert_shared_feed_forward_length": 64,
-    },
-)  # fmt: skip
+    CASES["qwen35"].settings | EXPERTS | SHARED_EXPERT, CASES["qwen35"].metadata | EXPERT_KEYS | SHARED_EXPERT_KEYS
+)
 OFFSET = ("gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")  # whose normalisations are written with 1 added
 
 
@@ -175,15 +155,7 @@ def _write_metadata(w: gguf.GGUFWriter, architecture: str, config: Any) -> None:
     plain = architecture in ("stablelm", "starcoder2", "nemotron", "gpt2")
     values["attention.layer_norm_epsilon" if plain else "attention.layer_norm_rms_epsilon"] = getattr(config, epsilon)
     for key, value in (values | CASES[architecture].metadata).items():
-        full = f"{architecture}.{key}"
-        if isinstance(value, list):
-            w.add_array(full, value)
-        elif isinstance(value, str):
-            w.add_string(full, value)
-        elif isinstance(value, float):
-            w.add_float32(full, value)
-        else:
-            w.add_uint32(full, value)
+        w.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
     add_tokenizer(w, config.vocab_size, "gpt-2")
 
 
