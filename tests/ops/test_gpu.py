@@ -12,8 +12,6 @@ import torch
 
 from skimkv import ops
 from skimkv.methods import parse
-from skimkv.methods.sparq import inverse_temperature, top_channels
-from skimkv.ops.blocks import apply_softcap, attend_rows
 from skimkv.ops.gpu import device, launch, run
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
@@ -21,7 +19,7 @@ from skimkv.stores.slots import Slots
 from skimkv.testing import empty_store
 from support import steps
 from support.gpu import DEVICE, NAN_MEMORY, NEEDS_TRITON, compare, filled_on_device, on_device, random_token
-from support.kernels import TYPES, close, exact, held, margin
+from support.kernels import TYPES, close, exact, held
 
 pytestmark = [NEEDS_TRITON, NAN_MEMORY]
 
@@ -62,12 +60,6 @@ def test_dense(D, lengths, dtype, G):
 )
 def test_sparq(D, lengths, dtype, G, channels, r, k, local, temperature, mean, cap, launched):
     q, store = filled_on_device(D, lengths, TYPES[dtype], G, channels, r, k, local, H=1)
-    twin, x = exact(store), q.double()
-    i1 = top_channels(x, r)
-    part = x.gather(-1, i1[:, :, None].expand(-1, -1, G, -1))
-    logits = part @ twin.read_channels(i1) * inverse_temperature(x, i1, D**-0.5, temperature)
-    logits = apply_softcap(logits, cap).masked_fill(~twin.valid()[:, :, None], -torch.inf)
-    assert margin(logits.softmax(-1).sum(2), lengths, k, local) > 1.05
     compare("sparq", q, store, D**-0.5, cap, r, k, local, temperature, mean)
 
 
@@ -118,8 +110,6 @@ def test_a_nan_spoils_its_head_and_no_other():
 def test_exact_scores_and_low_rank(D, dtype, G):
     k, scale, lengths = 16, D**-0.5, [400, 30]
     q, store = filled_on_device(D, lengths, TYPES[dtype], G, "none", k=k, H=1)
-    weights = attend_rows(q.double(), *[exact(store).read_keys()] * 2, exact(store).valid(), scale, None)[1]
-    assert margin(weights.sum(2), lengths, k, 0) > 1.05
     for oracle in (False, True):
         compare("topk", q, store, scale, None, k, oracle)
     P = torch.linalg.qr(torch.randn(1, D, D)).Q[..., : D - 8].contiguous()

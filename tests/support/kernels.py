@@ -93,17 +93,6 @@ def filled(D, lengths, dtype, G, channels="copy", r=8, k=0, local=0, mean=True, 
     return q, store
 
 
-def margin(score, lengths, k, local):
-    """Least ratio between the last candidate taken and the first left, over rows that leave some."""
-    least = float("inf")
-    for b, n in enumerate(lengths):
-        free = n - 1 - local
-        if free > k - local > 0:
-            s = score[b, :, :free].sort(-1, descending=True).values
-            least = min(least, (s[:, k - local - 1] / s[:, k - local]).min().item())
-    return least
-
-
 def close(got, want, store, q, scale, factor=16.0):
     """Error of float32 sums of D products in a logit, passed on to weights of values, and one rounding to q's type."""
     slots = isinstance(store, Slots)
