@@ -102,10 +102,8 @@ def roofline(
     dtype, setting = options.torch_dtype(cache), f"{reads.name}, batch {batch}, weights {weights_name}, cache {cache}"
     methods = list(dict.fromkeys([Dense(), *map(parse, method or METHODS)]))
     for spec in methods:
-        try:
+        with options.named(f"{spec} does not fit {reads.name}: "):
             spec.store(Shape(1, reads.H, reads.G, reads.D), dtype)
-        except ValueError as error:
-            raise ValueError(f"{spec} does not fit {reads.name}: {error}") from None
     places = [bench.measure_cpu() if name == "here" else KNOWN[name] for name in names]
 
     def steps_of(place: Hardware, n: int) -> list[DecodeStep]:
@@ -182,10 +180,12 @@ def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
     from ..bench.shapes import FIELDS, MODELS, reads_of_folder, reads_of_gguf, reads_of_sizes
 
     if sizes is not None:
-        if not all(x.strip().lstrip("+-").isdecimal() for x in sizes.split(",")):
-            raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]")
+        try:
+            numbers = [int(x) for x in sizes.split(",")]
+        except ValueError:
+            raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]") from None
         with options.named("--"):
-            return reads_of_sizes(f"sizes {sizes}", [int(x) for x in sizes.split(",")]), ""
+            return reads_of_sizes(f"sizes {sizes}", numbers), ""
     if name in MODELS:
         return reads_of_sizes(name, MODELS[name]), ""
     if name == "builtin":

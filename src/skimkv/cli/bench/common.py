@@ -104,14 +104,13 @@ def check_loaded(context: typer.Context, model: str, weights: str, device: str) 
         option: getattr(context.get_parameter_source(option), "name", None) != "DEFAULT"
         for option in ("shape", "layers", "weights")
     }
-    if model.endswith(".gguf"):
-        if option := next((option for option in given if given[option]), None):
-            raise ValueError(f"--{option}: a GGUF file has its own; give either --model or --{option}")
-        if not device.startswith("cpu"):
-            raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
-    for option in ("shape", "layers"):
+    is_gguf = model.endswith(".gguf")
+    what = "a GGUF file" if is_gguf else "a model that is loaded"
+    for option in ("shape", "layers", "weights") if is_gguf else ("shape", "layers"):
         if given[option]:
-            raise ValueError(f"--{option}: a model that is loaded has its own; give either --model or --{option}")
+            raise ValueError(f"--{option}: {what} has its own; give either --model or --{option}")
+    if is_gguf and not device.startswith("cpu"):
+        raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
     formats = DTYPES.get(weights, weights) if given["weights"] else None
     if formats not in (None, *WEIGHTS):
         raise ValueError(f"--weights {weights!r} is unknown; with --model known are {', '.join(WEIGHTS)}")
