@@ -57,8 +57,8 @@ struct Kernels {
     void (*prompt_attention)(const skimkv_prompt *, void *scratch, int64_t task);
     // Normalises the tokens first .. last-1; y may be x.
     void (*rms_norm)(const skimkv_rms_norm *, const Tokens &, int64_t first, int64_t last);
-    // Writes silu(gate) * up to `gate`.
-    void (*gate)(int dtype, void *gate, const void *up, int64_t count);
+    // Writes activation(gate) * up to `gate`.
+    void (*gate)(int dtype, int activation, void *gate, const void *up, int64_t count);
     // Adds `from` to `to`.
     void (*add)(int dtype, void *to, const void *from, int64_t count);
     // Turns the heads x [heads,D] of one token by the angles whose cosines and sines are given, both [D].

@@ -50,19 +50,22 @@ const char *layer_error(const skimkv_layer &layer, const skimkv_layer &first, co
     if (layer.D < 2 || layer.D > SKIMKV_MAX_HEAD || layer.D % 2) return "D must be even and from 2 to 576";
     if (q.out % layer.D || k.out % layer.D) return "the outputs of q, k and v must be heads of D";
     if (!layer.of_q.w != !layer.of_k.w) return "q and k are normalised, or neither is";
-    for (const skimkv_norm *norm : {&layer.before, &layer.after, &layer.of_q, &layer.of_k}) {
-        if (!norm->w && (norm == &layer.of_q || norm == &layer.of_k)) continue;
+    for (const skimkv_norm *norm : {&layer.before, &layer.after})
         if (const char *error = norm_error(*norm, q.dtype)) return error;
-    }
-    return nullptr;
+    for (const skimkv_norm *norm : {&layer.of_o, &layer.of_down, &layer.of_q, &layer.of_k})
+        if (const char *error = norm->w ? norm_error(*norm, q.dtype) : nullptr) return error;
+    return layer.activation == SKIMKV_SILU || layer.activation == SKIMKV_GELU_TANH ? nullptr : "unknown activation";
 }
 
 const char *layers_error(const skimkv_layers *op, const void *x, const void *cos, const void *sin, void *y, int64_t n) {
     if (!op) return "operation is NULL";
     if (!op->layers || op->count < 1) return "there must be at least one layer";
     if (n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
-    for (int64_t i = 0; i < op->count; i++)
+    if (op->angles < 1) return "there must be at least one cos and sin";
+    for (int64_t i = 0; i < op->count; i++) {
         if (const char *error = layer_error(op->layers[i], op->layers[0], x, y, n)) return error;
+        if (op->layers[i].angles < 0 || op->layers[i].angles >= op->angles) return "a layer has no cos and sin";
+    }
     const int dtype = sizes_of(op->layers->q).dtype;
     if (!cos || !sin) return "cos or sin is NULL";
     if (skimkv::is_misaligned(cos, dtype) || skimkv::is_misaligned(sin, dtype)) return "cos or sin is not aligned";
@@ -144,7 +147,7 @@ struct Run {
 
     // Normalises x (tokens,size) row by row.
     void normalise(const skimkv_norm &norm, int64_t size, int dtype, const void *x, void *y, int64_t tokens) const {
-        const skimkv_rms_norm op{norm.w, size, norm.eps, dtype, 0};
+        const skimkv_rms_norm op{norm.w, size, norm.eps, dtype, norm.adds_one};
         kernels->rms_norm(&op, {x, y, tokens}, 0, tokens);
     }
 };
@@ -182,22 +185,25 @@ void project(const Run &run, const skimkv_layer &layer, const void *x, const voi
         run.normalise(layer.of_k, D, q.dtype, states.keys, states.keys, n * heads[1]);
     }
     for (int64_t t = 0; t < n; t++) {
-        const char *c = (const char *)cos + t * D * size, *s = (const char *)sin + t * D * size;
+        const int64_t at = (layer.angles * n + t) * D * size;
+        const char *c = (const char *)cos + at, *s = (const char *)sin + at;
         run.kernels->rotate(q.dtype, c, s, heads[0], (int)D, states.queries + t * q.out * size);
         run.kernels->rotate(q.dtype, c, s, heads[1], (int)D, states.keys + t * k.out * size);
     }
 }
 
-// y = t + down(silu(gate(after(t))) * up(after(t))), where t = x + o(attended).
+// y = t + of_down(down(activation(gate(after(t))) * up(after(t)))), where t = x + of_o(o(attended)).
 void finish(const Run &run, const skimkv_layer &layer, const void *x, const States &states, void *y) {
     const Sizes o = sizes_of(layer.o);
     const int64_t n = run.n, count = n * o.out;
     run.multiply_all(states.attended, {layer.o}, {y}, states.inputs);
+    if (layer.of_o.w) run.normalise(layer.of_o, o.out, o.dtype, y, y, n);
     run.kernels->add(o.dtype, y, x, count);
     run.normalise(layer.after, o.out, o.dtype, y, states.normed, n);
     run.multiply_all(states.normed, {layer.gate, layer.up}, {states.gate, states.up}, states.inputs);
-    run.kernels->gate(o.dtype, states.gate, states.up, n * sizes_of(layer.gate).out);
+    run.kernels->gate(o.dtype, layer.activation, states.gate, states.up, n * sizes_of(layer.gate).out);
     run.multiply_all(states.gate, {layer.down}, {states.normed}, states.inputs);
+    if (layer.of_down.w) run.normalise(layer.of_down, o.out, o.dtype, states.normed, states.normed, n);
     run.kernels->add(o.dtype, y, states.normed, count);
 }
 
@@ -243,7 +249,7 @@ const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *s
         finish(run, layer, now, states, states.tokens[i % 2]);
         now = states.tokens[i % 2];
     }
-    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype, 0};
+    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype, op->norm.adds_one};
     return skimkv_rms_norm_run(&norm, now, y, n, threads, parallel);
 }
 

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 20
+#define SKIMKV_VERSION 21
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -311,25 +311,32 @@ SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void
 typedef struct skimkv_norm {
     const void *w;
     float eps;
+    int32_t adds_one; /* as in skimkv_rms_norm */
 } skimkv_norm;
 
-/* A layer of a model: t = x + o(attention(q, k, v)), then y = t + down(silu(gate(u)) * up(u)), where q, k and v are
- * products of before(x), u = after(t), and silu(x) = x / (1 + exp(-x)). The heads of q and k may be normalised; then
- * they are rotated: channel d becomes x[d] cos[d] - x[d + D/2] sin[d], and channel d + D/2 becomes
+/* What is between the products of a feed-forward layer, x / (1 + exp(-z)): silu has z = x, and the approximation of
+ * gelu with tanh has z = sqrt(8/pi) (x + 0.044715 x^3). */
+enum { SKIMKV_SILU, SKIMKV_GELU_TANH };
+
+/* A layer of a model: t = x + of_o(o(attention(q, k, v))), then y = t + of_down(down(activation(gate(u)) * up(u))),
+ * where q, k and v are products of before(x), and u = after(t). The heads of q and k may be normalised; then they are
+ * rotated: channel d becomes x[d] cos[d] - x[d + D/2] sin[d], and channel d + D/2 becomes
  * x[d + D/2] cos[d + D/2] + x[d] sin[d + D/2]. Every value is rounded to dtype. */
 typedef struct skimkv_layer {
     skimkv_matrix q, k, v, o, gate, up, down;
     skimkv_norm before, after; /* of tokens */
+    skimkv_norm of_o, of_down; /* of what is added to tokens; without w it is added as it is */
     skimkv_norm of_q, of_k;    /* of heads; w is NULL in both, or in neither */
     int64_t D;
+    int32_t activation, angles; /* angles: the number of its cos and sin */
 } skimkv_layer;
 
 /* The layers of a model as one operation, for a decode step. All are of one dtype, and of one size of tokens and of
  * heads. */
 typedef struct skimkv_layers {
     const skimkv_layer *layers; /* [count] */
-    int64_t count;
-    skimkv_norm norm; /* after the last layer */
+    int64_t count, angles;      /* angles: how many cos and sin there are */
+    skimkv_norm norm;           /* after the last layer */
 } skimkv_layers;
 
 /* Attention of a layer that the caller computes: queries [n,rows of q], keys and values [n,rows of k] -> y like the
@@ -338,11 +345,11 @@ typedef struct skimkv_layers {
 typedef int (*skimkv_attend)(void *context, int64_t layer, const void *queries, const void *keys, const void *values,
                              void *y);
 
-/* x and y [n,size] are one token for each row of the caches, at most 64; cos and sin [n,D] are given for each token.
- * steps[i] is the attention of layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their addresses
- * are set here. All of it is validated before the first layer runs. Where steps[i] is NULL, `attend` is called. Without
- * steps (NULL) attention gives zeros, so that the rest can be timed. Returns NULL, or in one line why it did not
- * compute. */
+/* x and y [n,size] are one token for each row of the caches, at most 64; cos and sin [angles,n,D] are given for each
+ * token. steps[i] is the attention of layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their
+ * addresses are set here. All of it is validated before the first layer runs. Where steps[i] is NULL, `attend` is
+ * called. Without steps (NULL) attention gives zeros, so that the rest can be timed. Returns NULL, or in one line why
+ * it did not compute. */
 SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend,
                                          void *context, const void *x, const void *cos, const void *sin, void *y,
                                          int64_t n, int threads, skimkv_parallel parallel);

@@ -34,6 +34,8 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = {"sliding_window": 64, "layer_types": TYPES, "query_pre_attn_scalar": 16}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -41,6 +43,8 @@ FAMILIES = {
     "mistral with a window": ("mistral", {"sliding_window": 64}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", MIXED),
+    "gemma3": ("gemma3_text", MIXED),
 }
 REPEATED = {
     "Dense": "Dense",
@@ -130,8 +134,10 @@ def check_own_forward(model, found, *args, **kwargs):
     """That the model's own forward says what was found, on the same arguments of `logits`."""
     use_own_forward(model)
     expected = logits(model, *args, **kwargs)
-    most = 0 if found.dtype == torch.bfloat16 else 2.0**-12 * expected.abs().max()  # where roundings move codes
-    assert (found - expected).abs().max() <= most
+    most = 0.0 if found.dtype == torch.bfloat16 else 2.0**-12  # where roundings move codes
+    if most == 0 and "gemma" in model.config.model_type:
+        most = 2.0**-7  # PyTorch's gelu has the difference of 1 and tanh, and may be rounded to a neighbour of ours
+    assert (found - expected).abs().max() <= most * expected.abs().max()
     use_our_forward(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ def weights(kind, out, inputs):
     return lambda x, bias=None: linear.matrix(x, floats, "floats", out, bias)
 
 
+EMPTY = None, None
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 MIXTURES = {
     "packed": ("packed",),
     "blocks": ("blocks",),
@@ -45,19 +48,21 @@ MIXTURES = {
 }
 
 
-def random_norm(size, dtype):
-    return ops.Norm((torch.rand(size) + 0.5).to(dtype), 1e-5)
+def random_norm(size, dtype, adds_one=False):
+    return ops.Norm((torch.rand(size) + 0.5 - int(adds_one)).to(dtype), 1e-5, adds_one)
 
 
-def random_layer(dtype, kinds=("float32",), *, bias=False, head_norms=False):
-    """A layer with random weights of these kinds, in turn."""
+def random_layer(dtype, kinds=("float32",), *, bias=False, head_norms=False, gemma=False, angles=0):
+    """A layer with random weights of these kinds, in turn. gemma: with what Gemma has and Llama has not."""
     sizes = [*((h * D, HIDDEN) for h in HEADS), (HIDDEN, HEADS[0] * D), *((INNER, HIDDEN),) * 2, (HIDDEN, INNER)]
     matrices = []
     for i, (out, inputs) in enumerate(sizes):
         x = torch.ones(1, 1, inputs, dtype=dtype)
         matrices.append(weights(kinds[i % len(kinds)], out, inputs)(x, torch.randn(out).to(dtype) if bias else None))
-    of_heads = (random_norm(D, dtype), random_norm(D, dtype)) if head_norms else None
-    return ops.Layer(*matrices, random_norm(HIDDEN, dtype), random_norm(HIDDEN, dtype), D, of_heads)
+    before, after, *of_sums = (random_norm(HIDDEN, dtype, gemma) for _ in range(4))
+    of_heads = (random_norm(D, dtype, gemma), random_norm(D, dtype)) if head_norms else None
+    more = (tuple(of_sums), "gelu_tanh") if gemma else (None, "silu")
+    return ops.Layer(*matrices, before, after, D, of_heads, *more, angles)
 
 
 def rotated(x, cos, sin):
@@ -67,21 +72,23 @@ def rotated(x, cos, sin):
 
 
 def normed(norm, x):
-    return x if norm is None else ops.rms_norm(x, norm.weight, eps=norm.eps)
+    return x if norm is None else ops.rms_norm(x, norm.weight, eps=norm.eps, adds_one=norm.adds_one)
 
 
 def formula(layer, x, cos, sin, attend):
     """A layer, product by product: attend(q, k, v) of (B,heads,1,D) gives (B,1,heads,D)."""
-    u, (of_q, of_k) = normed(layer.before, x), layer.head_norms or (None, None)
+    u, (of_q, of_k), (of_o, of_down) = normed(layer.before, x), layer.head_norms or EMPTY, layer.sum_norms or EMPTY
+    cos, sin = cos[layer.angles], sin[layer.angles]
     q, k, v = (m.multiply(u).unflatten(-1, (-1, D)).transpose(1, 2) for m in (layer.q, layer.k, layer.v))
     q, k = (rotated(normed(norm, y), cos[:, None], sin[:, None]) for norm, y in ((of_q, q), (of_k, k)))
-    t = x + layer.o.multiply(attend(q, k, v).flatten(2))
-    u = normed(layer.after, t)
-    return t + layer.down.multiply(F.silu(layer.gate.multiply(u)) * layer.up.multiply(u))
+    t = x + normed(of_o, layer.o.multiply(attend(q, k, v).flatten(2)))
+    u, activation = normed(layer.after, t), ACTIVATIONS[layer.activation]
+    return t + normed(of_down, layer.down.multiply(activation(layer.gate.multiply(u)) * layer.up.multiply(u)))
 
 
-def random_tokens(B, dtype, rows=1):
-    angles = torch.randn(rows, 1, D)
+def random_tokens(B, dtype, rows=1, count=1):
+    """Tokens, and `count` cos and sin of them."""
+    angles = torch.randn(count, rows, 1, D)
     return torch.randn(B, 1, HIDDEN).to(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -95,11 +102,9 @@ def first_values(q, k, v):
 @pytest.mark.parametrize("dtype", list(EPS), ids=str)
 def test_a_layer_against_its_formula(isa, mixture, dtype):
     """With a function that attends. It gets what the formula computes, and its result goes on."""
-    for B, bias, head_norms in ((1, False, True), (3, True, False), (15, False, False)):
-        layer, norm = (
-            random_layer(dtype, MIXTURES[mixture], bias=bias, head_norms=head_norms),
-            random_norm(HIDDEN, dtype),
-        )
+    for B, bias, head_norms, gemma in ((1, False, True, False), (3, True, True, True), (15, False, False, False)):
+        layer = random_layer(dtype, MIXTURES[mixture], bias=bias, head_norms=head_norms, gemma=gemma)
+        norm = random_norm(HIDDEN, dtype, gemma)
         x, cos, sin = random_tokens(B, dtype, rows=B)
         asked = []
 
@@ -126,17 +131,19 @@ def test_the_gate_where_its_exponential_leaves_the_range():
     matrix, nothing = (linear.matrix(eye[:1], w, "floats", 32) for w in (eye, zero))
     scale = torch.tensor([-200.0, -90, -20, -1, -1e-3, 0, 1e-3, 1, 20, 90, 200, *torch.linspace(-9, 9, 21)])
     layer = ops.Layer(*[nothing] * 4, matrix, matrix, matrix, one, ops.Norm(scale, 0.0), 16)
-    x, cos = torch.ones(1, 1, 32), torch.ones(1, 1, 16)
-    exact = 1 + F.silu(scale.double()) * scale.double()
-    exact = exact / exact.square().mean().sqrt()
-    for isa in ISAS:
-        with on(isa):
-            y = ops.Layers([layer], one)(x, cos, cos, None)
-            assert ((y[0, 0].double() - exact).abs() <= 2e-6 * exact.abs() + 1e-9).all(), isa
-            for bad in (torch.nan, torch.inf):
-                x_bad = x.clone()
-                x_bad[0, 0, 3] = bad
-                assert not ops.Layers([layer], one)(x_bad, cos, cos, None).isfinite().any()
+    x, cos = torch.ones(1, 1, 32), torch.ones(1, 1, 1, 16)
+    for activation, function in ACTIVATIONS.items():
+        exact = 1 + function(scale.double()) * scale.double()
+        exact = exact / exact.square().mean().sqrt()
+        every = ops.Layers([layer._replace(activation=activation)], one)
+        for isa in ISAS:
+            with on(isa):
+                y = every(x, cos, cos, None)
+                assert ((y[0, 0].double() - exact).abs() <= 2e-6 * exact.abs() + 1e-9).all(), (isa, activation)
+                for bad in (torch.nan, torch.inf):
+                    x_bad = x.clone()
+                    x_bad[0, 0, 3] = bad
+                    assert not every(x_bad, cos, cos, None).isfinite().any()
 
 
 def stores_of(B, dtype, method):
@@ -171,10 +178,11 @@ def decoder(method, stores):
 @pytest.mark.parametrize("dtype", list(EPS), ids=str)
 def test_attention_inside(isa, kind, dtype):
     """By addresses of steps, by a function, by either in turn; and with zeros in its place."""
-    every = ops.Layers([random_layer(dtype, (kind,)) for _ in range(2)], random_norm(HIDDEN, dtype))
+    layers = [random_layer(dtype, (kind,)), random_layer(dtype, (kind,), gemma=True, angles=1)]
+    every = ops.Layers(layers, random_norm(HIDDEN, dtype))
     for B, method in ((1, Dense()), (3, Dense()), (3, H2O(k=2))):
-        x, cos, sin = random_tokens(B, dtype)
-        assert every.fits(x, cos, sin) and every.fits(x, cos.expand(B, 1, D), sin.expand(B, 1, D))
+        x, cos, sin = random_tokens(B, dtype, count=2)
+        assert every.fits(x, cos, sin) and every.fits(x, cos.expand(-1, B, 1, D), sin.expand(-1, B, 1, D))
         with on(isa), torch.no_grad():
             results = []
             for repeated in ((0, 1), (0,), (1,), ()):
@@ -227,15 +235,16 @@ def test_what_a_function_that_attends_raises_or_returns():
 
 def test_angles_that_do_not_fit_all_layers():
     every = ops.Layers([random_layer(torch.float32)], random_norm(HIDDEN, torch.float32))
-    x, cos = torch.randn(2, 1, HIDDEN), torch.randn(2, 1, D)
-    for bad in (cos[..., : D // 2], cos.repeat(2, 1, 1), cos.repeat(1, 2, 1), cos.bfloat16(), cos.to("meta")):
+    x, cos = torch.randn(2, 1, HIDDEN), torch.randn(1, 2, 1, D)
+    half, more_angles, more_rows = cos[..., : D // 2], cos.repeat(2, 1, 1, 1), cos.repeat(1, 2, 1, 1)
+    for bad in (half, more_angles, more_rows, cos.repeat(1, 1, 2, 1), cos[0], cos.bfloat16(), cos.to("meta")):
         assert not every.fits(x, bad, bad) and not every.fits(x, cos, bad)
 
 
 def test_the_library_validates_all_layers_before_the_first_runs():
     layers, norm = [random_layer(torch.float32) for _ in range(2)], random_norm(HIDDEN, torch.float32)
     others, wide = random_layer(torch.bfloat16), random_norm(D + 1, torch.float32)
-    x, cos = torch.randn(2, 1, HIDDEN), torch.randn(2, 1, D)
+    x, cos = torch.randn(2, 1, HIDDEN), torch.randn(1, 2, 1, D)
     stores = stores_of(2, torch.float32, Dense())
     addresses = [address_of(Dense(), store) for store in stores]
     first, changed = layers[0], layers[0]._replace
@@ -268,6 +277,9 @@ def test_the_library_validates_all_layers_before_the_first_runs():
         "are NULL, or not aligned": lambda every: setattr(every.list[1].before, "w", misaligned),
         "eps must be at least 0": lambda every: setattr(every.list[0].after, "eps", float("nan")),
         "q and k are normalised, or neither is": lambda every: setattr(every.list[1].of_k, "w", cos.data_ptr()),
+        "there must be at least one cos and sin": lambda every: setattr(every.op, "angles", 0),
+        "a layer has no cos and sin": lambda every: setattr(every.list[1], "angles", 1),
+        "unknown activation": lambda every: setattr(every.list[1], "activation", 2),
     }.items():
         every = ops.Layers(layers, norm)
         change(every)
@@ -314,7 +326,7 @@ def test_results_do_not_depend_on_threads():
         linear.matrix(x.new_empty(2, 1, inputs), torch.randn(out, inputs).bfloat16(), "floats", out)
         for out, inputs in shapes
     ]
-    every, cos = ops.Layers([ops.Layer(*matrices, norm, norm, 32)], norm), torch.randn(2, 1, 32).bfloat16()
+    every, cos = ops.Layers([ops.Layer(*matrices, norm, norm, 32)], norm), torch.randn(1, 2, 1, 32).bfloat16()
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -323,7 +335,7 @@ def test_results_do_not_depend_on_threads():
 
 
 def test_an_operation_keeps_the_tensors_whose_addresses_it_holds():
-    x, angles = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, D)
+    x, angles = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, 1, D)
     packed = torch.zeros(packed_weights.packed_shape(HIDDEN, HIDDEN), dtype=torch.int16)
     rows = block_weights.quantise_int4(torch.randn(HIDDEN, HIDDEN))
     tensors = [packed, rows, torch.arange(HIDDEN, dtype=torch.int32), torch.randn(HIDDEN, HIDDEN), torch.ones(HIDDEN)]

@@ -251,7 +251,7 @@ static int answer(void *context, int64_t, const void *queries, const void *keys,
     return 0;
 }
 
-// A layer with random weights, whose heads are normalised, and the normalisation after it.
+// Two layers with random weights, one as Llama has it and one as Gemma 3, and the normalisation after them.
 static Result layers(const Case &c) {
     const int n = 3, in = 64, inner = 96, D = c.D, q_rows = 16 * D, k_rows = 8 * D;
     state = 23;
@@ -264,23 +264,31 @@ static Result layers(const Case &c) {
         return skimkv_matrix{w.data(), rows, columns, nullptr, nullptr, kind_of(c.dtype), c.dtype};
     };
     const Bytes q = random(q_rows * in), k = random(k_rows * in), o = random(in * q_rows), up = random(inner * in);
-    const Bytes down = random(in * inner), x = random(n * in), cos = random(n * D), sin = random(n * D);
+    const Bytes down = random(in * inner), x = random(n * in), cos = random(2 * n * D), sin = random(2 * n * D);
     const Bytes of_head = random(D), of_token = random(in);
-    const skimkv_norm tokens{of_token.data(), 1e-5f}, heads{of_head.data(), 1e-5f};
-    const skimkv_layer layer{matrix(q, q_rows, in),
-                             matrix(k, k_rows, in),
-                             matrix(k, k_rows, in),
-                             matrix(o, in, q_rows),
-                             matrix(up, inner, in),
-                             matrix(up, inner, in),
-                             matrix(down, in, inner),
-                             tokens,
-                             tokens,
-                             heads,
-                             heads,
-                             D};
-    const skimkv_layers op{&layer, 1, tokens};
-    skimkv_op *const steps[] = {nullptr};
+    const skimkv_norm tokens{of_token.data(), 1e-5f, 0}, heads{of_head.data(), 1e-5f, 0};
+    skimkv_layer of_llama{matrix(q, q_rows, in),
+                          matrix(k, k_rows, in),
+                          matrix(k, k_rows, in),
+                          matrix(o, in, q_rows),
+                          matrix(up, inner, in),
+                          matrix(up, inner, in),
+                          matrix(down, in, inner),
+                          tokens,
+                          tokens,
+                          {},
+                          {},
+                          heads,
+                          heads,
+                          D,
+                          SKIMKV_SILU,
+                          0};
+    skimkv_layer of_gemma = of_llama;
+    for (skimkv_norm *norm : {&of_gemma.before, &of_gemma.of_q}) norm->adds_one = 1;
+    of_gemma.of_o = of_gemma.of_down = tokens, of_gemma.activation = SKIMKV_GELU_TANH, of_gemma.angles = 1;
+    const skimkv_layer every[] = {of_llama, of_gemma};
+    const skimkv_layers op{every, 2, 2, tokens};
+    skimkv_op *const steps[] = {nullptr, nullptr};
     const size_t size = (size_t)size_of(c.dtype), of_keys = (size_t)(n * k_rows) * size;
     Asked asked{Bytes(2 * of_keys), Bytes(of_keys), Bytes(of_keys)};
     Bytes y(x.size());

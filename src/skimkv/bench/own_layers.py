@@ -48,7 +48,7 @@ def linear_calls(model: PreTrainedModel, twin: PreTrainedModel) -> dict[str, Cal
     parts = [*decoder_of(model).modules(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     linear: list[Any] = [part for part in parts if hasattr(part, "in_features")]
     plain = [partial(part, _ones(model, part.in_features)) for part in linear]
-    angles = _ones(twin, operation.D)
+    angles = torch.ones(operation.angles, 1, 1, operation.D, dtype=twin.dtype)
     ours = [partial(operation, x, angles, angles, None), partial(head, x)]
     return {PLAIN: partial(_call_all, plain), OURS: partial(_call_all, ours)}
 

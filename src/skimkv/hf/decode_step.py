@@ -9,7 +9,9 @@ model's own forward, as do layers with a hook, an adapter or a gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -27,12 +29,16 @@ from .attention_interface import attention
 from .layer import AttentionLayer
 from .linear_forward import LinearForward, mixes_types, replace_linear
 from .matrix_modules import MatrixModule
-from .norms import NormForward, eps_of, is_close, replace_norms
+from .norms import NormForward, adds_one_of, eps_of, is_close, replace_norms
 from .watch import NotesChanges, Watch
 
 MOST_TOKENS = 15  # with more rows a call for each product costs little beside the product
 MODEL_PARTS = "embed_tokens", "layers", "norm", "rotary_emb"
-PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"  # of a layer, all that it has
+# The normalisations of a layer, besides which it has attention and a feed-forward part: as Llama has them, before these
+# two, or as Gemma 2 and 3, before and after each.
+BEFORE = "input_layernorm", "post_attention_layernorm"
+AROUND = "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+PARTS = [{"self_attn", "mlp", *norms} for norms in (BEFORE, AROUND)]
 # By how much results may differ, of the largest: by another order of sums, or where products round their inputs.
 ROUNDED, QUANTISED = 1e-4, 4e-3
 PROJECTIONS, PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -120,10 +126,9 @@ class StepForward:
         operation = cast(ops.Layers, prepared.operation)
         if positions is None:
             positions = torch.tensor([[cache.get_seq_length()]])
-        angles = self.model.rotary_emb(x, position_ids=positions)
-        if not operation.fits(x, *angles):
+        cos, sin = _angles(self.model, x, positions)
+        if not operation.fits(x, cos, sin):
             return None
-        cos, sin = angles
         step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.softmax)
         if step is None:
             return None
@@ -196,32 +201,70 @@ def _is_changed(modules: Sequence[nn.Module]) -> bool:
     )
 
 
+def _angles(model: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The cos and sin of a model's layers, (angles,B,1,D) each: one of all, or one of each type of layers."""
+    kinds = _kinds_of_angles(model)
+    if not kinds:
+        cos, sin = model.rotary_emb(x, position_ids=positions)
+        return cos[None], sin[None]
+    each = [model.rotary_emb(x, positions, kind) for kind in kinds]
+    cos, sin = (torch.stack(part) for part in zip(*each, strict=True))
+    return cos, sin
+
+
+def _kinds_of_angles(model: Any) -> list[str]:
+    """The types of layers of a model that turns the heads of each type in another way."""
+    return sorted(set(model.config.layer_types)) if _takes_type(type(model.rotary_emb).forward) else []
+
+
+@functools.cache
+def _takes_type(forward: Callable[..., Any]) -> bool:
+    return "layer_type" in inspect.signature(forward).parameters
+
+
 def layers_operation(model: Any, x: Tensor, *, converts: bool = False) -> ops.Layers | None:
     """The layers and the last normalisation of a model for x (B,1,size) and its like.
 
     converts: copies of small weights, in x's type, may take their places. None if a module has no place in it.
     """
     layers = [layer for module in model.layers if (layer := _layer(module, x, converts)) is not None]
-    norm = _norm(model.norm, x, converts)
+    norm, kinds = _norm(model.norm, x, converts), _kinds_of_angles(model)
     if not layers or len(layers) < len(model.layers) or norm is None:
         return None
+    if kinds:
+        types = model.config.layer_types[: len(layers)]
+        layers = [layer._replace(angles=kinds.index(kind)) for layer, kind in zip(layers, types, strict=True)]
     return ops.Layers(layers, norm)
 
 
 def _layer(layer: nn.Module, x: Tensor, converts: bool) -> ops.Layer | None:
     parts: Any = layer._modules
-    if not all(isinstance(parts.get(name), nn.Module) for name in PARTS):
+    if parts.keys() not in PARTS or not all(isinstance(part, nn.Module) for part in parts.values()):
         return None
     attention, mlp = parts["self_attn"], parts["mlp"]
     linear = [attention._modules.get(name) for name in PROJECTIONS] + [mlp._modules.get(name) for name in PRODUCTS]
     matrices = [matrix for one in linear if (matrix := _matrix(one, x, converts)) is not None]
-    norms = [_norm(parts[name], x, converts) for name in PARTS[::2]]
+    names = AROUND if AROUND[-1] in parts else BEFORE
+    before, after, *of_sums = [_norm(parts[name], x, converts) for name in names]
     head_norms = [attention._modules[name] for name in ("q_norm", "k_norm") if name in attention._modules]
     of_heads = [_norm(norm, x, converts) for norm in head_norms]
-    if len(matrices) < len(linear) or None in norms or None in of_heads or len(of_heads) == 1:
+    activation = _activation(mlp)
+    if len(matrices) < len(linear) or None in (before, after, *of_sums, *of_heads, activation) or len(of_heads) == 1:
         return None
-    heads: Any = *matrices, *norms, getattr(attention, "head_dim", 0), tuple(of_heads) or None
-    return ops.Layer(*heads)
+    D, sums = getattr(attention, "head_dim", 0), tuple(of_sums) or None
+    everything: Any = *matrices, before, after, D, tuple(of_heads) or None, sums, activation
+    return ops.Layer(*everything)
+
+
+def _activation(mlp: Any) -> str | None:
+    """What is between the products of a feed-forward part, as ops.Layer names it; None if it is something else."""
+    function, x = getattr(mlp, "act_fn", None), torch.linspace(-4, 4, 64)
+    if function is None:
+        return "silu"
+    formulas = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
+    with torch.no_grad():
+        y = function(x)
+    return next((name for name, expected in formulas.items() if is_close(y, expected)), None)
 
 
 def _matrix(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
@@ -239,10 +282,10 @@ def _matrix(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
 
 
 def _norm(norm: Any, x: Tensor, converts: bool) -> ops.Norm | None:
-    eps = eps_of(norm)
-    if eps is None or (norm.weight.dtype != x.dtype and not converts):
+    eps, adds_one = eps_of(norm), adds_one_of(norm)
+    if eps is None or adds_one is None or (norm.weight.dtype != x.dtype and not converts):
         return None
-    return ops.Norm(norm.weight.to(x.dtype), eps)
+    return ops.Norm(norm.weight.to(x.dtype), eps, adds_one)
 
 
 class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
@@ -306,7 +349,7 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) ->
 
     try:
         out = _own_forward(model, given, inputs_embeds=x)
-        cos, sin = model.rotary_emb(x, position_ids=torch.tensor([[seen]]))
+        cos, sin = _angles(model, x, torch.tensor([[seen]]))
         if type(out) is not BaseModelOutputWithPast or not operation.fits(x, cos, sin):
             return None
         y, expected = operation(x, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
@@ -356,7 +399,7 @@ def _replace_decoders(parts: Iterable[nn.Module]) -> list[nn.Module]:
         if not set(MODEL_PARTS) <= part._modules.keys():
             continue
         layers: Any = part._modules["layers"]
-        if isinstance(layers, nn.ModuleList) and all(set(PARTS) == layer._modules.keys() for layer in layers):
+        if isinstance(layers, nn.ModuleList) and all(layer._modules.keys() in PARTS for layer in layers):
             part.forward = StepForward(part)
             found.append(part)
     return found

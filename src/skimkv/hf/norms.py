@@ -73,15 +73,18 @@ def eps_of(norm: nn.Module) -> float | None:
 
 
 def _product_of(norm: nn.Module) -> ops.Product | None:
-    """The operation that a module computes, with a factor of w or of 1 + w; None if it computes something else."""
-    eps = eps_of(norm)
-    if eps is None:
+    """The operation that a module computes; None if it computes something else."""
+    eps, adds_one = eps_of(norm), adds_one_of(norm)
+    if eps is None or adds_one is None:
         return None
-    for adds_one in (False, True):
-        if _is_rms_norm(norm, eps, adds_one):
-            prepare = partial(ops.norm_matrix, eps=eps, adds_one=adds_one)
-            return ops.Product(prepare, partial(ops.rms_norm, eps=eps, adds_one=adds_one))
-    return None
+    prepare = partial(ops.norm_matrix, eps=eps, adds_one=adds_one)
+    return ops.Product(prepare, partial(ops.rms_norm, eps=eps, adds_one=adds_one))
+
+
+def adds_one_of(norm: nn.Module) -> bool | None:
+    """Whether a module is a normalisation with a factor of w (False) or of 1 + w; None if it is something else."""
+    eps = eps_of(norm)
+    return None if eps is None else next((one for one in (False, True) if _is_rms_norm(norm, eps, one)), None)
 
 
 def _is_rms_norm(norm: Any, eps: float, adds_one: bool) -> bool:

@@ -18,11 +18,15 @@ from .structs import CAttend, CLayer, CLayers, CNorm
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # SKIMKV_SILU and SKIMKV_GELU_TANH of skimkv.h
+
+
 class Norm(NamedTuple):
-    """A root-mean-square normalisation: weight (size,), eps."""
+    """A root-mean-square normalisation: weight (size,), eps. adds_one: its factor is 1 + weight."""
 
     weight: Tensor
     eps: float
+    adds_one: bool = False
 
     def part(self, size: int, dtype: int) -> CNorm:
         """It as a part of an operation. Raises ValueError if it is not one of `size` numbers of the type `dtype`."""
@@ -32,13 +36,15 @@ class Norm(NamedTuple):
                 f"weights of a normalisation are {weight.dtype} {tuple(weight.shape)}; must be contiguous ({size},) of "
                 "the tokens' type"
             )
-        return CNorm(weight.data_ptr(), self.eps)
+        return CNorm(weight.data_ptr(), self.eps, self.adds_one)
 
 
 class Layer(NamedTuple):
     """A layer of a model: t = x + o(attention(q, k, v)), then t + down(silu(gate(u)) * up(u)) with u = after(t).
 
-    q, k and v are products of before(x). D: the head size. head_norms: of the heads of q and of k, or None.
+    q, k and v are products of before(x). D: the head size. head_norms: of the heads of q and of k, or None. sum_norms:
+    of what o and down return, before it is added; or None. activation: of ACTIVATIONS, in the place of silu. angles:
+    the number of the layer's cos and sin among those of the model.
     """
 
     q: Matrix
@@ -52,13 +58,17 @@ class Layer(NamedTuple):
     after: Norm
     D: int
     head_norms: tuple[Norm, Norm] | None = None
+    sum_norms: tuple[Norm, Norm] | None = None
+    activation: str = "silu"
+    angles: int = 0
 
     def part(self) -> CLayer:
         """It as a part of an operation. Raises ValueError if the weights of a normalisation do not fit."""
         size, dtype, D = self.q.inputs, self.q.op.dtype, self.D
-        heads = [norm.part(D, dtype) for norm in self.head_norms] if self.head_norms else [CNorm(), CNorm()]
-        norms = [self.before.part(size, dtype), self.after.part(size, dtype), *heads]
-        return CLayer(*(matrix.op for matrix in self[:7]), *norms, D)
+        norms = [self.before.part(size, dtype), self.after.part(size, dtype)]
+        for of, numbers in ((self.sum_norms, size), (self.head_norms, D)):
+            norms += [norm.part(numbers, dtype) for norm in of] if of else [CNorm(), CNorm()]
+        return CLayer(*(matrix.op for matrix in self[:7]), *norms, D, ACTIVATIONS[self.activation], self.angles)
 
 
 class Layers:
@@ -72,16 +82,18 @@ class Layers:
         first = layers[0].q
         self.layers, self.norm, self.count, self.D = layers, norm, len(layers), layers[0].D
         self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
-        self.op = CLayers(ctypes.addressof(self.list), self.count, norm.part(first.inputs, first.op.dtype))
+        self.angles = 1 + max(layer.angles for layer in layers)
+        final = norm.part(first.inputs, first.op.dtype)
+        self.op = CLayers(ctypes.addressof(self.list), self.count, self.angles, final)
         self.address, self.pool = ctypes.addressof(self.op), library.thread_pool()
         self.run = library.library().skimkv_layers_run_parts
 
     def fits(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether cos and sin are (B,1,D) or (1,1,D) for x (B,1,in), and of its type on its device."""
+        """Whether cos and sin are (angles,B,1,D) or (angles,1,1,D) for x (B,1,in), and of its type on its device."""
         shape = cos.shape
         if shape != sin.shape or not cos.dtype == sin.dtype == x.dtype or not (cos.is_cpu and sin.is_cpu):
             return False
-        return shape in ((x.shape[0], 1, self.D), (1, 1, self.D))
+        return shape in ((self.angles, x.shape[0], 1, self.D), (self.angles, 1, 1, self.D))
 
     def __call__(
         self,
@@ -99,8 +111,8 @@ class Layers:
         reason: before the first layer runs, unless memory ran out.
         """
         B = x.shape[0]
-        if cos.shape[0] != B:
-            cos, sin = cos.expand(B, 1, self.D), sin.expand(B, 1, self.D)
+        if cos.shape[1] != B:
+            cos, sin = cos.expand(-1, B, 1, self.D), sin.expand(-1, B, 1, self.D)
         if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
             x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         parts, more = (1, 0) if steps is None else divmod(len(steps), self.count)

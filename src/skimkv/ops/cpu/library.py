@@ -15,7 +15,7 @@ import torch
 from ... import __path__ as _package
 from .structs import CAttend, check_structures
 
-VERSION = 20
+VERSION = 21
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -134,19 +134,22 @@ class CRMSNorm(Structure):
 class CNorm(Structure):
     """A root-mean-square normalisation inside an operation of several."""
 
-    _fields_ = fields(("w", c_void_p), ("eps", c_float))
+    _fields_ = fields(("w", c_void_p), ("eps", c_float), ("adds_one", c_int32))
 
 
 class CLayer(Structure):
     """A layer of a model."""
 
-    _fields_ = fields(("q k v o gate up down", CMatrix), ("before after of_q of_k", CNorm), ("D", c_int64))
+    _fields_ = fields(
+        ("q k v o gate up down", CMatrix), ("before after of_o of_down of_q of_k", CNorm), ("D", c_int64),
+        ("activation angles", c_int32),
+    )  # fmt: skip
 
 
 class CLayers(Structure):
     """All layers of a model."""
 
-    _fields_ = fields(("layers", c_void_p), ("count", c_int64), ("norm", CNorm))
+    _fields_ = fields(("layers", c_void_p), ("count angles", c_int64), ("norm", CNorm))
 
 
 CAttend = CFUNCTYPE(c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)  # skimkv_attend
