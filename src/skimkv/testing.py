@@ -21,6 +21,9 @@ from .stores.rotation import KeyRotation
 from .stores.slots import Slots
 
 SHAPE = Shape(B=2, H=2, G=3, D=16)
+# Of rows of 8 and 4 bits, in float32: a kernel without products of bytes adds codes, which are counted from the end of
+# a row's range. The terms are as large as the range, some four times the values, and the rest has their error.
+OF_CODES = 8e-6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 LENGTHS = (1, 5, 24, 254, 255, 256, 300)  # cached tokens: few, and around the end of a group of 256
 
@@ -230,7 +233,7 @@ def kernel_is_the_algorithm(method: Method) -> None:
             require(abs(error - expected) <= 0.1 * expected + 1e-4, problem)
         else:
             what = "the kernel and the algorithm in PyTorch"
-            assert_close(fast, exact, torch.float32, what, 2.0**-16 if bits else 0.0)
+            assert_close(fast, exact, torch.float32, what, 2.0**-16 if bits else OF_CODES if method.kv else 0.0)
 
 
 def _some_sinks(method: Method) -> list[Tensor]:

@@ -93,9 +93,9 @@ def test_kernels_that_are_missing_or_forced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not NATIVE, reason="the native library is not built")
-@pytest.mark.parametrize(("family", "whole"), [("llama", True), ("qwen3", True), ("gemma3_text", False)])
+@pytest.mark.parametrize(("family", "whole"), [("llama", True), ("gemma3_text", True), ("gpt_neox", False)])
 def test_whole_steps(family: str, whole: bool) -> None:
-    """Llama's and Qwen3's layers are one operation of the library; Gemma 3's, with norms of its own, are not."""
+    """Llama's and Gemma 3's layers are one operation of the library; those of GPT-NeoX are not."""
     found = doctor.whole_step(Subject(family, meta_model(family), "bfloat16", 1))
     assert found.status == (GOOD if whole else SLOW)
 

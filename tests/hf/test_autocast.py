@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -149,12 +151,13 @@ def test_a_model_under_autocast(tmp_path, backend, weights, dtype):
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
+    exact = copy.deepcopy(reference).float()(**inputs).logits
     with torch.autocast("cpu", dtype):
         expected = reference(**inputs).logits
         logits = model(**inputs).logits
         assert logits.dtype == expected.dtype == dtype
-        # no closer than what the rounding of bfloat16's norms does to the library's own logits
-        most = 0.12 * expected[mask.bool()].float().std()
+        # no closer than what rounding does to the library's own logits
+        most = max(0.12 * expected[mask.bool()].float().std(), (expected - exact)[mask.bool()].abs().max())
         assert (logits - expected)[mask.bool()].abs().max() <= most
         with skimkv.attach(model, "SparQ(r=16, k=64)"):
             options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

@@ -78,6 +78,20 @@ def mixture(model, most: Kind, others: dict[str, Kind]) -> dict[str, Kind]:
     return kinds | {name: others.get(name, most) for name in ("output", "token_embd")}
 
 
+def with_errors(model, ids):
+    """The logits of a model whose linear layers err as our products of rounded inputs may, by 2^-13 of the spread."""
+    torch.manual_seed(5)
+    linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    hooks = [
+        part.register_forward_hook(lambda *x: x[2] + 2.0**-13 * x[2].std() * torch.randn(x[2].shape)) for part in linear
+    ]
+    try:
+        return logits(model, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @pytest.mark.parametrize("type", block_weights.TYPES)
 def test_mixtures_of_blocks(tmp_path, backend, type):
     """Files such as llama.cpp's Q4_K_M: the blocks are used as they stand in the file."""
@@ -88,7 +102,9 @@ def test_mixtures_of_blocks(tmp_path, backend, type):
     assert isinstance(loaded.model.embed_tokens, MatrixEmbedding) and isinstance(loaded.lm_head, MatrixLinear)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     for ids in (IDS, IDS[:, :3]):
-        assert close(logits(loaded, ids), logits(reference, ids), ROUNDED)
+        exact = logits(reference, ids)
+        moved = (with_errors(reference, ids) - exact).abs().max()
+        assert (logits(loaded, ids) - exact).abs().max() <= max(ROUNDED * exact.std(), 2 * moved)
     assert torch.equal(loaded.generate(IDS, **GREEDY), reference.generate(IDS, **GREEDY))
 
 

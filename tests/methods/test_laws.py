@@ -162,7 +162,7 @@ def test_full_budget_equals_dense(spec, dtype, G, backend):
     method = parse(spec)
     for with_sinks in (False, True):
         dense = padded_dense(method.kv, dtype, G, with_sinks, backend)
-        close(padded_run(method, dtype, G, with_sinks), dense, dtype)
+        close(padded_run(method, dtype, G, with_sinks), dense, dtype, method.kv)
 
 
 @pytest.mark.parametrize("prompt", [1, 7])

@@ -137,7 +137,7 @@ def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
     if isinstance(store, Slots) and store.rotation is not None:  # keys that were turned are coded again
         turn: Any = store.rotation
         store.rotation = lambda keys, by: form.decode(form.encode(turn(keys, by).to(dtype)), torch.float32)
-    close(y, decode(plain, store, decoded.tokens(280, 290)), dtype)
+    close(y, decode(plain, store, decoded.tokens(280, 290)), dtype, method.kv)
 
 
 @pytest.mark.parametrize(
