@@ -264,6 +264,7 @@ def synthetic_heads(steps: int, tokens: int = SYNTHETIC_TOKENS, seed: int = 0, D
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
+        """Return normal numbers."""
         return torch.randn(*size, generator=generator)
 
     rank, words = 64, 4000

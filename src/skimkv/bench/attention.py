@@ -368,6 +368,7 @@ def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:
     """
 
     def fewer(n: int) -> bool:
+        """Whether the method reads fewer bytes after n tokens."""
         return method.traffic(n, shape, dtype).bytes < Dense().traffic(n, shape, dtype).bytes
 
     return next((n for n in (int(2 ** (i / 8)) for i in range(168)) if fewer(n)), None)

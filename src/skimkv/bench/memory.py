@@ -45,6 +45,7 @@ def measure(method_spec: str, shape: Shape, tokens: int, dtype: torch.dtype) -> 
     method, (B, H, G, D) = parse(method_spec), shape
 
     def draw(*size: int) -> Tensor:
+        """Return normal numbers in the type of the cache."""
         return torch.randn(*size).to(dtype)
 
     def grow(n: int) -> Any:

@@ -72,6 +72,7 @@ class Sequences:
         """Run the model on the tokens that it has not read, and return the seconds."""
 
         def forward() -> None:
+            """Take one step of every sequence, and choose its next token."""
             with torch.inference_mode():
                 logits = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
                 self.tokens = logits[:, -1].argmax(-1, keepdim=True)
@@ -95,6 +96,7 @@ def sequence_bytes(method: Method | None, shape: Shape, dtype: torch.dtype, prom
     store, draw = empty_store(method, Shape(1, H, G, D), dtype), torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
+        """Return normal numbers in the type of the cache."""
         return torch.randn(*size, generator=draw).to(dtype)
 
     with torch.inference_mode():
@@ -152,6 +154,7 @@ def _measure(
     """The row of each candidate, after all have generated their tokens in turn."""
 
     def prompts(batch: int) -> Tensor:
+        """Return random prompts, the same ones for the same batch."""
         draw, vocabulary = torch.Generator().manual_seed(0), models.plain.config.vocab_size
         return torch.randint(vocabulary, (batch, setting.prompt), generator=draw).to(machine.device)
 

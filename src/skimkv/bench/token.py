@@ -207,6 +207,7 @@ def _time_group(
             waits[name] += others[name].take_turn()
 
         def waited() -> float:
+            """The seconds that our threads have waited, and those of the rivals."""
             return (own_wait() if own_wait else 0.0) + sum(waits.values())
 
         def slow_steps(seconds: Mapping[str, float]) -> list[str]:

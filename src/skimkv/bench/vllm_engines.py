@@ -144,6 +144,7 @@ def main(text: str, out: TextIO) -> None:
     """Measure a job and write what comes of it."""
 
     def write(answer: object) -> None:
+        """Write one line."""
         print(json.dumps(answer), file=out, flush=True)
 
     try:

@@ -110,6 +110,7 @@ def _text(model: str, out: Path, as_json: bool) -> None:
     )  # fmt: skip
 
     def cells(row: TextRow) -> tuple[str, ...]:
+        """The cells of a method's row."""
         found = "yes" if row.found else "no"
         memory, ms = f"{row.cache_bytes / 1e6:.1f}", f"{row.ms_per_token:.1f}"
         return f"{row.share_of_dense:.1%}", f"{row.agrees:.0%}", f"{row.kl:.2g}", found, memory, ms
@@ -141,6 +142,7 @@ def _toy(lines: int, asked: int, seed: int, out: Path, as_json: bool) -> None:
     )  # fmt: skip
 
     def cells(row: Row) -> tuple[str, ...]:
+        """The cells of a method's row."""
         counts = row.elements_predicted, row.elements_counted, row.bytes_predicted, row.bytes_counted
         share, memory, ms = f"{row.share_of_dense:.1%}", f"{row.cache_bytes / 1e6:.2f}", f"{row.ms_per_token:.2f}"
         return f"{row.correct}/{row.asked}", share, *(f"{x:,}" for x in counts), memory, ms

@@ -146,6 +146,7 @@ def evaluate(
             preparing = bar.add_task("", total=len(parsed_tasks))
 
             def show_task(done: int, task: str) -> None:
+                """Show which task is prepared."""
                 bar.update(preparing, completed=done, description=f"prepares {task}")
 
             plan = plan_evaluation(

@@ -176,6 +176,7 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
     """Make the callback that typer calls with an option's value: it applies the check to it, or to each of several."""
 
     def callback(value: Any) -> Any:
+        """Check every value that was given, and return them."""
         for one in value if isinstance(value, list) else [] if value is None else [value]:
             check(one)
         return value

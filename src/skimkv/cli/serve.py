@@ -155,6 +155,7 @@ def serve(
     parsed = parse(method)
 
     def log(line: str) -> None:
+        """Write a line to stderr."""
         print(line, file=sys.stderr, flush=True)
 
     with contextlib.ExitStack() as stack:

@@ -133,6 +133,7 @@ def measured_share(prompt: RecordedPrompt, questions: Sequence[Question]) -> Mea
     @functools.cache
     @torch.inference_mode()
     def mean_share(method: Method) -> float:
+        """The share of dense's bytes that these steps read."""
         cache = copy_rows(prompt.cache(method), [0] * len(questions))
         logits, moved, of_dense = prompt.logits[:1].expand(len(questions), -1), 0, 0
         for step in range(steps):
@@ -181,6 +182,7 @@ def _clustered(method: type[Method], share: float, dense: Sequence[Store]) -> Me
         return build((most_hundredths - hundredths_below) / 100, t, s)
 
     def fits(hundredths_below: int) -> bool:
+        """Whether the clusters of that delta fit."""
         clustered, total = at_delta(hundredths_below), 0
         for store, layer in zip(dense, heads, strict=True):
             clusters = sum(count_founders(k, clustered.delta) for k in layer)

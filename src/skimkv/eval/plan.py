@@ -248,6 +248,7 @@ def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]
     setup = setup._replace(chat=setup.chat and not example.given)
 
     def tokens(text: str) -> list[int]:
+        """Return the tokens of a text."""
         return encode(setup.tokenizer, text, setup.chat)
 
     whole = [tokens(context + question + (e.answers[0] if e.given else "")) for e, context, question in members]

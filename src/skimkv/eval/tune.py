@@ -174,6 +174,7 @@ def tune(
     trials: dict[Method, Trial] = {}
 
     def trial(method: Method) -> Trial:
+        """Try the method, once."""
         if method not in trials:
             on_trial(method, None)
             trials[method] = pieces.trial(method)

@@ -76,6 +76,7 @@ class Server:
         """Return the function that answers requests of a kind."""
 
         async def endpoint(request: Request) -> Response:
+            """Answer one request."""
             try:
                 return await self._answer(kind, request)
             except asyncio.CancelledError:
@@ -262,6 +263,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what the work returns. Raises ClientDisconnect when the client closes its connection before."""
 
     async def wait_for_the_end() -> None:
+        """Wait until the client has gone."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
 

@@ -27,6 +27,7 @@ def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any]
     said, tools = [_for_template(message) for message in messages], used_tools(body)
 
     def render(tools: list[Any] | None) -> str:
+        """Write the conversation by the model's template, with these tools."""
         text: str = tokenizer.apply_chat_template(
             said, tools=tools, add_generation_prompt=True, tokenize=False, **options
         )

@@ -263,6 +263,7 @@ def generation_settings(value: Any) -> dict[str, Any]:
 
 def _only(*values: Any) -> Check:
     def check(value: Any) -> str | None:
+        """Say what is wrong with a value; None if nothing is."""
         known = any(value == other and type(value) is type(other) for other in values)
         return None if known else f"is not supported; leave it out, or write {json.dumps(values[0])}"
 

@@ -174,6 +174,7 @@ class Worker:
             writer = Writer(self.tokenizer, task.stops, task.parser, put)
 
             def take(tokens: Sequence[int]) -> bool:
+                """Count the tokens, and write them."""
                 self.meter.add(len(tokens))
                 return writer.add(tokens)
 

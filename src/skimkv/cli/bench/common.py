@@ -124,6 +124,7 @@ def subject_maker(
     own = check_weights(shape, weights) if model is None else check_loaded(context, model, weights, device)
 
     def make(machine: Machine, positions: int) -> Subject:
+        """Make the subject that the options name, with room for this number of positions."""
         from ...bench.models import loaded_subject, random_subject
 
         if model is not None:

@@ -50,6 +50,7 @@ def examples(
             depth = i / (depths - 1)
 
             def hide(size: int, depth: float = depth, hay: str = hay) -> Sample:
+                """Hide the needle in this number of characters of hay."""
                 at = _sentence_start(hay, int(depth * size)) if depth < 1 else size
                 return Sample(f"{hay[:at]}{' ' if at == size else ''}{HEAD} {ANSWER}. {hay[at:size]}", "", ())
 

@@ -36,6 +36,7 @@ def examples(
         hidden = f"The pass key is {key}. Remember it. {key} is the pass key.\n"
 
         def sample(size: int, hidden: str = hidden, share: float = share, key: str = key) -> Sample:
+            """Hide the number among this number of lines of filler."""
             before = int(share * (size + 1))
             context = HEAD + before * FILLER + hidden + (size - before) * FILLER
             return Sample(context, QUESTION, (key,), before / max(1, size))

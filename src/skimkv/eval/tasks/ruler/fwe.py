@@ -52,6 +52,7 @@ def examples(
     room = length - NEW_TOKENS
 
     def sample(rng: random.Random, size: int) -> Sample:
+        """Make a sample whose number of words fits the length."""
         return make(rng, size, max(5, room // 50))
 
     for example, _ in fit_each(lambda key: sample, seed, length, NEW_TOKENS, count_tokens, LEAST, room // 3):

@@ -107,6 +107,7 @@ def examples(
     least, guess = (LEAST_WORDS, length) if essays else (needles, length // 20)
 
     def sample(rng: random.Random, size: int) -> Sample:
+        """Make a sample of this task."""
         return make(rng, size, essays=essays, **recipe)
 
     for example, _ in fit_each(lambda key: sample, seed, length, NEW_TOKENS, count_tokens, least, guess):

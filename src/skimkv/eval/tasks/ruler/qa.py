@@ -75,6 +75,7 @@ def examples(
         question = questions[i]
 
         def sample(size: int, key: str = f"{seed} {i}", question: Question = question) -> Sample:
+            """Make the sample with this number of documents."""
             return make(random.Random(key), size, question, documents)
 
         least = len(question.own)

@@ -59,6 +59,7 @@ def fit(
     room = length - new
 
     def measure(size: int) -> tuple[Sample, int]:
+        """Return the sample with so much hay, and its tokens."""
         sample = make(size)
         return sample, count_tokens(sample.context + sample.question)
 
@@ -108,6 +109,7 @@ def fit_each(
         key = f"{seed} {i}"
 
         def with_hay(size: int, key: str = key, make: Make = maker(key)) -> Sample:  # noqa: B008
+            """Make the sample with this number of pieces of hay."""
             return make(random.Random(key), size)
 
         sample, size = fit(with_hay, length, new, count_tokens, least, guess, most)

@@ -62,6 +62,7 @@ def examples(
         """Return what makes a text after one and the same shot."""
 
         def shot(size: int) -> Sample:
+            """Make a shot with this number of lines of noise."""
             return Sample(make_shot(random.Random(f"{key} shot"), size), "", ())
 
         try:
