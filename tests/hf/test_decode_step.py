@@ -640,6 +640,33 @@ def test_copies_are_of_their_own_modules(steps_at_once):
         assert torch.equal(logits(model), before)
 
 
+def test_types_of_layers_that_are_not_turned(steps_at_once, monkeypatch):
+    """Where a model knows no angles for a type of its layers, its own forward computes."""
+    model = random_model("gemma3")
+    own = type(model.model.rotary_emb).forward
+
+    def forward(self, x, position_ids, layer_type):
+        if layer_type == "full_attention":
+            raise KeyError(layer_type)
+        return own(self, x, position_ids, layer_type)
+
+    def only_sliding(self, *args, **kwargs):
+        monkeypatch.setattr(type(model.model.rotary_emb), "forward", own)
+        try:
+            return before(self, *args, **kwargs)
+        finally:
+            monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
+
+    before = type(model.model).forward
+    expected = logits(model)
+    assert steps_at_once
+    steps_at_once.clear()
+    monkeypatch.setattr(type(model.model), "forward", only_sliding)
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
+    replace_modules(model)
+    assert torch.allclose(logits(model), expected, atol=1e-2) and not steps_at_once
+
+
 def test_other_models_keep_their_forward():
     model = of_kind("llama")
 

@@ -214,7 +214,8 @@ def _angles(model: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _kinds_of_angles(model: Any) -> list[str]:
     """The types of layers of a model that turns the heads of each type in another way."""
-    return sorted(set(model.config.layer_types)) if _takes_type(type(model.rotary_emb).forward) else []
+    types = getattr(model.config, "layer_types", None)
+    return sorted(set(types)) if types and _takes_type(type(model.rotary_emb).forward) else []
 
 
 @functools.cache
@@ -354,8 +355,8 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) ->
             return None
         y, expected = operation(x, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
         is_same = all(same) and close(y, expected) and _only_embeds(model, seen, windows)
-    except (IndexError, RuntimeError, TypeError, ValueError):  # one does not compute in float32, or asks something else
-        return None
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None  # one does not compute in float32, asks something else, or has layers without angles
     return [layer.softmax for layer in given] if is_same and all("sinks" not in one.softmax for one in given) else None
 
 
