@@ -17,10 +17,12 @@ template <int Size, int Bytes, int Part, bool HasOffset, int Bias, InputOrder Or
     static constexpr InputOrder ORDER = Order;
 };
 
+constexpr int FOUR_BLOCKS = 128;  // weights of a group of the smaller blocks, of which a row may have any number
+
 // Four blocks of 32 weights, each `Bytes` bytes with its codes from byte `Codes` on: two codes a byte, the second half
 // of them in the high bits.
 template <int Bytes, int Codes, bool HasOffset, int Bias>
-struct FourBlocks : BlockType<128, 4 * Bytes, 32, HasOffset, Bias, InputOrder::HALVES_OF_32> {
+struct FourBlocks : BlockType<FOUR_BLOCKS, 4 * Bytes, 32, HasOffset, Bias, InputOrder::HALVES_OF_32> {
     static constexpr int ONE = Bytes, CODES = Codes;
 };
 struct BlockQ4_0 : FourBlocks<18, 2, false, 8> {};      // a float16 scale
@@ -50,9 +52,13 @@ alignas(16) constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -
 alignas(16) constexpr int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // The bytes of a group of blocks of which `weights` are left in the row: `w` itself, or a copy filled with zeros.
+// Larger blocks are a group each.
 template <class Block> static inline const uint8_t *whole_group(const uint8_t *w, int64_t weights, uint8_t *copy) {
-    if (weights >= Block::SIZE) return w;
-    for (int i = 0; i < Block::BYTES; i++) copy[i] = i < weights * Block::BYTES / Block::SIZE ? w[i] : 0;
+    if (weights >= Block::SIZE || Block::SIZE != FOUR_BLOCKS) return w;
+    constexpr int ONE = Block::BYTES / 4;
+    for (int b = 0; b < 4; b++)
+        if (b * 32 < weights) __builtin_memcpy(copy + b * ONE, w + b * ONE, ONE);
+        else __builtin_memset(copy + b * ONE, 0, ONE);
     return copy;
 }
 

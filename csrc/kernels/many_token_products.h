@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #include "kernel_table.h"
-#include "kernels/block_types.h"
+#include "kernels/block_codes.h"
 #include "kernels/rounded_inputs.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
@@ -174,9 +174,12 @@ static void decode_rows(const skimkv_matrix &m, int64_t first, int rows, int64_t
     const int64_t end = min(m.columns - at, LANE_COLUMNS);
     for (int r = 0; r < rows; r++) {
         const uint8_t *w = (const uint8_t *)m.data + ((first + r) * m.columns + at) * Block::BYTES / Block::SIZE;
-        for (int64_t i = 0; i < end; i += Block::SIZE, w += Block::BYTES)
-            decode(Block(), whole_group<Block>(w, end - i, copy), to.code[r] + i, to.scale[r] + i / Block::PART,
+        for (int64_t i = 0; i < end; i += Block::SIZE, w += Block::BYTES) {
+            codes code[Block::SIZE / 32];
+            decode(Block(), whole_group<Block>(w, end - i, copy), code, to.scale[r] + i / Block::PART,
                    to.offset[r] + i / Block::PART);
+            __builtin_memcpy(to.code[r] + i, code, sizeof code);
+        }
     }
 }
 
