@@ -103,11 +103,12 @@ static inline codes codes_of(BlockMXFP4, const uint8_t *, codes four) { return l
 template <class Block> static inline void scales_of(Block, const uint8_t *p, float *scale) {
     four_float16(p, Block::ONE, scale);
 }
-static inline void scales_of(BlockMXFP4, const uint8_t *p, float *scale) {
-    uint32_t bits[4];
-    for (int b = 0; b < 4; b++, p += BlockMXFP4::ONE)  // half of 2^(e-127), as the values are doubled
-        bits[b] = *p < 2 ? 0x200000u << *p : (uint32_t)(*p - 1) << 23;
-    __builtin_memcpy(scale, bits, sizeof bits);
+static inline void scales_of(BlockMXFP4, const uint8_t *p, float *scale) {  // half of 2^(e-127): values are doubled
+    typedef uint32_t four __attribute__((vector_size(16)));
+    constexpr int ONE = BlockMXFP4::ONE;
+    const four e = {p[0], p[ONE], p[2 * ONE], p[3 * ONE]}, is_tiny = (four)(e < 2);
+    const four bits = (is_tiny & (0x200000u << (e & 1))) | (~is_tiny & ((e - 1) << 23));
+    __builtin_memcpy(scale, &bits, sizeof bits);
 }
 
 // Decodes Block::SIZE weights. Every type has a decode().
