@@ -16,6 +16,7 @@ from skimkv.bench.machine import Cpu, Cuda, machine_for, peak_bandwidth
 from skimkv.methods import parse
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
+from support.kernels import ISAS, ISAS_AND_REFERENCE, on
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,12 @@ def test_a_cpu_names_itself_and_its_threads():
     assert machine.name.endswith(", 1 thread") and machine.threads == 1
     assert machine.free_bytes() > 1 << 20
     assert machine.capture(print) is print
+
+
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
+def test_a_cpu_names_the_instruction_set_in_use(isa):
+    with on(isa):
+        assert (f" with {isa}, " in Cpu().name) if isa in ISAS else (" with " not in Cpu().name)
 
 
 @pytest.mark.usefixtures("backend")

@@ -36,10 +36,11 @@ def nothing() -> None:
 class Machine(ABC):
     """What a benchmark needs to know of the machine it runs on, and how it takes times there.
 
-    name: processor and software, for people. device: where caches lie. threads: of a step; 0 on a GPU.
-    peak: how the bandwidth is measured, "read" or "copy". cache_bytes: of the cache that several sets of key-value
-    caches, taken in turn, must exceed; 0 where `between_calls` empties it instead. dense_dtypes: types in which
-    PyTorch's dense attention is measured besides the cache's own. least_steps: steps that are timed together at least.
+    name: processor with the instruction set in use, or GPU and software, for people. device: where caches lie.
+    threads: of a step; 0 on a GPU. peak: how the bandwidth is measured, "read" or "copy". cache_bytes: of the cache
+    that several sets of key-value caches, taken in turn, must exceed; 0 where `between_calls` empties it instead.
+    dense_dtypes: types in which PyTorch's dense attention is measured besides the cache's own. least_steps: steps that
+    are timed together at least.
     """
 
     least_steps = 1
@@ -112,7 +113,8 @@ class Cpu(Machine):
 
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
-        self.name = f"{_processor()}, {self.threads} thread{'s'[: self.threads - 1]}"
+        isa = native.isa() if ops.select_backend()[0] == "cpu" else None
+        self.name = f"{_processor()}{f' with {isa}' if isa else ''}, {self.threads} thread{'s'[: self.threads - 1]}"
 
     @functools.cached_property
     def _buffer(self) -> Tensor:
