@@ -25,8 +25,8 @@ static inline float float16_at(const uint8_t *p) { return as_float(bytes_at<f16>
 // Four float16 numbers that are `apart` bytes from each other, and eight bytes as numbers: (byte - less) * factor.
 #ifdef __AVX2__
 static inline void four_float16(const uint8_t *p, int apart, float *to) {
-    const auto at = [&](int i) { return (int64_t)bytes_at<uint16_t>(p + i * apart) << 16 * i; };
-    _mm_storeu_ps(to, _mm_cvtph_ps(_mm_cvtsi64_si128(at(0) | at(1) | at(2) | at(3))));
+    const auto at = [&](int i) { return (uint64_t)bytes_at<uint16_t>(p + i * apart) << 16 * i; };
+    _mm_storeu_ps(to, _mm_cvtph_ps(_mm_cvtsi64_si128((int64_t)(at(0) | at(1) | at(2) | at(3)))));
 }
 static inline void eight_scales(uint64_t eight, int less, float factor, float *to) {
     const __m256i code = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)eight));
