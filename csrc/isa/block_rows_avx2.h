@@ -19,6 +19,8 @@ static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32
     }
 }
 
+constexpr int PREFETCH_AHEAD = 2048;  // bytes: decoding hides less of the memory's latency than plain loads do
+
 // Adds the products of a group, whose first column is `at`, with T tokens to sum[T].
 template <bool TWO, int T, class Block>
 __attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, const RoundedInputs *x,
@@ -26,6 +28,7 @@ __attribute__((always_inline)) static inline void add_group(const uint8_t *p, in
     constexpr int VECTORS = Block::SIZE / 32;
     codes code[VECTORS];
     alignas(32) float scale[16], offset[16], both[16];
+    for (int i = 0; i < Block::BYTES; i += 64) prefetch(p + PREFETCH_AHEAD + i);
     decode(Block(), p, code, scale, offset);
     const __m256i twice = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3),
                   last_twice = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);

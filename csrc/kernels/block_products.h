@@ -14,8 +14,7 @@
 
 namespace skimkv::SKIMKV_NS {
 
-constexpr int TILE_TOKENS = 4;        // for which a row is decoded once
-constexpr int PREFETCH_AHEAD = 2048;  // bytes: decoding hides less of the memory's latency than plain loads do
+constexpr int TILE_TOKENS = 4;  // for which a row is decoded once
 
 }  // namespace skimkv::SKIMKV_NS
 
@@ -46,8 +45,8 @@ __attribute__((always_inline)) static inline void add_group(const uint8_t *p, in
     float scale[Block::SIZE / PART], offset[Block::SIZE / PART];
     decode(Block(), p, decoded, scale, offset);
     for (int i = 0; i < Block::SIZE; i += WEIGHTS) {
-        vi codes[WEIGHTS / STEP];
-        for (int j = 0; j < WEIGHTS / STEP; j++) codes[j] = load_int16_pairs(code + i + j * STEP);
+        vi pairs[WEIGHTS / STEP];
+        for (int j = 0; j < WEIGHTS / STEP; j++) pairs[j] = load_int16_pairs(code + i + j * STEP);
         vf of_weights = splat(scale[i / PART]);
         if constexpr (STEP > PART) {  // two parts in a vector
             float lane[W];
@@ -57,7 +56,7 @@ __attribute__((always_inline)) static inline void add_group(const uint8_t *p, in
         for (int t = 0; t < T; t++) {
             IntegerSum products{};
             for (int j = 0; j < WEIGHTS / STEP; j++)
-                products = multiply_add(products, codes[j], load_integers(x[t].code + at + i + j * STEP));
+                products = multiply_add(products, pairs[j], load_integers(x[t].code + at + i + j * STEP));
             sum[t] = fma(to_floats(products), of_weights * splat(x[t].scale[(at + i) / 32]), sum[t]);
         }
     }
@@ -88,10 +87,7 @@ static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char 
         for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
     int64_t at = 0;
     for (; at + Block::SIZE <= in; at += Block::SIZE, w += Block::BYTES)
-        for (int r = 0; r < R; r++) {
-            for (int i = 0; i < Block::BYTES; i += 64) prefetch(w + r * row + PREFETCH_AHEAD + i);
-            add_group<TWO, T, Block>(w + r * row, at, x, sum[r]);
-        }
+        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(w + r * row, at, x, sum[r]);
     uint8_t copy[Block::BYTES];
     for (int r = 0; r < R && at < in; r++) {
         const uint8_t *last = w + r * row;
