@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FORMAT = 1  # of the file; it changes when a reader of this version would misread it
 

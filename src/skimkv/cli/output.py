@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import progress
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich import progress
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
@@ -51,6 +53,8 @@ def progress_bar(*more: progress.ProgressColumn, keep: bool = False) -> progress
     A task without a total shows how much is done and for how long it has run. `more` are columns after the usual
     ones. With `keep` the bar stays on the screen when it has ended.
     """
+    from rich import progress
+
     columns = (
         progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), *more,
