@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define SKIMKV_VERSION 21
+#define SKIMKV_VERSION 22
 #define SKIMKV_GROUP 256    /* tokens that share a scale in a quantised index */
 #define SKIMKV_MAX_HEAD 576 /* the largest D, a multiple of 64 */
 #define SKIMKV_ROW_SPAN 64  /* channels of a quantised row that share a range */
@@ -306,6 +306,10 @@ typedef struct skimkv_rms_norm {
 
 SKIMKV_API const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,
                                            skimkv_parallel parallel);
+
+/* Where the first of the largest of n numbers is, NaN being larger than any; -1 if x is NULL, not aligned, or of no
+ * known dtype, or n below 1. */
+SKIMKV_API int64_t skimkv_argmax(const void *x, int dtype, int64_t n);
 
 /* A root-mean-square normalisation inside an operation of several: its weights, and eps, at least 0. */
 typedef struct skimkv_norm {

@@ -9,7 +9,7 @@ from transformers import GenerationMixin, LogitsProcessorList, MaxTimeCriteria, 
 import skimkv
 from skimkv.hf import installation
 from skimkv.hf.next_logits import NextLogits
-from support.tiny_models import family, prompt
+from support.tiny_models import new_family, prompt
 
 N = 23
 SAMPLE = {"do_sample": True}
@@ -67,7 +67,7 @@ def generate(model, ours, monkeypatch, rows=1, padded=False, method="SparQ(r=8, 
 
 @pytest.fixture
 def model():
-    model = copy.deepcopy(family("llama"))
+    model = new_family("llama")
     model.generation_config.pad_token_id = 0
     return model
 
@@ -133,7 +133,7 @@ def tokens_and_calls(model, monkeypatch, streamer=None, direct=True, rows=1, **s
 @pytest.mark.parametrize("settings", [{}, SAMPLE, {"repetition_penalty": 1.3}])
 def test_tokens_go_to_the_layers(name, settings, monkeypatch):
     """The prompt and the first token go through the model's own forward, and the other ten do not."""
-    model = copy.deepcopy(family(name))
+    model = new_family(name)
     out, calls = tokens_and_calls(model, monkeypatch, KnownStreamer(), **settings)
     theirs, by_model = tokens_and_calls(model, monkeypatch, direct=False, **settings)
     assert torch.equal(out, theirs) and (calls, by_model) == (2, 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import gguf
@@ -179,6 +180,38 @@ def test_what_the_library_dequantises(isa, kind):
             error = 0.0 if kind == "packed" else 2.0**-22 * w.exact.abs().amax()
             assert ((found.double() - w.exact).abs() <= EPS[dtype] * w.exact.abs() + error).all()
             assert kind != "packed" or torch.equal(found, w.exact.to(dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS_AND_REFERENCE)
+@pytest.mark.parametrize("kind", ["packed", *BLOCKS])
+def test_rows_that_are_looked_up(isa, kind):
+    for out, inputs in shapes(kind)[:3]:
+        w, rows = Weights(kind, out, inputs), ops.Rows(kind, inputs)
+        for dtype in EPS:
+            for index in ([out - 1], [0, out // 2, 0], [*range(out)]):
+                with on(isa):
+                    found = rows(w.stored, index, dtype)
+                error = 0.0 if kind == "packed" else 2.0**-22 * w.exact.abs().amax()
+                expected = w.exact[index]
+                assert found.shape == (len(index), inputs) and found.dtype == dtype
+                assert ((found.double() - expected).abs() <= EPS[dtype] * expected.abs() + error).all()
+        with on(isa), pytest.raises((ValueError, IndexError)):
+            rows(w.stored, [16 * out], torch.float32)
+
+
+def test_rows_of_weights_that_move():
+    """They are looked up where the weights are now, also by a copy."""
+    w, rows = Weights("Q4_0", 5, 64), ops.Rows("Q4_0", 64)
+    first = rows(w.stored, [1], torch.float32)
+    other = w.stored.flip(0).contiguous()
+    assert torch.equal(rows(other, [3], torch.float32), first)
+    assert torch.equal(copy.deepcopy(rows)(w.stored, [1], torch.float32), first)
+    wide = torch.cat([w.stored, w.stored], 1)[:, : w.stored.shape[1]]
+    assert torch.equal(rows(wide, [1], torch.float32), first)  # not contiguous: PyTorch
+    with pytest.raises(ValueError, match="row -1 is not one of 5"):
+        rows(w.stored, [-1], torch.float32)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        linear.Rows(wide, "Q4_0", 64, torch.float32)
 
 
 @pytest.mark.parametrize("out", [40, 5000])

@@ -212,6 +212,17 @@ class Cache(LibraryCache):
         self.check_positions(seen, 1)
         return CacheStep(self, dtype, softmax, pads)
 
+    def continues(self, step: CacheStep, attention_mask: Tensor | None) -> bool:
+        """Begin the next decode step after `step`, between which no code ran but ours; False: begin_step is needed.
+
+        attention_mask: that of the step before, with a one more in every row. Warns and raises ValueError as `update`.
+        """
+        n = step.seen + 2  # tokens, with this one
+        if step.cache is not self or (attention_mask is not None and attention_mask.shape[1] != n):
+            return False
+        self.check_positions(n - 1, 1)
+        return step.begin_next()
+
     def begin_forward(self, position_ids: Tensor | None, n: int) -> None:
         """Note the positions (axes,B,n) or (B,n) that the model gives its next n tokens; None: it counts them."""
         self.given = GivenPositions(position_ids, self.get_seq_length(), n)

@@ -36,6 +36,8 @@ class CacheStep:
         self.seen: int = cache.get_seq_length()
         self.addresses: list[int | None] = []
         self._locked: list[tuple[Layer, Store]] = []
+        self._kernels: list[tuple[Layer, Store, _Kernel]] = []
+        self._lengths: list[list[int]] = []  # of the stores, as this step leaves them
         lengths = [self.seen - pad for pad in padding]
         try:
             for layer, options in zip(cache.layers, softmax, strict=True):
@@ -50,7 +52,40 @@ class CacheStep:
         if kernel is None:
             return None
         self._locked.append((layer, layer.store))
+        self._kernels.append((layer, layer.store, kernel))
         return prepare_step(layer, self.cache.given, kernel, dtype, softmax)
+
+    def begin_next(self) -> bool:
+        """Begin the step of the next token with the same kernels, where only our steps used the cache since.
+
+        False, and no store is locked, where a store has changed or has no room, or a layer of ours had no kernel.
+        """
+        if len(self._lengths) != len(self._kernels):  # the step was interrupted
+            return False
+        if None in self.addresses and any(isinstance(layer, Layer) for layer in self._without_kernel()):
+            return False
+        self.seen += 1
+        for (layer, store, (backend, kernel)), lengths in zip(self._kernels, self._lengths, strict=True):
+            if not store.exclusive().begin_if_free():
+                break
+            self._locked.append((layer, store))
+            is_same = layer.seen == self.seen and layer.store is store and store.lengths is lengths
+            if not is_same or (layer.window is not None and layer.window <= self.seen):
+                break
+            if layer.rotation is not None:
+                layer.given = self.cache.given
+                layer.place(1, None)
+            layer.method.prepare(store)
+            if not backend.prepare_next(kernel, store):
+                break
+        else:
+            self._lengths = []
+            return True
+        self.release()
+        return False
+
+    def _without_kernel(self) -> list[Any]:
+        return [layer for layer, at in zip(self.cache.layers, self.addresses, strict=True) if at is None]
 
     def attend_by(self, name: str, modules: nn.ModuleList) -> Attend | None:
         """How a layer attends by itself, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D).
@@ -87,6 +122,7 @@ class CacheStep:
         for layer, store in self._locked:
             store.advance()
             layer.seen += 1
+            self._lengths.append(store.lengths)
         return y
 
     def release(self) -> None:

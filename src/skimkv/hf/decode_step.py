@@ -9,9 +9,7 @@ model's own forward, as do layers with a hook, an adapter or a gradient.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -25,6 +23,7 @@ from typing_extensions import Unpack
 
 from .. import ops
 from ..ops import SoftmaxOptions, matrices
+from .angles import AngleTable, angles, kinds_of_angles
 from .attention_interface import attention
 from .layer import AttentionLayer
 from .linear_forward import LinearForward, mixes_types, replace_linear
@@ -126,14 +125,16 @@ class StepForward:
         operation = cast(ops.Layers, prepared.operation)
         if positions is None:
             positions = torch.tensor([[cache.get_seq_length()]])
-        cos, sin = _angles(self.model, x, positions)
+        cos, sin = angles(self.model, x, positions)
         if not operation.fits(x, cos, sin):
             return None
         step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.softmax)
-        if step is None:
-            return None
-        attend = step.attend_by(self.model.config._attn_implementation, self.model.layers)
+        return None if step is None else self.take_in(step, operation, x, cos, sin)
+
+    def take_in(self, step: Any, operation: ops.Layers, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Take embedded tokens x (B,1,size) through the layers -> (B,1,size), in a step of a cache that has begun."""
         try:
+            attend = step.attend_by(self.model.config._attn_implementation, self.model.layers)
             y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses, attend))
             return y
         finally:
@@ -185,6 +186,35 @@ class StepForward:
         return Prepared(form, watch) if softmax is None else Prepared(form, watch, operation, softmax)
 
 
+class Steps:
+    """Decode steps of one cache that follow one another, between which no code runs but ours.
+
+    What stays as it was in the step before is not prepared anew. first: the step before them.
+    """
+
+    def __init__(self, first: TakenStep) -> None:
+        self.forward, self.prepared = first.forward, first.prepared
+        self._angles = AngleTable(self.forward.model)
+        self._step: Any = None
+
+    def take(self, x: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
+        """As StepForward.take, for the token after the last one: the mask has a one more in every row."""
+        operation = cast(ops.Layers, self.prepared.operation)
+        if positions is None:
+            positions = torch.tensor([[cache.get_seq_length()]])
+        cos, sin = self._angles(x, positions)
+        if not operation.fits(x, cos, sin):
+            return None
+        step, self._step = self._step, None
+        if step is None or not cache.continues(step, mask):
+            step = cache.begin_step(mask, x.shape[0], x.dtype, self.prepared.softmax)
+            if step is None:
+                return None
+        y = self.forward.take_in(step, operation, x, cos, sin)
+        self._step = step
+        return y
+
+
 def _window(layer: Any) -> int | None:
     """How many tokens a layer of a cache sees; None: all."""
     window: int | None = layer.window if getattr(layer, "attends", False) else getattr(layer, "sliding_window", None)
@@ -201,35 +231,13 @@ def _is_changed(modules: Sequence[nn.Module]) -> bool:
     )
 
 
-def _angles(model: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The cos and sin of a model's layers, (angles,B,1,D) each: one of all, or one of each type of layers."""
-    kinds = _kinds_of_angles(model)
-    if not kinds:
-        cos, sin = model.rotary_emb(x, position_ids=positions)
-        return cos[None], sin[None]
-    each = [model.rotary_emb(x, positions, kind) for kind in kinds]
-    cos, sin = (torch.stack(part) for part in zip(*each, strict=True))
-    return cos, sin
-
-
-def _kinds_of_angles(model: Any) -> list[str]:
-    """The types of layers of a model that turns the heads of each type in another way."""
-    types = getattr(model.config, "layer_types", None)
-    return sorted(set(types)) if types and _takes_type(type(model.rotary_emb).forward) else []
-
-
-@functools.cache
-def _takes_type(forward: Callable[..., Any]) -> bool:
-    return "layer_type" in inspect.signature(forward).parameters
-
-
 def layers_operation(model: Any, x: Tensor, *, converts: bool = False) -> ops.Layers | None:
     """The layers and the last normalisation of a model for x (B,1,size) and its like.
 
     converts: copies of small weights, in x's type, may take their places. None if a module has no place in it.
     """
     layers = [layer for module in model.layers if (layer := _layer(module, x, converts)) is not None]
-    norm, kinds = _norm(model.norm, x, converts), _kinds_of_angles(model)
+    norm, kinds = _norm(model.norm, x, converts), kinds_of_angles(model)
     if not layers or len(layers) < len(model.layers) or norm is None:
         return None
     if kinds:
@@ -350,7 +358,7 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) ->
 
     try:
         out = _own_forward(model, given, inputs_embeds=x)
-        cos, sin = _angles(model, x, torch.tensor([[seen]]))
+        cos, sin = angles(model, x, torch.tensor([[seen]]))
         if type(out) is not BaseModelOutputWithPast or not operation.fits(x, cos, sin):
             return None
         y, expected = operation(x, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)

@@ -219,6 +219,10 @@ class JointCache(Cache):
                 return None
         return _JointStep(self, dtype, softmax)
 
+    def continues(self, step: Any, attention_mask: Tensor | None) -> bool:
+        """False: a step of several caches is prepared as a whole."""
+        return False
+
 
 class _JointStep:
     """One token in every row, in all layers of a joint cache: as CacheStep, with the steps of all parts of a layer.

@@ -77,14 +77,16 @@ class MatrixEmbedding(MatrixModule):
     def __init__(self, weight: Tensor, kind: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(weight, kind, rows, columns, dtype)
         self.num_embeddings, self.embedding_dim = rows, columns
+        self._rows = ops.Rows(kind, columns)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids (...) of any integer type -> (...,columns). Raises IndexError for an id out of range."""
         if self.kind == matrices.FLOATS:
             return nn.functional.embedding(ids, self.weight).to(self.dtype)
-        index = ids.flatten().long()
-        if not index.numel():
+        index = ids.flatten().tolist()
+        if not index:
             return torch.empty(*ids.shape, self.embedding_dim, dtype=self.dtype, device=ids.device)
-        if not 0 <= int(index.min()) <= int(index.max()) < self.num_embeddings:
+        if not 0 <= min(index) <= max(index) < self.num_embeddings:
             raise IndexError(f"token ids must be from 0 to {self.num_embeddings - 1}")
-        return matrices.dequantise(self.weight, self.kind, index).view(*ids.shape, -1).to(self.dtype)
+        rows = self._rows(self.weight, index, self.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)

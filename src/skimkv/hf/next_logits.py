@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decode_step import TakenStep, taken_steps
+from .decode_step import Steps, TakenStep, taken_steps
 from .supported import decoder_of
 
 # What a decoder is given, in the loops of ours; all else that it gets must say nothing.
@@ -25,33 +25,34 @@ class NextLogits:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._step: TakenStep | None = None
+        self._steps: Steps | None = None
+        self._parts: tuple[Any, Any, Any] = None, None, None  # what is installed, the embedding and the last layer
         self._has_looked = False
 
     def __call__(self, input_ids: Tensor, past_key_values: Any, **inputs: Any) -> Tensor:
-        """The logits (B,V) after one token in every row, input_ids (B,1), in float32; `inputs` as the model takes them.
+        """The logits (B,V) after one token in every row, input_ids (B,1), as the model gives them.
 
-        The cache is the same one in all calls.
+        The other inputs are as the model takes them: the cache of the call before, a mask with one column more, and the
+        positions that follow.
         """
-        logits = None if self._step is None else self._direct(self._step, input_ids, past_key_values, **inputs)
+        logits = self._direct(input_ids, past_key_values, **inputs) if self._steps is not None else None
         return self._by_model(input_ids, past_key_values=past_key_values, **inputs) if logits is None else logits
 
     def _direct(
         self,
-        step: TakenStep,
         ids: Tensor,
         cache: Any,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         **others: Any,
     ) -> Tensor | None:
-        installation = vars(self.model).get("_skimkv")
-        if installation is None:  # somebody detached the model
+        installation, embed, head = self._parts
+        if vars(self.model).get("_skimkv") is not installation:  # somebody detached the model
             return None
+        assert self._steps is not None
         installation.begin_forward(cache, ids, position_ids)
-        x = step.forward.model.embed_tokens(ids)
-        y = step.forward.take(step.prepared, x, cache, attention_mask, position_ids)
-        return None if y is None else _in_float32(self.model.get_output_embeddings()(y))
+        y = self._steps.take(embed(ids), cache, attention_mask, position_ids)
+        return None if y is None else head(y)[:, -1]
 
     def _by_model(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         steps = list[TakenStep]()
@@ -63,7 +64,8 @@ class NextLogits:
         if steps:
             self._has_looked = True
             if len(steps) == 1 and self._hands_on(steps[0], {"input_ids": input_ids, **inputs}, output.logits):
-                self._step = steps[0]._replace(kwargs={}, y=torch.empty(0))
+                self._steps, model = Steps(steps[0]), self.model
+                self._parts = vars(model)["_skimkv"], decoder_of(model).embed_tokens, model.get_output_embeddings()
         return next_logits(output)
 
     def _hands_on(self, step: TakenStep, inputs: dict[str, Any], logits: Tensor) -> bool:
@@ -81,9 +83,6 @@ class NextLogits:
 
 
 def next_logits(output: Any) -> Tensor:
-    """The logits (B,V) of the next token in an output of the model, in float32, in memory of their own."""
-    return _in_float32(output.logits)
-
-
-def _in_float32(logits: Tensor) -> Tensor:
-    return logits[:, -1].to(torch.float32, copy=True)
+    """The logits (B,V) of the next token in an output of the model, as they lie there."""
+    logits: Tensor = output.logits
+    return logits[:, -1]

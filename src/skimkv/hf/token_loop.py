@@ -8,15 +8,17 @@ one token after the other, greedily or at random, and returns the same tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers import EosTokenCriteria, GenerationMixin, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
 
+from .. import ops
 from .next_logits import NextLogits, next_logits
 
 PLAIN_MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
@@ -32,8 +34,17 @@ def is_plain(config: Any) -> bool:
     return one_row and config.get_generation_mode() in PLAIN_MODES
 
 
-def choose_tokens(scores: Tensor, samples: bool, draws: torch.Generator | None = None) -> Tensor:
-    """The next token of every row, (B,1), by scores (B,V): the most likely one or, if `samples`, a random one."""
+def choose_tokens(
+    processors: Any, input_ids: Tensor, logits: Tensor, samples: bool, draws: torch.Generator | None = None
+) -> Tensor:
+    """The next token (B,1) of every row of input_ids (B,n), by the logits (B,V) that the model gives.
+
+    processors: of the library, which take the logits in float32, in memory of their own. The token is the most likely
+    one or, if `samples`, a random one.
+    """
+    if not processors and not samples:
+        return ops.argmax(logits)[:, None]
+    scores: Tensor = processors(input_ids, logits.to(torch.float32, copy=True))
     if samples:
         return torch.multinomial(scores.softmax(-1), 1, generator=draws)
     return scores.argmax(-1, keepdim=True)
@@ -80,27 +91,65 @@ def make_tokens(
     others = [one for one in [*logits_processor, *stopping_criteria, streamer] if one is not None]
     make_logits = NextLogits(model) if all(map(_is_known, others)) else partial(_by_model, model)
     logits = next_logits(model._prefill(input_ids, config, inputs, is_first_iteration=not config.is_assistant))
-    inputs = given
-    unfinished = torch.ones(rows, dtype=torch.bool)
+    inputs, n = given, input_ids.shape[1]
+    positions = _positions_after(inputs["position_ids"]) if "position_ids" in inputs else None
+    unfinished, end, found = [True] * rows, _end(stopping_criteria), list[Tensor]()
     while True:
-        tokens = choose_tokens(logits_processor(input_ids, logits), config.do_sample)
-        if has_end and rows > 1:
-            tokens = tokens.where(unfinished[:, None], config._pad_token_tensor)
-        input_ids = torch.cat([input_ids, tokens], 1)
-        unfinished &= ~stopping_criteria(input_ids, None)
+        tokens = choose_tokens(logits_processor, input_ids, logits, config.do_sample)
+        if has_end and not all(unfinished):
+            tokens = tokens.where(torch.tensor(unfinished)[:, None], config._pad_token_tensor)
+        found.append(tokens)
+        n += 1
+        if logits_processor or end is None:  # which read the text
+            input_ids, found = torch.cat([input_ids, *found], 1), []
+        ended = stopping_criteria(input_ids, None).tolist() if end is None else end.reached(tokens, n)
+        unfinished = [is_open and not has_ended for is_open, has_ended in zip(unfinished, ended, strict=True)]
         if streamer is not None:
             streamer.put(tokens[:, 0])
-        if not unfinished.any():
+        if not any(unfinished):
             break
         if "attention_mask" in inputs:
             mask = inputs["attention_mask"]
             inputs["attention_mask"] = torch.cat([mask, mask.new_ones(rows, 1)], 1)
-        if "position_ids" in inputs:
-            inputs["position_ids"] = inputs["position_ids"][..., -1:] + 1
+        if positions is not None:
+            inputs["position_ids"] = next(positions)
         logits = make_logits(tokens, **inputs)
     if streamer is not None:
         streamer.end()
-    return input_ids
+    return torch.cat([input_ids, *found], 1)
+
+
+class _End(NamedTuple):
+    """Where texts end whose criteria are the usual ones: at `longest` tokens, or at one of `tokens`."""
+
+    longest: float
+    tokens: frozenset[int]
+
+    def reached(self, tokens: Tensor, n: int) -> list[bool]:
+        """Whether every row ends with its newest token, of tokens (B,1), which is the n-th."""
+        return [n >= self.longest or token in self.tokens for (token,) in tokens.tolist()]
+
+
+def _end(criteria: Any) -> _End | None:
+    """Where texts end by these criteria of the library; None where they must be asked after every token."""
+    longest, ends = math.inf, set[int]()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            longest = min(longest, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            ends.update(criterion.eos_token_id.tolist())
+        else:
+            return None
+    return _End(longest, frozenset(ends))
+
+
+def _positions_after(positions: Tensor) -> Iterator[Tensor]:
+    """The positions (...,1) that follow the last of these, one after the other."""
+    last = positions[..., -1:]
+    while True:
+        several = last + torch.arange(1, 65, device=last.device)
+        yield from several.split(1, -1)
+        last = several[..., -1:]
 
 
 def _is_known(one: Any) -> bool:

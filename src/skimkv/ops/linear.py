@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -75,6 +75,31 @@ class Product:
     def __getstate__(self) -> dict[str, object]:
         """A copy is of other tensors: it is prepared anew."""
         return {**self.__dict__, "_matrix": None, "_form": None}
+
+
+class Rows:
+    """Rows of a quantised matrix with this number of columns, as numbers: prepared once, as Product is."""
+
+    def __init__(self, kind: str, columns: int) -> None:
+        self._kind, self._columns = kind, columns
+        self._rows: cpu.Rows | None = None
+        self._form: tuple[object, ...] | None = None
+
+    def __call__(self, weight: Tensor, index: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The rows of these numbers: (n,columns) in dtype. Raises ValueError or IndexError if one is missing."""
+        form = weight.shape, weight.data_ptr(), dtype, forced_backend.get()
+        if form != self._form:
+            has_kernel = weight.is_contiguous() and dtype in library.DTYPES and is_native(weight)
+            self._rows = cpu.Rows(weight, self._kind, self._columns, dtype) if has_kernel else None
+            self._form = form
+        # a panel is dequantised as a whole, which is a waste where many of its rows are wanted
+        if self._rows is not None and (self._kind != matrices.PACKED or len(index) <= ROWS):
+            return self._rows(index)
+        return matrices.dequantise(weight, self._kind, torch.tensor(index, device=weight.device)).to(dtype)
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy is of other tensors: it is prepared anew."""
+        return {**self.__dict__, "_rows": None, "_form": None}
 
 
 def is_native(x: Tensor) -> bool:

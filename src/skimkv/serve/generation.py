@@ -216,7 +216,7 @@ class Generator:
     def step(self, answers: Sequence[Open]) -> Sequence[Tensor]:
         """Give the last tokens of open answers, whose prompts have been read, to the model, all in one call.
 
-        Returns the logits (1,V) of every answer's next token, in float32.
+        Returns the logits (1,V) of every answer's next token, as the model gives them.
         """
         caches = [answer.cache for answer in answers]
         if len(caches) != len(self._stepped) or any(a is not b for a, b in zip(caches, self._stepped, strict=True)):
@@ -231,7 +231,7 @@ class Generator:
         return {"use_cache": True, **({"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {})}
 
     def _read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Tensor:
-        """The model's logits (1,V) after the tokens ids (1,n) at these positions (1,n), in float32."""
+        """The model's logits (1,V) after the tokens ids (1,n) at these positions (1,n)."""
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, **self._options()}
         return next_logits(self.model(return_dict=True, **inputs))
 
@@ -258,7 +258,8 @@ class Generator:
         self, prompt: Prompt, begun: Start, cache: Cache | None, after_prompt: Cache | None, tokens: list[int]
     ) -> Answer:
         """Keep the cache of an answer, or its copy after the prompt, count the tokens, and return the answer."""
-        self._joint, self._stepped = None, []  # whose memory ends here, unless it is kept
+        # whose memory ends here, unless it is kept
+        self._joint, self._stepped, self._next_logits = None, [], NextLogits(self.model)
         ids = torch.tensor(prompt.ids)
         kept = None
         if after_prompt is not None:
@@ -341,7 +342,7 @@ class Open:
     @torch.no_grad()
     def choose(self, logits: Tensor) -> None:
         """Choose the next token by logits (1,V), as generate() does, and hand it on."""
-        token = choose_tokens(self._processors(self.ids, logits), self._samples, self._draws)
+        token = choose_tokens(self._processors, self.ids, logits, self._samples, self._draws)
         self.ids = torch.cat([self.ids, token], 1)
         is_last = bool(self._criteria(self.ids, None).all())
         self.is_complete = self.take(token[0].tolist()) or is_last

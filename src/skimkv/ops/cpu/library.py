@@ -15,7 +15,7 @@ import torch
 from ... import __path__ as _package
 from .structs import CAttend, check_structures
 
-VERSION = 21
+VERSION = 22
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -37,6 +37,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "skimkv_product_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
     "skimkv_matrix_expand": (c_char_p, c_void_p, c_void_p, c_int, c_void_p),
     "skimkv_rms_norm_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
+    "skimkv_argmax": (c_int64, c_void_p, c_int, c_int64),
     "skimkv_layers_run_parts": (
         c_char_p,
         c_void_p,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import matrices
+from .. import matrices, packed_weights
 from . import library
 from .structs import CMatrix
 
@@ -82,6 +82,42 @@ def expand(
     op = CMatrix(weight.data_ptr(), rows, columns, None, _address(order), number, dtype_number(y))
     library.raise_error(library.library().skimkv_matrix_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
     return y
+
+
+class Rows:
+    """Rows of a matrix of blocks or panels, as numbers of `dtype`.
+
+    It keeps the weights and holds their address: it is right as long as they stay where they are. Raises ValueError if
+    the library has no kernel for them, or if they are not contiguous.
+    """
+
+    def __init__(self, weight: Tensor, kind: str, columns: int, dtype: torch.dtype) -> None:
+        self.stored = packed_weights.ROWS if kind == matrices.PACKED else 1  # rows that are expanded together
+        matrices.check(weight, kind, self.stored * weight.shape[0], columns)
+        if not weight.is_contiguous() or not weight.is_cpu:
+            raise ValueError(f"weights must be contiguous and on cpu; they are on {weight.device}")
+        self.weight, self.columns, self.dtype, self.count = weight, columns, dtype, self.stored * weight.shape[0]
+        self.start, self.distance = weight.data_ptr(), weight.stride(0) * weight.element_size()
+        self.number = dtype_number(weight.new_empty(0, dtype=dtype))
+        self.kind, self.expand = matrices.number(weight, kind), library.library().skimkv_matrix_expand
+
+    def __call__(self, index: Sequence[int]) -> Tensor:
+        """The rows of these numbers: (n,columns). Raises ValueError if one is missing."""
+        stored, columns = self.stored, self.columns
+        y = torch.empty(len(index) * stored, columns, dtype=self.dtype)
+        to, distance = y.data_ptr(), stored * columns * y.element_size()
+        op = CMatrix(self.start, stored, columns, None, None, self.kind, self.number)
+        for i, row in enumerate(index):
+            if not 0 <= row < self.count:
+                raise ValueError(f"row {row} is not one of {self.count}")
+            op.data = self.start + row // stored * self.distance
+            library.raise_error(self.expand(ctypes.addressof(op), to + i * distance, 1, None))
+        if stored == 1:
+            return y
+        if len(index) == 1:
+            row = index[0] % stored
+            return y[row : row + 1]
+        return y[torch.tensor([i * stored + row % stored for i, row in enumerate(index)])]
 
 
 def _address(tensor: Tensor | None) -> int | None:

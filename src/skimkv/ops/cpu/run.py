@@ -139,6 +139,15 @@ class CpuBackend:
         memory.op.sinks = None
         return memory.address
 
+    def prepare_next(self, step: KernelStep, store: Any) -> bool:
+        """Prepare the operation of the last `prepare` for the next token; False where it must be made anew."""
+        memory = store.view
+        if type(memory) is not StoreMemory or memory.described is None or not memory.is_current(store):
+            return False
+        if step.operation == "skim":
+            _clear_rows_read(memory, store)
+        return memory.place(store, step.recent, 1)
+
     def runs_in_library(self, step: KernelStep) -> bool:
         """Whether skimkv_step has the kernel of this step."""
         return OPERATIONS[step.operation].step is None
@@ -161,8 +170,12 @@ class CpuBackend:
                 store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64)
         memory = placed_memory(store, step.recent, more)
         if step.operation == "skim":
-            ctypes.memset(memory.op.rows_read, 0, 16 * store.shape.B)
+            _clear_rows_read(memory, store)
         return memory
+
+
+def _clear_rows_read(memory: Memory, store: Any) -> None:
+    ctypes.memset(memory.op.rows_read, 0, 16 * store.shape.B)
 
 
 def _checked(store: Any, q: Tensor, token: Token | None) -> tuple[Tensor, Token | None]:
