@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -118,6 +120,23 @@ def test_a_model_whose_layers_keep_states_is_not_joined() -> None:
     caches = [Cache(model, "Dense()"), Cache(model, "Dense()")]
     with pytest.raises(ValueError, match="layers that keep states"):
         joint_requests(caches)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_memory_of_answers_ends_with_them(count: int) -> None:
+    made = generator("SparQ(r=4, k=16)")
+    answers = [Asked(20 + i, 6, 0, {}).begin(made, []) for i in range(count)]
+    for answer in answers:
+        answer.read()
+    while all(answer.is_open for answer in answers):
+        for answer, logits in zip(answers, made.step(answers), strict=True):
+            answer.choose(logits)
+    caches = [weakref.ref(answer.cache) for answer in answers]
+    for answer in answers:
+        answer.end()
+    del answer, answers
+    gc.collect()
+    assert [cache() for cache in caches] == [None] * count
 
 
 @torch.no_grad()
