@@ -54,7 +54,7 @@ class AngleTable:
         self._first, self._pairs = 0, list[tuple[Tensor, Tensor]]()
 
     def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `angles`, at positions (B,1)."""
+        """Give what `angles` gives, at positions (B,1)."""
         if not self._is_fixed or positions.shape != (1, 1):
             return angles(self.model, x, positions)
         position = int(positions)

@@ -198,7 +198,7 @@ class Steps:
         self._step: Any = None
 
     def take(self, x: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
-        """As StepForward.take, for the token after the last one: the mask has a one more in every row."""
+        """Take the token after the last one, as StepForward.take does; the mask has a one more in every row."""
         operation = cast(ops.Layers, self.prepared.operation)
         if positions is None:
             positions = torch.tensor([[cache.get_seq_length()]])
