@@ -47,12 +47,13 @@ static inline float sum_lanes(vf x) {
 }
 static inline unsigned at_least(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 
-// The two parts of exp2: x - floor(x), and p * 2^floor(x), or 0 below -126. Adding 1.5 * 2^23 rounds a float to an
-// integer, which its low bits then hold.
-static inline vf magic_floor(vf x) { return vmax(splat(-126.f), x) - splat(0.5f) + splat(12582912.f); }
-static inline vf fraction(vf x) { return vmax(splat(-126.f), x) - (magic_floor(x) - splat(12582912.f)); }
+// The two parts of exp2: x - floor(x), and p * 2^floor(x), or 0 up to -126. Adding 1.5 * 2^23 + 127 rounds a float to
+// an integer, whose low bits are then the exponent of 2^floor(x). NaN stays NaN, since p is multiplied.
+constexpr float ROUNDS_TO_EXPONENT = 12582912 + 127;
+static inline vf exponent(vf x) { return vmax(splat(-126.f), x) - splat(0.5f) + splat(ROUNDS_TO_EXPONENT); }
+static inline vf fraction(vf x) { return vmax(splat(-126.f), x) - (exponent(x) - splat(ROUNDS_TO_EXPONENT)); }
 static inline vf times_power(vf p, vf x) {
-    return _mm256_and_ps((vf)((vi)p + ((vi)magic_floor(x) << 23)), _mm256_cmp_ps(x, splat(-126.f), _CMP_NLT_UQ));
+    return _mm256_and_ps(p * (vf)((vi)exponent(x) << 23), _mm256_cmp_ps(x, splat(-126.f), _CMP_NLT_UQ));
 }
 
 static inline void interleave(vf a, vf b, vf &first, vf &second) {

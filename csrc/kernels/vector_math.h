@@ -33,7 +33,7 @@ static inline void prefetch_to_write(const void *p) {
     __asm__ volatile("");
 }
 
-// 2^x for x < 127, with a relative error of 2e-7. NaN stays NaN; below -126 the result is at most 2^-126, and below
+// 2^x for -126 < x < 127, with a relative error of 2e-7. NaN stays NaN; from -126 down it is at most 2^-126, and below
 // -150 it is 0. Logits are kept in units of log 2 (the scale is multiplied by log2 e), so that every softmax uses this
 // function.
 static inline vf exp2(vf x) {

@@ -43,6 +43,19 @@ def test_a_long_row_on_two_threads():
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FC458B4, 0x7FFFFFFF], ids=hex)
+def test_a_nan_of_any_bits_stays_one(isa, bits):
+    """Exponentials of logits and of soft caps keep it, whatever its low bits would be as an exponent."""
+    q, store = filled(16, [300], torch.float32, 2, H=2)
+    q[0, 0, 1] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for softcap in (None, 20.0):
+        with on(isa):
+            y = steps.dense(store, q, 0.25, softcap)
+        assert y[0, 0, 1].isnan().all()
+        assert not y[0, 0, 0].isnan().any() and not y[0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_of_equal_scores_the_oldest_token_goes(isa):
     """Keys are zero, so that every token gets one weight: many scores stay equal, also of recent tokens."""
     for capacity in (1, 15, 16, 17, 100):
