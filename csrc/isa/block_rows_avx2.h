@@ -1,6 +1,6 @@
 // Products of GGUF blocks with rounded inputs, with AVX2: codes of 8 bits are multiplied with inputs of one byte, or of
-// two, 128 * high + low, and pairs of products are added in 16 bits, which do not overflow: signed codes are made
-// positive, and the inputs get their signs.
+// two, 128 * high + low, and pairs of products are added in 16 bits, which do not overflow. Signed codes are made
+// positive, and the inputs get their signs, or codes of 4 bits are taken without sign, and -8 is an offset.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -11,19 +11,83 @@
 
 namespace skimkv::SKIMKV_NS {
 
-template <InputOrder, int>
-static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32_t *code, bool is_two_bytes) {
+// Whether codes are taken as 4 bits without sign: the products of a block's two halves are then added in 16 bits too.
+// Two blocks are decoded at once, to the first halves of both and to the second halves.
+template <class Block> constexpr bool IN_PAIRS = false;
+template <> constexpr bool IN_PAIRS<BlockQ4_0> = true;
+template <> constexpr bool IN_PAIRS<BlockQ4_1> = true;
+
+template <class Block>
+constexpr InputOrder ORDER_OF_INPUTS = IN_PAIRS<Block> ? InputOrder::HALVES_OF_TWO : InputOrder::AS_THEY_ARE;
+
+template <InputOrder ORDER, int>
+static inline void store_inputs(const RoundedInputs &to, int64_t first, const int32_t *code, bool is_two_bytes) {
     for (int i = 0; i < 32; i++) {
+        const int64_t in_pair = first / 64 * 64 + i / 16 * 32 + first % 64 / 2 + i % 16;
+        const int64_t at = ORDER == InputOrder::HALVES_OF_TWO ? in_pair : first + i;
         const int32_t high = is_two_bytes ? (code[i] + 64) >> 7 : code[i];
-        to.high[at + i] = (int8_t)high, to.low[at + i] = (int8_t)(code[i] - high * 128);
+        to.high[at] = (int8_t)high, to.low[at] = (int8_t)(code[i] - high * 128);
     }
 }
 
 constexpr int PREFETCH_AHEAD = 2048;  // bytes: decoding hides less of the memory's latency than plain loads do
 
-// Adds the products of a group, whose first column is `at`, with T tokens to sum[T].
+// The scales of four blocks and their offsets, each twice.
+static inline void scales_and_offsets(BlockQ4_0, const uint8_t *p, vf &scale, vf &offset) {
+    __m128i four = _mm_cvtsi32_si128(bytes_at<uint16_t>(p));
+    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + BlockQ4_0::ONE), 2);
+    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + 2 * BlockQ4_0::ONE), 4);
+    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + 3 * BlockQ4_0::ONE), 6);
+    scale = _mm256_moveldup_ps(_mm256_cvtph_ps(four)), offset = scale * splat(-8.f);
+}
+static inline void scales_and_offsets(BlockQ4_1, const uint8_t *p, vf &scale, vf &offset) {
+    const auto at = [&](int i) { return bytes_at<int32_t>(p + i * BlockQ4_1::ONE); };
+    const vf both = _mm256_cvtph_ps(_mm_setr_epi32(at(0), at(1), at(2), at(3)));
+    scale = _mm256_moveldup_ps(both), offset = _mm256_movehdup_ps(both);
+}
+
+// Adds the products of a group of four blocks in pairs, without those before FIRST.
+template <bool TWO, int T, class Block, int FIRST>
+__attribute__((always_inline)) static inline void add_pairs(const uint8_t *p, int64_t at, const RoundedInputs *x,
+                                                            vf *sum) {
+    const auto halves = [](const uint8_t *one, const uint8_t *other) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)one)),
+                                       _mm_loadu_si128((const __m128i *)other), 1);
+    };
+    for (int i = 0; i < Block::BYTES; i += 64) prefetch(p + PREFETCH_AHEAD + i);
+    codes code[2][2];  // of two pairs
+    for (int pair = FIRST; pair < 2; pair++) {
+        const uint8_t *bytes = p + 2 * pair * Block::ONE + Block::CODES;
+        const codes both = (codes)halves(bytes, bytes + Block::ONE);
+        code[pair][0] = both & 15, code[pair][1] = moved(both, 4) & 15;
+    }
+    vf scale, offset;
+    scales_and_offsets(Block(), p, scale, offset);
+    const __m256i twice = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+    const __m256i of_lanes[2] = {_mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2), _mm256_setr_epi32(4, 4, 4, 4, 6, 6, 6, 6)};
+    for (int t = 0; t < T; t++) {
+        const vf of_inputs = _mm256_castps128_ps256(_mm_loadu_ps(x[t].scale + at / 32));
+        const vf of_blocks = scale * _mm256_permutevar8x32_ps(of_inputs, twice);
+        vf of_pair[2] = {splat(0.f), splat(0.f)};
+        for (int pair = FIRST; pair < 2; pair++) {
+            const auto products = [&](const int8_t *inputs, int factor) {
+                const auto half = [&](int i) {
+                    const __m256i *input = (const __m256i *)(inputs + at + pair * 64) + i;
+                    return _mm256_maddubs_epi16((__m256i)code[pair][i], _mm256_loadu_si256(input));
+                };
+                return _mm256_madd_epi16(_mm256_add_epi16(half(0), half(1)), _mm256_set1_epi16((short)factor));
+            };
+            __m256i four = products(x[t].high, TWO ? 128 : 1);
+            if (TWO) four = _mm256_add_epi32(four, products(x[t].low, 1));
+            of_pair[pair] = _mm256_cvtepi32_ps(four) * _mm256_permutevar8x32_ps(of_blocks, of_lanes[pair]);
+        }
+        sum[t] = sum[t] + (fma(offset, load(x[t].sum + at / 16), of_pair[0]) + of_pair[1]);
+    }
+}
+
+// Adds the products of a group part by part.
 template <bool TWO, int T, class Block>
-__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, const RoundedInputs *x,
+__attribute__((always_inline)) static inline void add_parts(const uint8_t *p, int64_t at, const RoundedInputs *x,
                                                             vf *sum) {
     constexpr int VECTORS = Block::SIZE / 32;
     codes code[VECTORS];
@@ -65,6 +129,16 @@ __attribute__((always_inline)) static inline void add_group(const uint8_t *p, in
         }
         sum[t] = sum[t] + (of_group[0] + of_group[1]);
     }
+}
+
+// Adds the products of a group, whose first column is `at`, with T tokens to sum[T]. Its first `zeros` inputs are 0.
+template <bool TWO, int T, class Block>
+__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, int64_t zeros,
+                                                            const RoundedInputs *x, vf *sum) {
+    if constexpr (IN_PAIRS<Block>) {
+        if (zeros >= 64) return add_pairs<TWO, T, Block, 1>(p, at, x, sum);
+        return add_pairs<TWO, T, Block, 0>(p, at, x, sum);
+    } else add_parts<TWO, T, Block>(p, at, x, sum);
 }
 
 }  // namespace skimkv::SKIMKV_NS

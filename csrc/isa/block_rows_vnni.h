@@ -12,6 +12,8 @@
 
 namespace skimkv::SKIMKV_NS {
 
+template <class Block> constexpr InputOrder ORDER_OF_INPUTS = Block::ORDER;
+
 // Where the input i of a token stands, and the fifteen after a sixteenth one.
 template <InputOrder ORDER> static inline int64_t place_of_input(int64_t i) {
     const int64_t group = i / 128 * 128, part = i / 32 % 4, rest = i % 32;
@@ -269,8 +271,8 @@ template <InputOrder ORDER> static inline __m512i part_of_lanes(int i) {
 
 // Adds the products of a group, whose first column is `at`, with T tokens to sum[T].
 template <bool TWO, int T, class Block>
-__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, const RoundedInputs *x,
-                                                            vf *sum) {
+__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, int64_t,
+                                                            const RoundedInputs *x, vf *sum) {
     constexpr int BIAS = Block::BIAS, JOINED = Block::ORDER == InputOrder::HALVES_OF_32 ? 2 : 1;
     DecodedGroup group;
     decode(Block(), p, group);

@@ -28,6 +28,8 @@ constexpr int TILE_TOKENS = 4;  // for which a row is decoded once
 namespace skimkv::SKIMKV_NS {
 
 #if !defined(SKIMKV_SIMD_VNNI) && !defined(SKIMKV_SIMD_AVX2)
+template <class> constexpr InputOrder ORDER_OF_INPUTS = InputOrder::AS_THEY_ARE;
+
 template <InputOrder, int>
 static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32_t *code, bool) {
     for (int i = 0; i < 32; i++) to.code[at + i] = (int16_t)code[i];
@@ -36,8 +38,8 @@ static inline void store_inputs(const RoundedInputs &to, int64_t at, const int32
 // Adds the products of a group, whose first column is `at`, with T tokens to sum[T]. Both kinds of inputs are 16-bit
 // integers here.
 template <bool, int T, class Block>
-__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, const RoundedInputs *x,
-                                                            vf *sum) {
+__attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, int64_t,
+                                                            const RoundedInputs *x, vf *sum) {
     constexpr int PART = Block::PART, STEP = 2 * W;     // weights of a scale, and of a vector of pairs
     constexpr int WEIGHTS = STEP > PART ? STEP : PART;  // whose products are added as integers
     codes decoded[Block::SIZE / 32];
@@ -87,13 +89,13 @@ static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char 
         for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
     int64_t at = 0;
     for (; at + Block::SIZE <= in; at += Block::SIZE, w += Block::BYTES)
-        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(w + r * row, at, x, sum[r]);
+        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(w + r * row, at, 0, x, sum[r]);
     uint8_t copy[Block::BYTES];
     for (int r = 0; r < R && at < in; r++) {
         const uint8_t *last = w + r * row;
         last = has_whole_group(in) ? last - first_of_rest(in) * Block::BYTES / Block::SIZE
                                    : whole_group<Block>(last, in - at, copy);
-        add_group<TWO, T, Block>(last, at, x, sum[r]);
+        add_group<TWO, T, Block>(last, at, first_of_rest(in), x, sum[r]);
     }
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) y[r * T + t] = sum_lanes(sum[r][t]);
@@ -189,7 +191,7 @@ template <class Block> static void expand_rows(const skimkv_matrix &m, void *y, 
 static int64_t block_input_bytes(int64_t columns, int64_t n) { return n * block_token_bytes(columns); }
 
 template <class Block> static constexpr MatrixKind block_kind(int32_t kind) {
-    constexpr ProductForm few = {1, 256, block_input_bytes, round_block_inputs<Block::ORDER, Block::BIAS>,
+    constexpr ProductForm few = {1, 256, block_input_bytes, round_block_inputs<ORDER_OF_INPUTS<Block>, Block::BIAS>,
                                  multiply_rows<Block>};
     constexpr ProductForm many = {LANE_ROWS, MOST_LANE_TOKENS, lane_input_bytes, round_lane_inputs,
                                   multiply_many_tokens<Block>};

@@ -6,8 +6,8 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// The order in which a set of instructions may want the inputs of 128 or 256 weights (isa/block_rows_vnni.h).
-enum class InputOrder { AS_THEY_ARE, HALVES_OF_32, HALVES_OF_64, QUARTERS };
+// The order in which a set of instructions may want the inputs of 64 to 256 weights (isa/block_rows_vnni.h, _avx2.h).
+enum class InputOrder { AS_THEY_ARE, HALVES_OF_32, HALVES_OF_64, QUARTERS, HALVES_OF_TWO };
 
 // `Size` weights in `Bytes` bytes, in parts of `Part` weights that have a scale. They may have an offset too. Codes are
 // signed where `Bias` is not 0, which makes them unsigned when it is added.
