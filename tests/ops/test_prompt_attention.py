@@ -177,9 +177,11 @@ def test_scores_come_with_the_attention(monkeypatch, fast):
     monkeypatch.setattr(prompt_attention, "FAST", fast)
     q, k, v = draw(3, 2, 2, 40, 40, 16, torch.float32)
     store = Full(Shape(3, 2, 2, 16), torch.float32)
+    softmax = {"scale": 0.25, "softcap": 4.0, "sinks": torch.ones(2, 2)}
+    nothing = q[:, :, :, :0], k[:, :, :0], v[:, :, :0]
     for pad in ([3, 0, 40], None):
+        assert ops.causal_attention(store, *nothing, **softmax).shape == (3, 2, 2, 0, 16)
         scores: list = []
-        softmax = {"scale": 0.25, "softcap": 4.0, "sinks": torch.ones(2, 2)}
         y = ops.causal_attention(store, q, k, v, pad=pad, scores=scores, **softmax)
         assert torch.equal(y, ops.causal_attention(store, q, k, v, pad=pad, **softmax))
         with ops.backend("ref"):
@@ -190,7 +192,7 @@ def test_scores_come_with_the_attention(monkeypatch, fast):
             want = reference(q[b, :, :, p:].double(), keys.double(), **softmax)
             torch.testing.assert_close(scores[b].double(), want, rtol=1e-5, atol=1e-6)
         store.append(k[:, :, :9], v[:, :, :9], [0, 4, 0])
-    assert ops.causal_attention(store, q[:, :, :, :0], k[:, :, :0], v[:, :, :0], **softmax).shape == (3, 2, 2, 0, 16)
+    assert ops.causal_attention(store, *nothing, **softmax).shape == (3, 2, 2, 0, 16)
 
 
 WRONG = {

@@ -74,6 +74,8 @@ def _attend_in_torch(
 ) -> Tensor:
     """Causal attention by PyTorch, of queries after m earlier tokens: q (b,H,G,n,D) · k, v (b,H,m+n,D)."""
     G, n = q.shape[2:4]
+    if not n:
+        return torch.empty_like(q)
     if scale < 0:  # PyTorch's attention may take the root of a scale
         q, scale = -q, -scale
     if not m and q.device.type == "cpu":
