@@ -106,6 +106,7 @@ class GivenPositions:
         ids = torch.arange(seen, seen + n)[None] if ids is None else ids
         self.ids, self.n = ids[1:] if ids.ndim == 3 and ids.shape[0] == 4 else ids, n
         self._rows: list[tuple[list[Run], list[int]]] = []  # of every row, without padding: as `place` needs them
+        self._asked: tuple[int, int] | None = None  # of how many rows and tokens they were asked for last
 
     def part(self, rows: slice) -> GivenPositions:
         """Those of these rows of the batch."""
@@ -116,15 +117,16 @@ class GivenPositions:
 
         Raises RuntimeError if these are the positions of other tokens.
         """
-        axes = self.ids.reshape(-1, *self.ids.shape[-2:])
-        if axes.shape[2] != n or axes.shape[1] not in (1, len(starts)):
-            raise RuntimeError(
-                f"skimkv: the model gives {tuple(self.ids.shape)} positions to {len(starts)} rows of {n} tokens"
-            )
-        if not self._rows:  # the layers of a model ask in turn
+        if self._asked != (len(starts), n):  # the layers of a model ask in turn
+            axes = self.ids.reshape(-1, *self.ids.shape[-2:])
+            if axes.shape[2] != n or axes.shape[1] not in (1, len(starts)):
+                raise RuntimeError(
+                    f"skimkv: the model gives {tuple(self.ids.shape)} positions to {len(starts)} rows of {n} tokens"
+                )
             pads = [0] * len(starts) if pad is None else pad
             least, greatest = (x.expand(len(starts), -1).tolist() for x in (axes.amin(0), axes.amax(0)))
             self._rows = [(runs(low[p:]), high[p:]) for low, high, p in zip(least, greatest, pads, strict=True)]
+            self._asked = len(starts), n
         for b, (start, (low_runs, high)) in enumerate(zip(starts, self._rows, strict=True)):
             store.places.place(b, start, low_runs, high[: max(store.fixed - start, 0)])
 
