@@ -148,6 +148,20 @@ def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
         cache.crop(5)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_crop_takes_a_tensor(name):
+    """Assisted decoding of older versions gives a tensor, in which the library's sliding layers count in place."""
+    model, ids = family(name), prompt(1, 20)
+    cache, plain = (skimkv.Cache(model, "SparQ(r=4, k=8)") for _ in range(2))
+    for one, back in [(cache, torch.tensor(-4)), (plain, -4)]:
+        one.activate_past_recording()
+        model(ids, past_key_values=one)
+        one.crop(back)
+    for token in prompt(1, 3, 1).T:
+        close(*(model(token[None], past_key_values=one).logits for one in (cache, plain)))
+    skimkv.detach(model)
+
+
 @pytest.mark.parametrize("spec", ["Dense()", "H2O(k=10)"])
 def test_what_cannot_be_cropped_leaves_the_cache_as_it_is(spec):
     """Where one kind of layer can forget and the other cannot, none does: the text goes on."""

@@ -289,6 +289,8 @@ class Cache(LibraryCache):
 
         Raises ValueError if a layer cannot do that, and then forgets nothing.
         """
+        # assisted decoding before 5.18 gives a tensor, and a layer of the library would count in it, in place
+        tokens_to_remove = int(tokens_to_remove)
         layers: list[Any] = self.layers
         for layer in layers:
             check_crop(layer, tokens_to_remove)

@@ -418,7 +418,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError if `crop` would."""
-        n, store = -int(tokens_to_remove), self.store  # a tensor from assisted decoding before 5.18
+        n, store = -tokens_to_remove, self.store
         if n < 0:
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to forget")
         if n and (store is None or n > self.seen):
@@ -440,7 +440,7 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         Raises ValueError if the number is positive, or if the layer recorded fewer tokens than it shall forget.
         """
         self.check_crop(tokens_to_remove)
-        n, store = -int(tokens_to_remove), self.store
+        n, store = -tokens_to_remove, self.store
         log, snapshot, self.log, self.snapshot = self.log, self.snapshot, [], None
         if not n or store is None:
             return

@@ -80,9 +80,9 @@ class LayerWithStates(KeepsStates, Layer):  # type: ignore[no-untyped-call]
 
 def refuse_crop(tokens_to_remove: int) -> None:
     """Raise ValueError unless tokens_to_remove is 0: what a layer that keeps states says to `crop`."""
-    if int(tokens_to_remove):
+    if tokens_to_remove:
         raise ValueError(
-            f"cannot forget {-int(tokens_to_remove)} tokens: this model has layers of linear attention or a state "
+            f"cannot forget {-tokens_to_remove} tokens: this model has layers of linear attention or a state "
             "space, whose states cannot go back"
         )
 
@@ -95,7 +95,7 @@ def check_crop(layer: Any, tokens_to_remove: int) -> None:
         if not (layer.is_croppable and layer.record_past):
             refuse_crop(tokens_to_remove)
     elif has_slid(layer) and tokens_to_remove:
-        n, held, seen = -int(tokens_to_remove), int(layer.keys.shape[-2]), layer.get_seq_length()
+        n, held, seen = -tokens_to_remove, int(layer.keys.shape[-2]), layer.get_seq_length()
         on_record = held - (layer.sliding_window - 1 if held < seen else 0) if layer.record_past else 0
         if n > on_record:
             raise ValueError(
