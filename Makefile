@@ -120,8 +120,10 @@ FORCE:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Without isolation, what was compiled stays in build, and only what changed since is compiled again.
 $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE) $(MODULES) | $(BIN)/python
-	$(PIP) --editable .
+	$(PIP) scikit-build-core cmake ninja
+	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 # By its name, skimkv is installed already: only what the extras need is added, and nothing is compiled again.
