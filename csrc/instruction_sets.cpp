@@ -35,8 +35,10 @@ bool always() { return true; }
 // The best set comes first.
 const InstructionSet instruction_sets[] = {
 #if defined(__x86_64__)
+#ifndef SKIMKV_WITHOUT_VNNI
     {"avx512bf16", &skimkv::vnni::kernels, has_bf16, true},
     {"avx512vnni", &skimkv::vnni::kernels, has_vnni},
+#endif
 #ifndef SKIMKV_WITHOUT_AVX512
     {"avx512", &skimkv::avx512::kernels, has_avx512},
 #endif
