@@ -75,12 +75,19 @@ def crossing(hardware: Hardware, model: ModelReads, batch: int, weights: str | N
     return None
 
 
+def _products_per_second(machine: Cpu, dtype: torch.dtype, times: int) -> float:
+    """Return the multiply-adds per second of PyTorch's products of matrices, the largest that take no second in all."""
+    for n in (256, 512, 1024):
+        a = torch.ones(n, n, dtype=dtype)
+        seconds = machine.least_seconds(partial(torch.mm, a, a), times)
+        if seconds > 0.02:  # several sizes are as fast, where the processor has no instruction for the type
+            break
+    return n**3 / seconds
+
+
 def measure_cpu(times: int = 5) -> Hardware:
     """Measure this machine's processor: the best read bandwidth and the best of PyTorch's products, in a second."""
     machine = Cpu()
     bandwidth = machine.best_bandwidth(times)
-    n, peak = 1024, {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a = torch.ones(n, n, dtype=dtype)
-        peak[dtype.itemsize] = n**3 / machine.least_seconds(partial(torch.mm, a, a), times)
+    peak = {dtype.itemsize: _products_per_second(machine, dtype, times) for dtype in (torch.float32, torch.bfloat16)}
     return Hardware(f"here: {machine.name}", bandwidth, {4: peak[4], 2: max(peak.values())}, None, "measured")
