@@ -37,6 +37,8 @@ SMALLER = [
     (r"^(skimkv bench attention\b)", r"\1 --heads 2 --head-dim 32"),
     (r"^(skimkv bench memory\b)", r"\1 --heads 2"),
     (r"^(skimkv bench serve\b.*)--memory \S+", r"\1--memory 1M --shape tiny --layers 1"),
+    (r"^(skimkv bench serve\b(?!.*--length).*)", r"\1 --length 40+3 --length 40+6"),
+    (r"^(skimkv analyse\b.*)", r"\1 --tokens 128 --pieces 2"),
     (r"^(skimkv generate\b(?!.*--max-new-tokens).*)", r"\1 --max-new-tokens 4"),
     (r"^(skimkv eval\b(?!.*--limit).*)", r"\1 --limit 1"), (r"--limit \d+", "--limit 1"),
     (r"--device cuda", "--device cpu"), (r"--mode both", "--mode aware"), (r"--target-kl [\d.]+", "--target-kl 9"),
