@@ -90,6 +90,7 @@ def test_quantised_rows_are_near_and_assisted_decoding_is_greedy(name):
 def test_attach_inserts_the_cache(name):
     """Where the caller gives no cache, generate() makes ours; after the block the model is as it was."""
     model = family(name)
+    skimkv.detach(model)  # tests share the model, and some leave it attached
     for mode in (greedy, sampling, padding, beam, assisted, lookup, chunks):
         expected = mode(model, lambda: None)
         with skimkv.attach(model, skimkv.SparQ(r=4, k=128)) as attached:
