@@ -1,5 +1,6 @@
 """The first keys of a store of slots, turned to other positions: C++ against PyTorch in float64."""
 
+import copy
 import ctypes
 from typing import Any
 
@@ -13,6 +14,7 @@ from skimkv.ops.cpu.structs import CTurn
 from skimkv.stores.base import Shape
 from skimkv.stores.rotation import KeyRotation
 from skimkv.stores.slots import Slots
+from skimkv.stores.text_positions import Run
 
 D = 24
 ROTATIONS = {
@@ -39,7 +41,7 @@ def test_as_in_float64(name: str, dtype: torch.dtype) -> None:
     exact.k, exact.fixed_k = store.k.double(), None if store.fixed_k is None else store.fixed_k.double()
     before = store.k.clone()
     with skimkv.backend("cpu"):
-        ops.move_fixed(store)
+        ops.move_fixed([store])
     exact.move_fixed()
     assert store.moves() == {0: 3, 2: 9}
     expected = exact.k.to(dtype)
@@ -49,11 +51,34 @@ def test_as_in_float64(name: str, dtype: torch.dtype) -> None:
         assert not torch.equal(store.k[0, :, :3], before[0, :, :3])
 
 
+def test_several_stores_at_once_are_each_turned_as_alone() -> None:
+    """Whether they have dropped as many tokens at the same positions or others, and some have no key to turn."""
+    rotation, other = ROTATIONS["halves"], ROTATIONS["neighbours"]
+    stores = [filled(torch.float32, rotation) for _ in range(4)] + [filled(torch.float32, other)]
+    plain = skimkv.parse("LMInfinite(k=8, initial=3)").store(Shape(3, 2, 1, D), torch.float32)
+    k, v = torch.randn(2, 3, 2, 17, D, generator=torch.Generator().manual_seed(1))
+    plain.append(k, v)
+    token = k[:, :, :1], v[:, :, :1]
+    stores[1].append(*token)
+    stores[2].places.place(0, 6, [Run(0, 40, 1)], [])
+    stores.insert(2, plain)
+    alone = copy.deepcopy(stores)
+    with skimkv.backend("cpu"):
+        ops.move_fixed(stores)
+        for store in alone:
+            ops.move_fixed([store])
+    for store, expected in zip(stores, alone, strict=True):
+        assert torch.equal(store.k, expected.k) and store.bytes == expected.bytes
+    turned = [store.moves() for store in stores]
+    assert turned == [{0: 3, 2: 9}, {0: 4, 1: 1, 2: 10}, {}, {0: 37, 2: 9}, {0: 3, 2: 9}, {0: 3, 2: 9}]
+    assert not torch.equal(stores[0].k, stores[3].k) and not torch.equal(stores[0].k, stores[5].k)
+
+
 def test_a_gradient_passes_through_turned_keys() -> None:
     store = filled(torch.float32, ROTATIONS["halves"])
     assert store.fixed_k is not None
     store.k, store.fixed_k = store.k.clone(), store.fixed_k.clone().requires_grad_()
-    ops.move_fixed(store)
+    ops.move_fixed([store])
     store.k.sum().backward()
     assert store.fixed_k.grad is not None and store.fixed_k.grad[0].abs().sum() > 0
 

@@ -262,7 +262,7 @@ def _compare_slots(method: Method, store: Slots, q: Tensor, k: Tensor, v: Tensor
     for b, n in enumerate(store.filled):
         store.k[b, :, n:] = store.v[b, :, n:] = 255 if store.row_format.bits else torch.nan
     before, now = store.fork(), list(store.lengths)
-    method.prepare(before, Token(k, v))  # it turns keys, and rounds them
+    method.prepare([before], Token(k, v))  # it turns keys, and rounds them
     twin = exact(before)
     y = method.decode(store, q, k, v, **softmax)
     rows = zip(twin.read_rows(), (k, v), strict=True)

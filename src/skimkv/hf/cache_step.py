@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -40,20 +41,33 @@ class CacheStep:
         self._lengths: list[list[int]] = []  # of the stores, as this step leaves them
         lengths = [self.seen - pad for pad in padding]
         try:
-            for layer, options in zip(cache.layers, softmax, strict=True):
-                self.addresses.append(self._operation(layer, lengths, dtype, options))
+            kernels = [self._lock(layer, lengths, dtype) for layer in cache.layers]
+            self._prepare_stores()
+            self.addresses += [
+                None if kernel is None else prepare_step(layer.store, kernel, dtype, options)
+                for layer, kernel, options in zip(cache.layers, kernels, softmax, strict=True)
+            ]
         except BaseException:
             self.release()
             raise
 
-    def _operation(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype, softmax: SoftmaxOptions) -> int | None:
-        """The address of a layer's operation, and its store locked; None if the layer attends by itself."""
+    def _lock(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype) -> _Kernel | None:
+        """The kernel of a layer, and its store locked; None if the layer attends by itself."""
         kernel = lock_kernel(layer, self.seen, lengths, dtype)
-        if kernel is None:
-            return None
-        self._locked.append((layer, layer.store))
-        self._kernels.append((layer, layer.store, kernel))
-        return prepare_step(layer, self.cache.given, kernel, dtype, softmax)
+        if kernel is not None:
+            self._locked.append((layer, layer.store))
+            self._kernels.append((layer, layer.store, kernel))
+        return kernel
+
+    def _prepare_stores(self) -> None:
+        """Tell the locked stores where their token stands, and let the methods prepare them, those of one together."""
+        for method, kernels in groupby(self._kernels, key=lambda kernel: kernel[0].method):
+            stores = list[Store]()
+            for layer, store, _ in kernels:
+                if layer.rotation is not None:
+                    place_token(layer, self.cache.given)
+                stores.append(store)
+            method.prepare(stores)
 
     def begin_next(self) -> bool:
         """Begin the step of the next token with the same kernels, where only our steps used the cache since.
@@ -72,13 +86,10 @@ class CacheStep:
             is_same = layer.seen == self.seen and layer.store is store and store.lengths is lengths
             if not is_same or (layer.window is not None and layer.window <= self.seen):
                 break
-            if layer.rotation is not None:
-                layer.given = self.cache.given
-                layer.place(1, None)
-            layer.method.prepare(store)
             if not backend.prepare_next(kernel, store):
                 break
         else:
+            self._prepare_stores()
             self._lengths = []
             return True
         self.release()
@@ -149,13 +160,16 @@ def lock_kernel(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtyp
     return None
 
 
-def prepare_step(layer: Layer, given: Any, kernel: _Kernel, dtype: torch.dtype, softmax: SoftmaxOptions) -> int:
-    """The address of the operation of a layer's next token. given: the positions of the forward's tokens."""
-    backend, step = kernel
+def place_token(layer: Layer, given: Any) -> None:
+    """Tell a layer's store where its next token stands. given: the positions of the forward's tokens."""
     layer.given = given
     layer.place(1, None)
-    layer.method.prepare(layer.store)
-    return backend.prepare(step, layer.store, dtype, softmax["scale"], softmax.get("softcap"))
+
+
+def prepare_step(store: Any, kernel: _Kernel, dtype: torch.dtype, softmax: SoftmaxOptions) -> int:
+    """The address of the operation of a store's next token, for which its method has prepared it."""
+    backend, step = kernel
+    return backend.prepare(step, store, dtype, softmax["scale"], softmax.get("softcap"))
 
 
 def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:

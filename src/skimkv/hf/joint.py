@@ -19,7 +19,7 @@ from ..ops import SoftmaxOptions
 from ..stores.base import Store
 from .attention_interface import left_padding
 from .cache import Cache
-from .cache_step import LIBRARY_LAYERS, Attend, lock_kernel, prepare_step
+from .cache_step import LIBRARY_LAYERS, Attend, lock_kernel, place_token, prepare_step
 from .layer import AttentionLayer, Layer
 from .positions import GivenPositions
 from .states import KeepsStates, LayerWithStates, copy_library_rows
@@ -261,10 +261,10 @@ class _JointStep:
         if not self._given:
             given = self.cache.given
             self._given = [None if given is None else given.part(rows) for rows in layer.rows]
-        return [
-            prepare_step(part, given, kernel, dtype, softmax)
-            for part, given, kernel in zip(layer.parts, self._given, kernels, strict=True)
-        ]
+        for part, given in zip(layer.parts, self._given, strict=True):
+            place_token(part, given)
+            part.method.prepare([part.store])
+        return [prepare_step(store, kernel, dtype, softmax) for store, kernel in zip(stores, kernels, strict=True)]
 
     def attend_by(self, name: str, modules: nn.ModuleList) -> Attend | None:
         """How a layer attends by itself, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D)."""

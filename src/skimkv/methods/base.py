@@ -175,7 +175,7 @@ class Method(abc.ABC, Generic[S]):
                     _warn_of_gradients()
                 backend = None
                 store.detach_from_saved()
-            self.prepare(store, token)
+            self.prepare([store], token)
             if backend is None or kernel is None:
                 return self.step(store, q, token, **softmax)
             return backend.run(kernel, store, q, token, softmax)
@@ -219,10 +219,11 @@ class Method(abc.ABC, Generic[S]):
         """Which kernel computes the next step of this store, with all its numbers; None: `step` does, everywhere."""
         return None
 
-    def prepare(self, store: S, token: Token | None = None) -> None:
-        """Bring the store into the state that `step` and the kernel expect before a token; by default it is.
+    def prepare(self, stores: Sequence[S], token: Token | None = None) -> None:
+        """Bring stores into the state that `step` and the kernel expect before a token; by default they are.
 
-        token: None where its tensors are not at hand, and fit. Raises ValueError, and changes nothing, if it does not.
+        stores: of layers of one model, which take a token in one step. token: that of the first of them; None where its
+        tensors are not at hand, and fit. Raises ValueError, and changes nothing, if it does not.
         """
 
     def has_kernel(self, backend: str) -> bool:

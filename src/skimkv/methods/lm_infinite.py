@@ -6,6 +6,7 @@ With positions counted in the cache it is StreamingLLM (Xiao et al. 2023, arXiv 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ class FirstAndRecent(SlotMethod):
             budget_of=self.budget_of,
         )  # fmt: skip
 
-    def prepare(self, store: Slots, token: Token | None = None) -> None:
+    def prepare(self, stores: Sequence[Slots], token: Token | None = None) -> None:
         """Bring the first keys to their positions in the cache, where positions are counted there.
 
         Rotary embeddings turn a key by its position and a query by its own, and their product depends on the difference
@@ -62,8 +63,8 @@ class FirstAndRecent(SlotMethod):
         """
         if self.counts_in_cache:
             if token is not None:
-                store.validate(token.k[:, :, None], token.v[:, :, None])
-            ops.move_fixed(store)
+                stores[0].validate(token.k[:, :, None], token.v[:, :, None])
+            ops.move_fixed(stores)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements, and with positions in the cache the first keys that are kept or turned."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..stores.slots import Slots
@@ -9,13 +11,16 @@ from .backends import backend_for
 from .cpu import fixed_keys as cpu
 
 
-def move_fixed(store: Slots) -> None:
-    """Do what `Slots.move_fixed` does before a step. Raises ValueError as it does."""
-    backend = backend_for(store.device, store.shape.D)
-    if backend is None or backend.name != "cpu" or not cpu.takes(store) or _has_gradient(store):
-        store.move_fixed()
-    elif moves := store.moves():
-        cpu.move_fixed(store, moves)
+def move_fixed(stores: Sequence[Slots]) -> None:
+    """Do what `Slots.move_fixed` does before a step, in several stores. Raises ValueError as it does."""
+    native = list[Slots]()
+    for store in stores:
+        backend = backend_for(store.device, store.shape.D)
+        if backend is None or backend.name != "cpu" or not cpu.takes(store) or _has_gradient(store):
+            store.move_fixed()
+        else:
+            native.append(store)
+    cpu.move_fixed(native)
 
 
 def _has_gradient(store: Slots) -> bool:

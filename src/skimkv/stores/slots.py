@@ -193,6 +193,11 @@ class Slots(Store):
             raise ValueError("positions in the cache need the model's rotation: use skimkv.Cache or skimkv.attach")
         return {b: self.places.distance(b, self.fixed, n) for b, n in dropped.items()}
 
+    def moves_as(self, other: Slots) -> bool:
+        """Whether `moves` returns what it returns of another store of as many rows, without computing it."""
+        same = self.fixed == other.fixed and self.lengths == other.lengths and self.budget == other.budget
+        return same and (self.fixed_k is None) == (other.fixed_k is None) and self.places == other.places
+
     def move_fixed(self) -> None:
         """Turn the keys of the fixed tokens to the positions just before those of the ring, in the fixed slots.
 

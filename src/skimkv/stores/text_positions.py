@@ -43,6 +43,11 @@ class TextPositions:
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         self._first: list[list[int]] = [[] for _ in range(rows)]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextPositions) and self._runs == other._runs and self._first == other._first
+
+    __hash__ = None  # type: ignore[assignment]
+
     def place(self, row: int, start: int, least: Sequence[Run], first: Sequence[int]) -> None:
         """Note where tokens from number `start` on stand; what was noted of them before is forgotten.
 
@@ -50,6 +55,9 @@ class TextPositions:
         first tokens.
         """
         known = self._runs[row]
+        if not known and not first and len(least) == 1 and least[0] == (0, start, 1):  # where they are by default
+            del self._first[row][start:]
+            return
         while known and known[-1].first >= start:
             known.pop()
         for run in least:

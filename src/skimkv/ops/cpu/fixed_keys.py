@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Sequence
 from operator import is_
 
 import torch
@@ -42,18 +42,34 @@ class _Turn:
         self.address = ctypes.addressof(self.op)
 
 
-def move_fixed(store: Slots, moves: Mapping[int, int]) -> None:
-    """Turn the fixed keys of some rows on by the given numbers of positions, as `Slots.move_fixed` does, on the CPU.
+def move_fixed(stores: Sequence[Slots]) -> None:
+    """Turn the fixed keys of stores on, as `Slots.move_fixed` does, on the CPU.
 
-    Angles are computed in float64, products in float32. Raises ValueError if a tensor does not fit the store.
+    What layers of a model have in common is computed once. Angles are computed in float64, products in float32. Raises
+    ValueError as `Slots.move_fixed`, and if a tensor does not fit its store.
     """
-    memory, rotation, B = memory_of(store), store.rotation, store.shape.B
-    assert isinstance(memory, StoreMemory) and rotation is not None
-    turn = memory.turn
-    if turn is None or not all(map(is_, turn.parts, (store.fixed_k, store.k, rotation))):
+    turn_keys, before = library.library().skimkv_turn_keys, None
+    for store in stores:
+        rotation = store.rotation
+        if before is None or rotation is not before.rotation or not store.moves_as(before):
+            moves, before = store.moves(), store
+            if moves and rotation is not None:
+                cos, sin = rotation.factors(tuple(moves.get(b, 0) for b in range(store.shape.B)), torch.float32)
+                at = cos.data_ptr(), sin.data_ptr()
+        if not moves:
+            continue
+        turn = _turn_of(store)
+        turn.op.cos, turn.op.sin = at
+        turn.rows[:] = [b in moves for b in range(store.shape.B)]
+        library.raise_error(turn_keys(turn.address))
+        store.count_rows(2 * len(moves) * store.shape.H * store.fixed)
+
+
+def _turn_of(store: Slots) -> _Turn:
+    """The operation that turns the keys of a store, which its memory keeps."""
+    memory = memory_of(store)
+    assert isinstance(memory, StoreMemory)
+    turn: _Turn | None = memory.turn
+    if turn is None or not all(map(is_, turn.parts, (store.fixed_k, store.k, store.rotation))):
         turn = memory.turn = _Turn(store)
-    cos, sin = rotation.factors(tuple(moves.get(b, 0) for b in range(B)), torch.float32)
-    turn.op.cos, turn.op.sin = cos.data_ptr(), sin.data_ptr()
-    turn.rows[:] = [b in moves for b in range(B)]
-    library.raise_error(library.library().skimkv_turn_keys(turn.address))
-    store.count_rows(2 * len(moves) * store.shape.H * store.fixed)
+    return turn
