@@ -603,6 +603,25 @@ def test_a_step_that_was_interrupted_spoils_its_cache(spec, steps_at_once, monke
         model(one, past_key_values=after_prompt(model, spec))
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_method_that_cannot_prepare_a_step_leaves_the_stores_free(tokens, monkeypatch):
+    """In the first step of a text, and in one that follows another."""
+    model, left = random_model(), [tokens]
+
+    def fails_at_last(self, stores, token=None):
+        left[0] -= 1
+        if not left[0]:
+            raise ValueError("not to be prepared")
+
+    monkeypatch.setattr(skimkv.StreamingLLM, "prepare", fails_at_last)
+    cache = skimkv.Cache(model, "StreamingLLM(k=50, sinks=2)")
+    with pytest.raises(ValueError, match="not to be prepared"):
+        model.generate(torch.arange(20)[None], past_key_values=cache, max_new_tokens=9, do_sample=False)
+    assert left == [0]
+    for store in cache.stores:
+        assert store.exclusive().begin_if_free()
+
+
 def test_a_cache_that_another_thread_uses_is_refused():
     model = random_model()
     cache = after_prompt(model)

@@ -74,6 +74,18 @@ def test_several_stores_at_once_are_each_turned_as_alone() -> None:
     assert not torch.equal(stores[0].k, stores[3].k) and not torch.equal(stores[0].k, stores[5].k)
 
 
+def test_the_reference_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ValueError("the native library is not in this installation")
+
+    store, expected = (filled(torch.float32, ROTATIONS["halves"]) for _ in range(2))
+    expected.move_fixed()
+    monkeypatch.setattr(library, "library", missing)
+    with skimkv.backend("ref"):
+        ops.move_fixed([store])
+    assert torch.equal(store.k, expected.k)
+
+
 def test_a_gradient_passes_through_turned_keys() -> None:
     store = filled(torch.float32, ROTATIONS["halves"])
     assert store.fixed_k is not None

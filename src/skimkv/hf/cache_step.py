@@ -89,8 +89,12 @@ class CacheStep:
             if not backend.prepare_next(kernel, store):
                 break
         else:
-            self._prepare_stores()
             self._lengths = []
+            try:
+                self._prepare_stores()
+            except BaseException:
+                self.release()
+                raise
             return True
         self.release()
         return False

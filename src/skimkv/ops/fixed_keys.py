@@ -20,7 +20,8 @@ def move_fixed(stores: Sequence[Slots]) -> None:
             store.move_fixed()
         else:
             native.append(store)
-    cpu.move_fixed(native)
+    if native:  # else there may be no library
+        cpu.move_fixed(native)
 
 
 def _has_gradient(store: Slots) -> bool:
