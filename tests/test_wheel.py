@@ -103,7 +103,7 @@ def test_the_source_distribution_builds_the_same_wheel(sdist, tmp_path):
     """It has what a wheel is built from, as it is in this checkout, and CMake finds all of it."""
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
-    (source,) = (path for path in tmp_path.iterdir())
+    (source,) = tmp_path.iterdir()
     names = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     needed = [ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md")]
     needed += [path for folder in ("csrc", "src") for path in (ROOT / folder).rglob("*") if path.is_file()]
