@@ -45,6 +45,20 @@ static inline float sum_lanes(vf x) {
     m += _mm_movehl_ps(m, m);
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
+// The lanes that pack_lanes takes for every mask, in ascending order; a byte for each.
+struct PackedLanes {
+    uint64_t of[256] = {};
+    constexpr PackedLanes() {
+        for (int mask = 0; mask < 256; mask++)
+            for (int lane = 7; lane >= 0; lane--)
+                if (mask >> lane & 1) of[mask] = of[mask] << 8 | (uint64_t)lane;
+    }
+};
+static constexpr PackedLanes PACKED_LANES;
+static inline void pack_lanes(vf x, unsigned lanes, float *p) {
+    const __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)PACKED_LANES.of[lanes]));
+    _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, order));
+}
 static inline unsigned at_least(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 
 // The two parts of exp2: x - floor(x), and p * 2^floor(x), or 0 up to -126. Adding 1.5 * 2^23 + 127 rounds a float to

@@ -142,7 +142,7 @@ static ExpSums take_exp_sums(Arena &a, int G) { return {a.take<float>(G), a.take
 
 // Finishes tile t, whose logits are in z.s, for query g: applies the soft cap, hides positions from u.n on, and takes
 // the lane maxima and the sums. The tiles t0 .. t1-1 come in order. SINGLE: there is one query, and its logits are
-// kept. DRAWS: Skim marks the positions that it may draw, of which `hashes` are the random numbers.
+// kept. DRAWS: Skim, for a single query, marks the positions that it may draw, whose random numbers are `hashes`.
 //
 // A key is drawn if its hash, up to 2^31, is below k 2^31 times its softmax weight. The sum over all positions is not
 // known yet, but that of the tiles so far is no larger: so a few more positions are marked than are drawn.
@@ -174,7 +174,7 @@ static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores
     }
     const vf shift = splat(sums.shift[g]);
     vf sum[16 / W];
-    float kept[SINGLE && DRAWS ? GROUP : 1], *power = SINGLE ? kept : s;
+    float kept[DRAWS ? GROUP : 1], *power = SINGLE ? kept : s;
     for (int i = 0; i < 16 / W; i++) sum[i] = load(l + i * W);
 #pragma GCC unroll 4
     for (int x = 0; x < GROUP; x += 16)
@@ -194,7 +194,7 @@ static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores
     for (int i = 1; i < 16 / W; i++) sum[0] = sum[0] + sum[i];
     const vf factor = splat((float)op->k * 0x1.001p31f / sum_lanes(sum[0]));  // with room for errors of rounding
     for (int word = 0; word < GROUP / 64; word++) {
-        uint64_t bits = g == 0 ? 0 : z.drawable[t * 4 + word];
+        uint64_t bits = 0;
         for (int x = 0; x < 64; x += W)
             bits |= (uint64_t)at_least(load(power + word * 64 + x) * factor, load(hashes + word * 64 + x)) << x;
         z.drawable[t * 4 + word] = bits;
@@ -205,15 +205,13 @@ static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores
 static void finish_tile(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t, int64_t t0,
                         int64_t t1) {
     const int G = op->cache->G;
-    if (op->method == SKIMKV_SKIM) {
+    if (op->method == SKIMKV_SKIM && G == 1) {
         float hashes[GROUP];
         hashes_as_floats(u.key_word + (uint32_t)(t * GROUP), hashes, GROUP);
-        if (G == 1) return finish_query<true, true>(op, u, z, sums, t, t0, t1, 0, hashes);
-        for (int g = 0; g < G; g++) finish_query<false, true>(op, u, z, sums, t, t0, t1, g, hashes);
-    } else {
-        if (G == 1) return finish_query<true, false>(op, u, z, sums, t, t0, t1, 0, nullptr);
-        for (int g = 0; g < G; g++) finish_query<false, false>(op, u, z, sums, t, t0, t1, g, nullptr);
+        return finish_query<true, true>(op, u, z, sums, t, t0, t1, 0, hashes);
     }
+    if (G == 1) return finish_query<true, false>(op, u, z, sums, t, t0, t1, 0, nullptr);
+    for (int g = 0; g < G; g++) finish_query<false, false>(op, u, z, sums, t, t0, t1, g, nullptr);
 }
 
 // Scores tiles t0 .. t1-1 from rows of K, with the queries q [G][P]: those of the unit, or its masked ones.

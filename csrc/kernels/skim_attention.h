@@ -46,6 +46,20 @@ static inline vi is_drawn(vw hash, vf probability) {
     return ((vi)(hash >> 1) < threshold) | (vi)(probability >= splat(1.f));
 }
 
+// Sets the bits of the positions that are drawn: `share` times their softmax weights are the probabilities.
+static void mark_drawn(const Unit &u, const float *weight, float share, uint64_t *drawn) {
+    uint32_t lanes[W];
+    for (int i = 0; i < W; i++) lanes[i] = u.key_word + (uint32_t)i;
+    vw position;
+    __builtin_memcpy(&position, lanes, sizeof position);
+    for (int64_t word = 0; word < u.tiles * (GROUP / 64); word++) {
+        uint64_t bits = 0;
+        for (int x = 0; x < 64; x += W, position += (uint32_t)W)
+            bits |= (uint64_t)lanes_of(is_drawn(mix_bits(position), load(weight + word * 64 + x) * splat(share))) << x;
+        drawn[word] = bits;
+    }
+}
+
 // Counts the rows of K, or of V, that are read, the current token's not included.
 static void count_rows(const skimkv_op *op, const Unit &u, int of_values) {
     __atomic_add_fetch(op->rows_read + 2 * u.b + of_values, u.chosen_count - 1, __ATOMIC_RELAXED);
@@ -63,19 +77,15 @@ static void draw_keys(const skimkv_op *op, Unit &u, const Scores &z, const Selec
     const int64_t best = select_candidates(score, GROUPED ? s.lane_max : z.lane_max, first, end, op->k, x.best, s);
     // A score is a weight or, of a single query, a logit.
     const float share = GROUPED ? (float)op->k : (float)op->k / u.l[0];
-    // First all that may be drawn are listed, then those that are, and last they are merged with the best. There are no
-    // branches in it, because they would be random and could not be predicted.
-    int32_t *at = s.at, lane[W];
+    // First all that may be drawn are listed, which for a group are those that are; then those that are, with their
+    // probabilities; and last they are merged with the best. Random branches, which cannot be predicted, are avoided.
+    int32_t *at = s.at;
     float *probability = s.value;
     int64_t listed = 0, drawn = 0, count = 0;
-    for (int i = 0; i < W; i++) lane[i] = i;
-    for (int64_t p = 0; p < u.tiles * GROUP && best < end - first; p += W) {
-        const unsigned lanes = z.drawable[p / 64] >> p % 64 & ((1u << W) - 1);
-        if (W < 16 && !lanes) continue;
-        pack_lanes(load_integers(lane) + (int32_t)p, lanes, at + listed);
-        pack_lanes(load(score + p), lanes, probability + listed);
-        listed += __builtin_popcount(lanes);
-    }
+    if (GROUPED) mark_drawn(u, score, share, z.drawable);
+    for (int64_t word = 0; word < u.tiles * (GROUP / 64) && best < end - first; word++)
+        listed += places_of_bits(z.drawable[word], word * 64, at + listed);
+    for (int64_t j = 0; j < listed; j++) probability[j] = score[at[j]];
     for (int i = 0; i < W; i++) at[listed + i] = -1, probability[listed + i] = 0;
     for (int64_t j = 0; j < listed; j += W) {
         const vf y = load(probability + j), p = (GROUPED ? y : exp2(y - splat(u.m[0]))) * splat(share);

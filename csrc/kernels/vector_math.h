@@ -115,6 +115,8 @@ static inline vf load(const int8_t *p) {
     for (int i = 0; i < W; i++) x[i] = p[i];
     return load(x);
 }
+#endif
+#if !defined(SKIMKV_SIMD_AVX512) && !defined(SKIMKV_SIMD_AVX2)
 static inline void pack_lanes(vf x, unsigned lanes, float *p) {
     float y[W];
     store(y, x);
