@@ -22,27 +22,44 @@ constexpr InputOrder ORDER_OF_INPUTS = IN_PAIRS<Block> ? InputOrder::HALVES_OF_T
 
 template <InputOrder ORDER, int>
 static inline void store_inputs(const RoundedInputs &to, int64_t first, const int32_t *code, bool is_two_bytes) {
-    for (int i = 0; i < 32; i++) {
-        const int64_t in_pair = first / 64 * 64 + i / 16 * 32 + first % 64 / 2 + i % 16;
-        const int64_t at = ORDER == InputOrder::HALVES_OF_TWO ? in_pair : first + i;
-        const int32_t high = is_two_bytes ? (code[i] + 64) >> 7 : code[i];
-        to.high[at] = (int8_t)high, to.low[at] = (int8_t)(code[i] - high * 128);
+    const bool in_pairs = ORDER == InputOrder::HALVES_OF_TWO;
+    for (int half = 0; half < 2; half++) {
+        const int64_t at = in_pairs ? first / 64 * 64 + half * 32 + first % 64 / 2 : first + half * 16;
+        const vi a = load_integers(code + half * 16), b = load_integers(code + half * 16 + W);
+        const auto narrow = [](vi x, vi y) {  // to sixteen bytes
+            const __m256i words = _mm256_packs_epi32((__m256i)x, (__m256i)y);
+            const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+            return _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+        };
+        const vi high_a = is_two_bytes ? (a + 64) >> 7 : a, high_b = is_two_bytes ? (b + 64) >> 7 : b;
+        _mm_storeu_si128((__m128i *)(to.high + at), narrow(high_a, high_b));
+        if (is_two_bytes) _mm_storeu_si128((__m128i *)(to.low + at), narrow(a - high_a * 128, b - high_b * 128));
     }
 }
 
+// Where the scale and the sums of a block's inputs stand. Of four blocks that are taken in pairs, the first of both
+// pairs come before the second ones, as the sums of their products do.
+template <InputOrder ORDER> static inline int64_t block_place(int64_t block) {
+    if (ORDER != InputOrder::HALVES_OF_TWO) return block;
+    return (block & ~3) | (block & 1) << 1 | (block >> 1 & 1);
+}
+
+// Four rows share what a row takes before and after its groups, which are few where a model is small.
+constexpr int STREAMS_OF_ONE_TOKEN = 4;
+
 constexpr int PREFETCH_AHEAD = 2048;  // bytes: decoding hides less of the memory's latency than plain loads do
 
-// The scales of four blocks and their offsets, each twice.
+// The scales of four blocks and their offsets, each twice, in the order of block_place.
 static inline void scales_and_offsets(BlockQ4_0, const uint8_t *p, vf &scale, vf &offset) {
     __m128i four = _mm_cvtsi32_si128(bytes_at<uint16_t>(p));
-    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + BlockQ4_0::ONE), 2);
-    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + 2 * BlockQ4_0::ONE), 4);
+    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + 2 * BlockQ4_0::ONE), 2);
+    four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + BlockQ4_0::ONE), 4);
     four = _mm_insert_epi16(four, bytes_at<uint16_t>(p + 3 * BlockQ4_0::ONE), 6);
     scale = _mm256_moveldup_ps(_mm256_cvtph_ps(four)), offset = scale * splat(-8.f);
 }
 static inline void scales_and_offsets(BlockQ4_1, const uint8_t *p, vf &scale, vf &offset) {
     const auto at = [&](int i) { return bytes_at<int32_t>(p + i * BlockQ4_1::ONE); };
-    const vf both = _mm256_cvtph_ps(_mm_setr_epi32(at(0), at(1), at(2), at(3)));
+    const vf both = _mm256_cvtph_ps(_mm_setr_epi32(at(0), at(2), at(1), at(3)));
     scale = _mm256_moveldup_ps(both), offset = _mm256_movehdup_ps(both);
 }
 
@@ -64,11 +81,9 @@ __attribute__((always_inline)) static inline void add_pairs(const uint8_t *p, in
     vf scale, offset;
     scales_and_offsets(Block(), p, scale, offset);
     const __m256i twice = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-    const __m256i of_lanes[2] = {_mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2), _mm256_setr_epi32(4, 4, 4, 4, 6, 6, 6, 6)};
     for (int t = 0; t < T; t++) {
-        const vf of_inputs = _mm256_castps128_ps256(_mm_loadu_ps(x[t].scale + at / 32));
-        const vf of_blocks = scale * _mm256_permutevar8x32_ps(of_inputs, twice);
-        vf of_pair[2] = {splat(0.f), splat(0.f)};
+        const vf of_inputs = _mm256_permutevar_ps(_mm256_broadcast_ps((const __m128 *)(x[t].scale + at / 32)), twice);
+        __m256i four[2] = {};  // sums of four products of a pair of blocks
         for (int pair = FIRST; pair < 2; pair++) {
             const auto products = [&](const int8_t *inputs, int factor) {
                 const auto half = [&](int i) {
@@ -77,11 +92,14 @@ __attribute__((always_inline)) static inline void add_pairs(const uint8_t *p, in
                 };
                 return _mm256_madd_epi16(_mm256_add_epi16(half(0), half(1)), _mm256_set1_epi16((short)factor));
             };
-            __m256i four = products(x[t].high, TWO ? 128 : 1);
-            if (TWO) four = _mm256_add_epi32(four, products(x[t].low, 1));
-            of_pair[pair] = _mm256_cvtepi32_ps(four) * _mm256_permutevar8x32_ps(of_blocks, of_lanes[pair]);
+            four[pair] = products(x[t].high, TWO ? 128 : 1);
+            if (TWO) four[pair] = _mm256_add_epi32(four[pair], products(x[t].low, 1));
         }
-        sum[t] = sum[t] + (fma(offset, load(x[t].sum + at / 16), of_pair[0]) + of_pair[1]);
+        // Two sums of each block. Those of inputs of one byte fit into words: 8 * 15 * 127.
+        const __m256i eight = TWO ? _mm256_hadd_epi32(four[0], four[1])
+                                  : _mm256_madd_epi16(_mm256_packs_epi32(four[0], four[1]), _mm256_set1_epi16(1));
+        sum[t] = fma(offset, load(x[t].sum + at / 16), sum[t]);
+        sum[t] = fma(_mm256_cvtepi32_ps(eight), scale * of_inputs, sum[t]);
     }
 }
 

@@ -15,6 +15,7 @@
 namespace skimkv::SKIMKV_NS {
 
 constexpr int TILE_TOKENS = 4;  // for which a row is decoded once
+constexpr int RESULTS = 256;    // rows whose results are kept until they are written together
 
 }  // namespace skimkv::SKIMKV_NS
 
@@ -27,6 +28,10 @@ constexpr int TILE_TOKENS = 4;  // for which a row is decoded once
 
 namespace skimkv::SKIMKV_NS {
 
+#if !defined(SKIMKV_SIMD_AVX2)
+constexpr int STREAMS_OF_ONE_TOKEN = 2;
+template <InputOrder> static inline int64_t block_place(int64_t block) { return block; }
+#endif
 #if !defined(SKIMKV_SIMD_VNNI) && !defined(SKIMKV_SIMD_AVX2)
 template <class> constexpr InputOrder ORDER_OF_INPUTS = InputOrder::AS_THEY_ARE;
 
@@ -78,21 +83,21 @@ static inline int64_t first_of_rest(int64_t in) {
     return has_whole_group(in) && in % FOUR_BLOCKS ? FOUR_BLOCKS - in % FOUR_BLOCKS : 0;
 }
 
-// Multiplies R rows, `row` bytes apart, with T tokens: y [R,T]. Each group is decoded once. A last group of fewer
-// blocks begins in the one before, whose inputs are zeros there, or is filled with zeros where it is the only one.
+// Multiplies R rows with T tokens: y [R,T]. Each group is decoded once. A last group of fewer blocks begins in the one
+// before, whose inputs are zeros there, or is filled with zeros where it is the only one.
 template <bool TWO, int R, int T, class Block>
-static void multiply_tile(const uint8_t *w, int64_t row, int64_t in, const char *inputs, float *y) {
+static void multiply_tile(const uint8_t *const (&rows)[R], int64_t in, const char *inputs, float *y) {
     RoundedInputs x[T];
     for (int t = 0; t < T; t++) x[t] = rounded_inputs_at(inputs + t * block_token_bytes(in), in);
     vf sum[R][T];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
-    int64_t at = 0;
-    for (; at + Block::SIZE <= in; at += Block::SIZE, w += Block::BYTES)
-        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(w + r * row, at, 0, x, sum[r]);
+    int64_t at = 0, byte = 0;
+    for (; at + Block::SIZE <= in; at += Block::SIZE, byte += Block::BYTES)
+        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(rows[r] + byte, at, 0, x, sum[r]);
     uint8_t copy[Block::BYTES];
     for (int r = 0; r < R && at < in; r++) {
-        const uint8_t *last = w + r * row;
+        const uint8_t *last = rows[r] + byte;
         last = has_whole_group(in) ? last - first_of_rest(in) * Block::BYTES / Block::SIZE
                                    : whole_group<Block>(last, in - at, copy);
         add_group<TWO, T, Block>(last, at, first_of_rest(in), x, sum[r]);
@@ -107,13 +112,15 @@ template <InputOrder ORDER, int BIAS, class T>
 static void round_token(const T *x, int64_t in, int dtype, const RoundedInputs &to) {
     const int64_t whole = in / FOUR_BLOCKS * FOUR_BLOCKS;
     for (int64_t at = 0; at < padded_inputs(in); at += 32) {
-        int32_t code[32] = {}, sum[2] = {};
+        int32_t code[32] = {};
+        float sum[2] = {};
         const int64_t column = at < whole ? at : at - first_of_rest(in);
         const bool has_inputs = column < in && (at < whole || column >= whole);
-        const float scale = has_inputs ? round_inputs(x + column, (float)largest_input(dtype), code) : 0;
-        for (int i = 0; i < 16; i++) sum[0] += code[i], sum[1] += code[16 + i];
+        const float scale = has_inputs ? round_inputs(x + column, (float)largest_input(dtype), code, sum) : 0;
         store_inputs<ORDER, BIAS>(to, at, code, has_two_bytes(dtype));
-        to.scale[at / 32] = scale, to.sum[at / 16] = (float)sum[0] * scale, to.sum[at / 16 + 1] = (float)sum[1] * scale;
+        const int64_t place = block_place<ORDER>(at / 32);
+        to.scale[place] = scale;
+        for (int i = 0; i < 2; i++) to.sum[2 * place + i] = sum[i] * scale;
     }
 }
 
@@ -129,41 +136,60 @@ static void round_block_inputs(const skimkv_matrix &m, const Tokens &tokens, cha
     }
 }
 
-// Multiplies the rows `first` and, unless `apart` is 0, first + apart with the tokens from `from` on, at most T of
-// them. Returns how many these are.
-template <int T, class Block>
-static int multiply_two_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
-                             int64_t apart, int64_t from) {
-    if constexpr (T > 1)
-        if (tokens.n - from < T) return multiply_two_rows<T / 2, Block>(m, tokens, inputs, first, apart, from);
-    const int64_t row_bytes = m.columns * Block::BYTES / Block::SIZE;
-    const uint8_t *w = (const uint8_t *)m.data + first * row_bytes;
-    const char *x = inputs + from * block_token_bytes(m.columns);
-    float y[2 * T];
-    if (has_two_bytes(m.dtype)) multiply_tile<true, 2, T, Block>(w, apart * row_bytes, m.columns, x, y);
-    else multiply_tile<false, 2, T, Block>(w, apart * row_bytes, m.columns, x, y);
-    for (int r = 0; r < (apart ? 2 : 1); r++) {
-        const int64_t row = first + r * apart, to = m.order ? m.order[row] : row;
+// Writes the results of `n` rows from `first` on for one token, with their bias.
+static void store_results(const skimkv_matrix &m, int64_t first, int n, int64_t token, float *result, void *y) {
+    if (m.bias && !m.order) {
+        float bias[RESULTS];
+        to_float(m.dtype, m.bias, first, bias, n);
+        for (int i = 0; i < n; i++) result[i] += bias[i];
+    }
+    if (!m.order) return from_float(m.dtype, result, y, token * m.rows + first, n);
+    for (int i = 0; i < n; i++) {
+        const int64_t to = m.order[first + i];
         float bias = 0;
         if (m.bias) to_float(m.dtype, m.bias, to, &bias, 1);
-        for (int t = 0; t < T; t++) {
-            const float value = y[r * T + t] + bias;
-            from_float(m.dtype, &value, tokens.y, (from + t) * m.rows + to, 1);
-        }
+        result[i] += bias;
+        from_float(m.dtype, result + i, y, token * m.rows + to, 1);
     }
+}
+
+// Multiplies n rows from `first` on, at most RESULTS, with the tokens from `from` on, at most T: R rows at a time,
+// which are R streams of memory. Returns how many tokens these are.
+template <int R, int T, class Block>
+static int multiply_streams(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first, int n,
+                            int64_t from) {
+    if constexpr (T > 1)
+        if (tokens.n - from < T) return multiply_streams<R, T / 2, Block>(m, tokens, inputs, first, n, from);
+    const int64_t row_bytes = m.columns * Block::BYTES / Block::SIZE;
+    const char *x = inputs + from * block_token_bytes(m.columns);
+    const int apart = (n + R - 1) / R;
+    float result[T][RESULTS];
+    for (int i = 0; i < apart; i++) {
+        const uint8_t *w[R];
+        for (int r = 0; r < R; r++)  // of the last rows some are multiplied twice
+            w[r] = (const uint8_t *)m.data + (first + min(i + r * apart, n - 1)) * row_bytes;
+        float y[R * T];
+        if (has_two_bytes(m.dtype)) multiply_tile<true, R, T, Block>(w, m.columns, x, y);
+        else multiply_tile<false, R, T, Block>(w, m.columns, x, y);
+        for (int r = 0; r < R; r++)
+            for (int t = 0; t < T; t++) result[t][min(i + r * apart, n - 1)] = y[r * T + t];
+    }
+    for (int t = 0; t < T; t++) store_results(m, first, n, from + t, result[t], tokens.y);
     return T;
 }
 
-// Multiplies the rows first .. last-1 with all inputs: two at a time, which reads two streams of memory.
+// Multiplies the rows first .. last-1 with all tokens.
 template <class Block>
 static void multiply_rows(const skimkv_matrix &m, const Tokens &tokens, const char *inputs, int64_t first,
                           int64_t last) {
-    const int64_t apart = (last - first) / 2;
-    const auto multiply = [&](int64_t row, int64_t other) {
-        for (int64_t t = 0; t < tokens.n;) t += multiply_two_rows<TILE_TOKENS, Block>(m, tokens, inputs, row, other, t);
-    };
-    for (int64_t row = first; row < first + apart; row++) multiply(row, apart);
-    if ((last - first) % 2) multiply(last - 1, 0);
+    for (; first < last; first += RESULTS) {
+        const int n = (int)min(last - first, RESULTS);
+        if (tokens.n == 1) {
+            multiply_streams<STREAMS_OF_ONE_TOKEN, 1, Block>(m, tokens, inputs, first, n, 0);
+            continue;
+        }
+        for (int64_t t = 0; t < tokens.n;) t += multiply_streams<2, TILE_TOKENS, Block>(m, tokens, inputs, first, n, t);
+    }
 }
 
 // Writes the weights of the rows first .. last-1 to y.

@@ -12,23 +12,25 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Rounds 32 inputs to integers of at most `largest`, and returns their scale. It is NaN if an input is infinite or NaN,
-// and then the result is NaN.
-template <class T> static inline float round_inputs(const T *x, float largest, int32_t *code) {
-    float v[32];
-    vf top = splat(0.f), bad = splat(0.f);
-    for (int i = 0; i < 32; i += W) {
-        const vf a = load(x + i);
-        store(v + i, a), top = vmax(top, vmax(a, splat(0.f) - a)), bad = bad + a * splat(0.f);
+// Rounds 32 inputs to integers of at most `largest`, and returns their scale; sums, if it is not NULL, becomes the sums
+// of the first sixteen integers and of the others. The scale is NaN if an input is infinite or NaN, and then the result
+// is NaN.
+template <class T> static inline float round_inputs(const T *x, float largest, int32_t *code, float *sums = nullptr) {
+    constexpr int VECTORS = 32 / W;
+    vf v[VECTORS], top = splat(0.f), bad = splat(0.f), sum[2] = {splat(0.f), splat(0.f)};
+    for (int i = 0; i < VECTORS; i++) {
+        v[i] = load(x + i * W);
+        top = vmax(top, vmax(v[i], splat(0.f) - v[i])), bad = bad + v[i] * splat(0.f);
     }
     const float maximum = max_lanes(top), is_bad = sum_lanes(bad);
     const float inverse = is_bad == 0 && maximum > 1e-30f ? largest / maximum : 0;
-    for (int i = 0; i < 32; i++) {
-        const float y = v[i] * inverse + 12582912.f;  // adding 1.5 * 2^23 rounds; the low bits now hold the integer
-        int32_t bits;
-        __builtin_memcpy(&bits, &y, 4);
-        code[i] = (int16_t)bits;
+    const vf rounds = splat(12582912.f);  // adding 1.5 * 2^23 rounds; the low bits are then the integer
+    for (int i = 0; i < VECTORS; i++) {
+        const vf y = v[i] * splat(inverse) + rounds;
+        store((float *)code + i * W, (vf)((vi)y - (vi)rounds));
+        sum[i / (VECTORS / 2)] = sum[i / (VECTORS / 2)] + (y - rounds);
     }
+    for (int i = 0; i < 2 && sums; i++) sums[i] = sum_lanes(sum[i]);
     return is_bad == 0 ? maximum / largest : is_bad;
 }
 
