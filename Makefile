@@ -27,7 +27,7 @@ FAST := tests/test_structure.py tests/test_package.py tests/stores tests/methods
 test-fast: $(VENV)/.dev
 	$(TEST) -m 'not slow' $(FAST) $(ARGS)
 
-# Only what is marked slow: fuzzers, every model family, several processes, a wheel.
+# Only what is marked slow: fuzzers, most of Triton's interpreter, every model family, whole commands, a wheel.
 test-slow: $(VENV)/.dev
 	$(TEST) -m slow $(ARGS)
 

@@ -16,6 +16,7 @@ def test_import_imports_nothing_else() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
+@pytest.mark.slow
 def test_methods_and_stores_need_no_transformers() -> None:
     code = "import sys, skimkv; skimkv.parse('SparQ(r=8, k=16)'); print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

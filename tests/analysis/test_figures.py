@@ -29,6 +29,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 def test_axes_are_the_scales(drawn: list[Any], tmp_path: Path) -> None:
     findings = survey(family("llama"), prompt(1, LEAST_TOKENS).tolist(), queries=3, clouds=1)
     accumulated = findings.accumulated.clone()

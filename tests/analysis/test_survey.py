@@ -16,6 +16,7 @@ def pieces(count: int) -> list[list[int]]:
     return prompt(count, N).tolist()
 
 
+@pytest.mark.slow
 def test_only_layers_with_full_attention_are_measured() -> None:
     words: list[str] = []
     findings = survey(family("gemma2"), pieces(1), queries=3, clouds=4, tick=words.append)
@@ -27,6 +28,7 @@ def test_only_layers_with_full_attention_are_measured() -> None:
         survey(family("mistral-sliding"), pieces(1), queries=3)
 
 
+@pytest.mark.slow
 def test_scores_and_clusters_add_up() -> None:
     findings = survey(family("llama"), pieces(2), queries=3, clouds=1)
     layers, heads, kv_heads, D = 2, 4, 2, 16
@@ -47,6 +49,7 @@ def test_scores_and_clusters_add_up() -> None:
             assert set(clusters.diff().tolist()) <= {0, 1}
 
 
+@pytest.mark.slow
 def test_heads_without_groups_have_no_choice_of_a_group() -> None:
     one, two = (survey(family("gpt2"), pieces(n), queries=2, clouds=1) for n in (1, 2))
     assert one.grid.channels == ["top", "first", "random"]

@@ -37,6 +37,7 @@ def _small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "SLOW", math.inf)  # all of PyTorch's paths are timed, however long they take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [Cpu, StandInGpu])
 def test_rows_keep_the_contract(machine):
     shape, dtype = Shape(2, 2, 2, 32), torch.bfloat16

@@ -11,6 +11,7 @@ from skimkv.stores.base import Shape
 SHAPE = Shape(1, 2, 2, 64)
 
 
+@pytest.mark.slow
 def test_rows_hold_what_the_store_holds():
     """A store that grows in blocks and by one token, and one that is full."""
     out = memory(SHAPE, [1000], ["SparQ(r=8, k=32)", "LMInfinite(k=100)"], torch.bfloat16)
@@ -22,6 +23,7 @@ def test_rows_hold_what_the_store_holds():
     assert sparq["allocated"] >= sparq["nbytes"]
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_process_that_fails_is_the_error():
     with pytest.raises(ValueError, match=r"SparQ\(r=128, k=8\), 100 tokens: ValueError: r = 128 must be at most 64"):
         memory(SHAPE, [100], ["SparQ(r=128, k=8)"], torch.float32)

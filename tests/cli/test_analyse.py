@@ -18,6 +18,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures"
     sizes = ["--tokens", "128", "--pieces", "2", "--queries", "3", "--clouds", "1"]
@@ -40,6 +41,7 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     assert len(found["figures"]) == 4
 
 
+@pytest.mark.slow
 def test_its_tables(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "128", "--pieces", "1", "--queries", "2", "--clouds", "1"]
     sizes += ["--steps", "2", "--method", "SparQ(r=8, k=16)"]
@@ -51,6 +53,7 @@ def test_its_tables(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[st
     assert shown.count("Figure: ") == 5
 
 
+@pytest.mark.slow
 def test_errors_of_methods(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "128", "--pieces", "1", "--queries", "2", "--clouds", "1", "--steps", "3"]
     methods = ["--method", "Dense()", "--method", "SparQ(r=8, k=16)", "--method", "SparQ(r=16, k=32)"]

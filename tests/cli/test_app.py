@@ -59,6 +59,7 @@ def test_help_has_a_sentence_an_example_and_whole_phrases(capsys: pytest.Capture
         assert parameter.help.rstrip().endswith((".", ")")), (parameter.name, parameter.help)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_help_fits_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int

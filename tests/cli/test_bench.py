@@ -42,6 +42,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench_attention, "PAPER_GRID", {"batch": (1, 2), "length": (300,), "r": (4,), "k": (8, 16)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "words", "keys"), [
     ([*ATTENTION, "--length", "300", *SPARQ], "PyTorch's best at 300 tokens", {"crossover", "faster_from", "skipped"}),
     ([*TOKEN, *SPARQ], "a whole token: tiny, 1 layer, int8 weights", {"peak_gb_per_s"}),
@@ -91,6 +92,7 @@ def test_a_gguf_file_alone_has_the_table_of_every_model(tmp_path: Path, capsys):
     assert {(row["shape"], row["weights"]) for row in result["rows"]} == {(str(model), "Q8_0")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     ["token", "--length", "300"], ["generate", "--length", "30+3"],
 ])  # fmt: skip

@@ -21,6 +21,7 @@ KEYS = (
 ).split()
 
 
+@pytest.mark.slow
 def test_a_small_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skimkv.eval.demo.ROUNDS", 1)  # of timing, which is not looked at
     figure = tmp_path / "d.png"
@@ -38,6 +39,7 @@ def test_a_small_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
     assert rows[0]["share_of_dense"] == 1
 
 
+@pytest.mark.slow
 def test_a_small_demo_of_a_text(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from skimkv.hf import fingerprint
 from support.evaluation import SPECS, eval_argv
 
 
+@pytest.mark.slow
 def test_a_torn_run_goes_on_where_it_was(tmp_path, capsys):
     """Cut the file at any place: the next run drops the torn line, makes what is missing, and nothing twice."""
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
@@ -208,6 +209,7 @@ def note_of(shown: str, start: str) -> str:
     return "" if at < 0 else line[at : line.index(". ", at) + 1] if ". " in line[at:] else line[at:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "low", "high"), [
     ("float32", 0, 1e-9), ("float16", 1e-9, 1e-3), ("bfloat16", 0, 1e-1),
 ])  # fmt: skip

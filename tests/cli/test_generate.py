@@ -43,6 +43,7 @@ def test_text_streams_and_figures_follow_on_stderr(capsys: pytest.CaptureFixture
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_prompt_from_file_and_from_stdin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompt = "lamp-stone: 31425\nriver-goat: 27182\noak-drum: 14142\nriver-goat: "
     (tmp_path / "p.txt").write_text(prompt)
@@ -92,6 +93,7 @@ def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str) -
     assert result["cache_bytes"] == cached_tokens * 4 * 2 * 64 * 2 * 2  # K and V of 2 bytes
 
 
+@pytest.mark.slow
 def test_past_the_positions_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "generate", "--prompt", "x " * 4500, "--max-new-tokens", "2")
     assert status == 0 and re.search(r"\d+ tokens go past the 8192 positions", err)
@@ -173,6 +175,7 @@ def test_device_and_weights_are_passed_on(capsys: pytest.CaptureFixture[str]) ->
     assert_mistake(mistake, 'weights="int8": fast=False is not possible')
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_text() -> None:
     from torch._dynamo.utils import counters
 

@@ -229,6 +229,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_before_anything_heavy_is_imported(folder: Path) -> None:
     cases = [(f"{command} {rest}", words) for command, own in AT_THE_DOOR.items() for rest, words in own]
     argvs = json.dumps([shlex.split(line) for line, _ in cases])
@@ -242,6 +243,7 @@ def test_mistakes_are_found_before_anything_heavy_is_imported(folder: Path) -> N
         assert words in err, line
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("line", "words"), LATER)
 def test_mistakes_that_a_model_or_its_library_tells(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:

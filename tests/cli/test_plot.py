@@ -55,6 +55,7 @@ def plot(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [Path(figure).name for figure in json.loads(capsys.readouterr().out)["figures"]]
 
 
+@pytest.mark.slow
 def test_needles(tmp_path, capsys, drawn):
     path = tmp_path / "r.jsonl"
     path.write_text("".join(
@@ -204,6 +205,7 @@ def drawn_or_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     return status == 0
 
 
+@pytest.mark.slow
 def test_damaged_records_are_drawn_or_refused_in_one_line(tmp_path, capsys):
     """Whatever stands in the fields of a few records."""
     path, draw, refused = tmp_path / "r.jsonl", random.Random(0), 0
@@ -225,6 +227,7 @@ def test_damaged_records_are_drawn_or_refused_in_one_line(tmp_path, capsys):
     assert n // 4 < refused < n
 
 
+@pytest.mark.slow
 def test_damaged_benchmarks_are_drawn_or_refused_in_one_line(tmp_path, capsys):
     path, draw, refused = tmp_path / "b.json", random.Random(0), 0
     methods = ("torch:sdpa", "Dense()", "SparQ(r=8, k=32)")

@@ -57,6 +57,7 @@ def test_a_target_of_loss(tuned):
     assert chosen["low"] is None and chosen["high"] is None
 
 
+@pytest.mark.slow
 def test_a_target_of_divergence(tmp_path, text, tuned, capsys):
     found, _, shown = tuned("--pieces", "5", "--channels", "int4", "--target-kl", "0.02")
     assert found["target"] == 0.02 and found["dense_kl"] < 1e-9

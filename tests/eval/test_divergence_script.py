@@ -176,6 +176,7 @@ def test_answers_of_dense_attention(tmp_path, capsys):
     assert "--temperature 0.0 must be a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
     """It goes on from the records that are there, and writes the same figures again."""
     rng, text, out = random.Random(0), tmp_path / "words.txt", tmp_path / "out"

@@ -44,6 +44,7 @@ def model(request):
     skimkv.detach(loaded)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_one_prompt_is_as_good_as_one_per_method(model):
     """Padded prompts of two lengths, three rows on them with questions of different length."""

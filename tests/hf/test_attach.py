@@ -152,7 +152,9 @@ DENSE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("llama", way) for way in DENSE] + [("opt", way) for way in DENSE if "compilation" not in way]
+    ("name", "way"),
+    [pytest.param("llama", way, marks=pytest.mark.slow if "compilation" in way else ()) for way in DENSE]
+    + [("opt", way) for way in DENSE if "compilation" not in way],
 )
 def test_dense_answers_of_an_attached_model_are_named_once(name, way):
     """Somebody might take them for the method's: a warning says so, once for each attach, and only there."""

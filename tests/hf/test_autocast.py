@@ -141,6 +141,7 @@ def stock(model: nn.Module) -> nn.Module:
     return twin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [*FORMATS, "gguf"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_model_under_autocast(tmp_path, backend, weights, dtype):

@@ -63,6 +63,7 @@ def test_positions_stay_right(name):
     assert got.tolist() != model.generate(ids, **GREEDY)[:, N:].tolist(), "the window must change the text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec"), EVERY_PAIR)
 def test_a_padded_row_is_the_row_alone(name, spec):
     model, lengths = family(name), [N, 7, 15]
@@ -74,6 +75,7 @@ def test_a_padded_row_is_the_row_alone(name, spec):
         assert together[row, N:].tolist() == alone[0, length:].tolist(), f"row {row}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec"), [*EVERY_PAIR, *((name, "Dense()") for name in FAMILIES)])
 def test_bytes_stay_at_the_bound(name, spec):
     model, method, batch = family(name), skimkv.parse(spec), padded([N, 15])
@@ -94,6 +96,7 @@ def test_bytes_stay_at_the_bound(name, spec):
 
 
 # A draft by a second model costs more than one from the text, and what it proposes is taken back in the same way.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spec", "mode"),
     [
@@ -131,6 +134,7 @@ def test_a_method_that_cannot_cap_logits_says_so():
         model.generate(prompt(1, N), past_key_values=skimkv.Cache(model, SMALL[-1]), **GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SMALL)
 def test_an_assistant_with_a_method_of_its_own(spec):
     """The assistant keeps its cache between drafts and takes back what was refused; the answer is the model's."""
@@ -141,6 +145,7 @@ def test_an_assistant_with_a_method_of_its_own(spec):
         assert model.generate(prompt(1, N), assistant_model=draft, **GREEDY).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SMALL)
 def test_beams_at_a_small_budget(spec):
     """Beam search reorders the cache: with one row it must give what a search without a cache between steps gives."""

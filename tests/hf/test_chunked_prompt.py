@@ -56,6 +56,7 @@ def generate(ids, spec, size, cache=None, **options):
     return text, cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "size", "pads"), [(600, 128, [0]), (193, 64, [0, 90, 64])])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_prompt_in_chunks(spec, n, size, pads):
@@ -71,6 +72,7 @@ def test_a_prompt_in_chunks(spec, n, size, pads):
             assert model().generate(ids, prefill_chunk_size=size, **OPTIONS).tolist() == whole.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "kv=" not in spec])
 def test_a_second_turn_in_chunks(spec):
     """Its attention is exact over what the cache has kept, and over the turn.

@@ -42,6 +42,7 @@ def test_every_family_gives_the_same_tokens_and_is_compiled_once(name):
     assert counters["stats"]["calls_captured"] > 0
 
 
+@pytest.mark.slow
 def test_methods_caches_and_turns_share_one_graph():
     """Lengths, methods and caches are no part of the graph; a padded batch is one more."""
     model = family("llama")
@@ -62,6 +63,7 @@ def test_methods_caches_and_turns_share_one_graph():
         assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 4}])
 def test_padded_rows_beams_and_drafts(options):
     model, rows = family("llama"), [24] if "prompt_lookup_num_tokens" in options else [24, 9, 17]
@@ -97,6 +99,7 @@ def test_what_is_no_step_runs_as_without():
             model(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 5))
 
 
+@pytest.mark.slow
 def test_slices_of_a_growing_text_are_compiled_once():
     """Tokens and positions whose strides differ from step to step."""
     model, ids = family("llama"), prompt(3, 40)
@@ -127,6 +130,7 @@ def test_attach_within_attach_and_detach():
         assert "forward" not in model.__dict__
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_used_by_the_next_attach_and_by_no_other_model():
     model = build("llama", num_key_value_heads=2, head_dim=16)
     counters.clear()
@@ -169,6 +173,7 @@ class FakeDevice:
         store.advance()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["SparQ(r=4, k=8)", "H2O(k=12)"])
 def test_a_step_is_captured_and_replayed(spec, monkeypatch):
     """Two turns on one cache. Without a GPU a replay is a step that leaves the host's numbers alone."""
@@ -226,6 +231,7 @@ def test_a_step_is_captured_and_replayed(spec, monkeypatch):
     model.to("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["Quest(page=4, k=8)", "TOVA(k=12)", "H2O(k=12, score='mean')"])
 def test_a_reference_is_never_captured(spec, monkeypatch):
     """Its steps ask the host, which a graph cannot: they run one by one."""
@@ -240,6 +246,7 @@ def test_a_reference_is_never_captured(spec, monkeypatch):
     assert got == expected
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_one_line():
     """As where PyTorch finds no C++ compiler; the model is usable afterwards."""
 

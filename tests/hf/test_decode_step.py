@@ -149,6 +149,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "method"), PAIRS)
 def test_a_model_says_the_same(family, method, steps_at_once):
     """For one row and for three, from the first token after the prompt."""
@@ -179,6 +180,7 @@ def test_rounded_inputs_of_many_layers_are_no_other_arithmetic(weights, steps_at
     assert len(steps_at_once) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["Dense", "SparQ(r=4, k=8, channels='int8')", "H2O(k=12)", "TOVA(k=12)"])
 def test_generate_with_padding(spec, steps_at_once):
     """Rows of several lengths, with the masks and positions that generate() makes, in memory that has to grow."""
@@ -452,6 +454,7 @@ ARITHMETIC = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("change", ARITHMETIC)
 def test_changed_arithmetic_is_the_models_own(change, weights, steps_at_once, monkeypatch):

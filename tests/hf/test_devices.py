@@ -55,6 +55,7 @@ def test_a_device_map_of_one_cpu(folder, device_map):
     check(AutoModelForCausalLM.from_pretrained(folder, device_map=device_map).eval())
 
 
+@pytest.mark.slow
 def test_layers_that_are_offloaded(folder, tmp_path):
     """The hooks of accelerate, which move weights and inputs before each layer, stay in force."""
     device_map = places("cpu", "disk")

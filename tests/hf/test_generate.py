@@ -49,7 +49,7 @@ def compare(name, mode, spec):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
-@pytest.mark.parametrize("name", with_slow(WITH_FULL_ATTENTION))
+@pytest.mark.parametrize("name", with_slow(WITH_FULL_ATTENTION, quick=("llama", "gemma2")))
 def test_dense_is_the_models_own_attention(name, mode):
     compare(name, mode, "Dense()")
     assert library_answer(family(name), mode) == expected(name, mode), "detach must leave the model as it was"

@@ -191,6 +191,7 @@ def test_every_attribute_of_a_generation_config_is_here():
     assert attributes | parameters <= DECIDED, (attributes | parameters) - DECIDED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyword", WORKING)
 def test_a_keyword_that_works(model, keyword):
     arguments = WORKING[keyword]

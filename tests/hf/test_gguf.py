@@ -92,6 +92,7 @@ def with_errors(model, ids):
             hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type", block_weights.TYPES)
 def test_mixtures_of_blocks(tmp_path, backend, type):
     """Files such as llama.cpp's Q4_K_M: the blocks are used as they stand in the file."""

@@ -22,6 +22,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_a_file_is_the_model_that_it_was_written_from(tmp_path, architecture):
     """And a method decodes it."""

@@ -204,6 +204,7 @@ ODD_VALUES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 def test_a_damaged_config_loads_or_is_refused_in_one_line(tmp_path, kind):
     """Whatever stands in config.json: a model, or one line with the path; never another exception, never no end."""

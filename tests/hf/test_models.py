@@ -49,6 +49,7 @@ def no_grad():
         skimkv.detach(model)
 
 
+@pytest.mark.slow
 @every_hybrid
 def test_hybrids_generate_the_tokens_of_their_own_attention(name):
     """Every method at full budget; with Dense also a padded batch, beams, a second turn and a prompt in chunks."""

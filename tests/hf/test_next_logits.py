@@ -59,6 +59,7 @@ class Text:
             self.n += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", KEPT + ATTENDING)
 def test_the_same_as_steps_on_their_own(spec, kept):
     """Over new memory of the stores, and new angles; the first step looks, and the second prepares."""

@@ -180,6 +180,7 @@ def test_leaving_does_not_disturb_a_cache_of_another_thread(model):
         skimkv.detach(model)
 
 
+@pytest.mark.slow
 def test_eight_threads_with_a_cache_each_decode_what_they_decode_alone(model):
     specs = [A, B, "Dense()", "SparQ(r=4, k=8)", "TopK(k=4)", "SubGen(k=3, recent=4)", "H2O(k=10)", "LMInfinite(k=8)"]
     specs[-1] = "LMInfinite(k=8, initial=2)"

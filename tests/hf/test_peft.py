@@ -90,6 +90,7 @@ def test_the_method_decodes_and_leaves_no_trace(model):
     assert set(inner.__dict__) == set(clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", FULL)
 def test_adapters_are_switched_mixed_disabled_and_merged(model, spec):
     def answers():

@@ -27,6 +27,7 @@ def generate():
     skimkv.detach(family("llama"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_attach(name, batch_size):

@@ -48,6 +48,7 @@ def opened(path):
         return file.metadata(), {name: file.get_tensor(name) for name in [*file.keys()]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EACH, ids=repr)
 def test_a_text_goes_on(method, tmp_path):
     model, path = family("llama"), tmp_path / "prompt.safetensors"

@@ -43,6 +43,7 @@ def expected(kind, mode):
     return mode(model, lambda: DynamicCache(config=model.config)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", METHODS)
 def test_every_method_at_full_budget(spec):
     """Batches with padding, beams, and a prompt in chunks."""
@@ -79,6 +80,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_library(spec):
     assert errors[1] < 1.25 * errors[0], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "gpt_oss"])
 def test_the_other_families(kind):
     model = model_of(kind)

@@ -72,6 +72,7 @@ def model():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings) or "greedy")
 @pytest.mark.parametrize(("rows", "padded"), [(1, False), (3, True)])
 def test_the_tokens_are_the_librarys(model, settings, rows, padded, monkeypatch):

@@ -36,6 +36,7 @@ MAKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_model_with_matrices_of_a_format(tmp_path, backend, name, format):

@@ -236,6 +236,7 @@ def test_rows_for_an_error_by_hand() -> None:
     assert needed(1e-9, n=50) == 40, "there row 31 is among the ten best, and its value is read with 2k .0125"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [0.1, 0.4])
 @pytest.mark.parametrize("heads", ["flat", "peaked", "outlier"])
 def test_errors_exceed_the_one_asked_for_as_seldom_as_promised(heads: str, error: float) -> None:

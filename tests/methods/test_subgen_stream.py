@@ -131,6 +131,7 @@ def test_lemma_2(points, delta, t, blocks):
     assert all(math.dist(x, z) > delta for i, x in enumerate(reps) for z in reps[:i])  # 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [1, 7, 256, [300, 1, 99], [255, 145]])
 def test_blocks_equal_one_by_one(blocks, dtype):

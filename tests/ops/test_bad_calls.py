@@ -253,6 +253,7 @@ for call in (ops.select_backend, ops.backend("cpu").__enter__):
 """
 
 
+@pytest.mark.slow
 def test_an_instruction_set_or_backend_that_is_not_there(monkeypatch):
     with pytest.raises(ValueError, match="'sse9' is not available"):
         native.force("sse9")

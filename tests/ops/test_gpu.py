@@ -49,6 +49,7 @@ def test_dense(D, lengths, dtype, G):
         compare("dense", q, store, D**-0.5, cap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("D", "lengths", "dtype", "G", "channels", "r", "k", "local", "temperature", "mean", "cap"),
     [
@@ -69,6 +70,7 @@ def test_step_1_by_one_warp_of_4_bit_codes():
     compare("sparq", q, store, 32**-0.5, None, 5, 24, 6, "coverage", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", ["copy", "int8"])
 def test_choosing_everything_is_dense(channels, launched):
     q, store = filled_on_device(64, [300, 17], torch.float32, 2, channels, H=1)
@@ -117,6 +119,7 @@ def test_exact_scores_and_low_rank(D, dtype, G):
     compare("lowrank", q, store, scale, None, k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [1, 110])
 def test_a_group_whose_choice_misses_the_mass_of_one_query(gap, launched):
     """Query 0 of a group has its mass on eight positions, and the sum over the group chooses those of queries 1 and 2.
@@ -171,6 +174,7 @@ def test_a_cache_grows_and_nothing_is_replaced():
     assert len(store.chunks) > 2 and device.page_view(store).lengths.tensor.tolist() == store.lengths == [1052]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("D", "G", "dtype", "scored"), [(16, 1, "float32", True), (80, 3, "bfloat16", True), (128, 17, "float16", False)]
 )
@@ -231,12 +235,14 @@ def test_a_prompt_and_steps_of_every_method(spec):
 
 
 # One sink of ordinary size and none; one far above all logits, and one far below them.
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [[2.0, -torch.inf], [1000.0, -1000.0]], ids=str)
 @pytest.mark.parametrize("spec", [*METHODS, "TopK(k=12)"])
 def test_every_method_with_sinks(spec, sinks):
     compare_a_prompt_and_steps(spec, torch.tensor([sinks], device=DEVICE))
 
 
+@pytest.mark.slow
 def test_sinks_with_both_forms_of_step_1(launched):
     compare_a_prompt_and_steps("SparQ(r=8, k=20, mean_value=True)", torch.tensor([[2.0, 1000.0]], device=DEVICE))
 

@@ -86,6 +86,7 @@ def test_a_head_size_above_256_is_for_the_reference_unless_the_backend_was_asked
         assert backends.backend_for(cuda, 512) is backends._chosen["gpu", "cuda"]
 
 
+@pytest.mark.slow
 def test_without_triton_or_a_device_one_line_says_so(monkeypatch):
     code = """
 import sys

@@ -136,6 +136,7 @@ def test_a_c_program_calls_the_library(isa, tmp_path, monkeypatch):
     assert len(re.findall(rf"^{isa} .*error", out, re.M)) == 6 and "refused: k must" in out
 
 
+@pytest.mark.slow
 @native_only
 @pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
 def test_every_set_is_the_scalar_one_from_c(tmp_path):

@@ -98,6 +98,7 @@ def test_a_step_that_appends_is_an_append_and_a_step(isa, op, channels, kv, thre
     held(one, two)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_any_shape_stride_and_type(data):

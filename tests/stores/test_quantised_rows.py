@@ -125,6 +125,7 @@ CHOOSING = ("LowRank", "Quest", "Skim", "SparQ", "TopP", "RaBitQ", "VAttention",
 ROUNDED += [(s, torch.bfloat16) for s in QUANTISED if not s.startswith(CHOOSING)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "dtype"), ROUNDED)
 def test_a_coded_cache_is_the_cache_of_what_it_decodes_to(spec, dtype, backend):
     """The same method in float32 over the decoded stream: same choices, same outputs."""

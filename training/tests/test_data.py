@@ -89,6 +89,7 @@ def test_short_rows_are_copied_whole(maker: RowMaker) -> None:
     assert set(row.weights[1 + n : 64]) == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_random_key_tells_its_value(maker: RowMaker, length: int) -> None:
     """An answer followed the tokens before it earlier too, and seldom did another: only where a key is in a value."""

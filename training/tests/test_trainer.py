@@ -23,6 +23,7 @@ def trainer(maker: RowMaker, seed: int = 0) -> Trainer:
     return Trainer(Network(SimpleNamespace(**SHAPE)), maker, STAGES, seed, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_one_batch(maker: RowMaker) -> None:
     made = trainer(maker)
     batch = maker.batch("a", 64, 4, ALL_KINDS)
