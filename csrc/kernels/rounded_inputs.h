@@ -27,7 +27,8 @@ template <class T> static inline float round_inputs(const T *x, float largest, i
     const vf rounds = splat(12582912.f);  // adding 1.5 * 2^23 rounds; the low bits are then the integer
     for (int i = 0; i < VECTORS; i++) {
         const vf y = v[i] * splat(inverse) + rounds;
-        store((float *)code + i * W, (vf)((vi)y - (vi)rounds));
+        const vi integers = (vi)y - (vi)rounds;
+        __builtin_memcpy(code + i * W, &integers, sizeof integers);
         sum[i / (VECTORS / 2)] = sum[i / (VECTORS / 2)] + (y - rounds);
     }
     for (int i = 0; i < 2 && sums; i++) sums[i] = sum_lanes(sum[i]);
