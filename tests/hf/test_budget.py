@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import skimkv
+from skimkv.hf.layer import Layer
 from support.generation import GREEDY, NEW, N, assisted, draft_of, lookup
 from support.tiny_models import WITH_FULL_ATTENTION, family, padded, prompt, with_slow
 
@@ -83,7 +84,7 @@ def test_bytes_stay_at_the_bound(name, spec):
     with skimkv.backend("ref"):  # the one that counts
         model.generate(**batch, past_key_values=cache, **GREEDY)
     assert cache.get_seq_length() == N + NEW - 1, "tokens seen, padding included, whatever was dropped"
-    layers = [layer for layer in cache.layers if hasattr(layer, "store")]
+    layers = [layer for layer in cache.layers if isinstance(layer, Layer)]
     library = [layer for layer in cache.layers if layer not in layers]
     assert len(layers) == (1 if name == "gemma2" else 2)
     for layer in layers:

@@ -10,6 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import skimkv
 from skimkv.hf.attention_interface import attention as attention_function
+from skimkv.hf.layer import Layer
+from skimkv.hf.sliding_layer import SlidingLayer
 from support.generation import N, beam, chunks, padding
 from support.tiny_models import build, padded, prompt
 
@@ -52,7 +54,7 @@ def test_every_method_at_full_budget(spec):
         answer = expected("gpt_oss", mode)
         assert mode(model, lambda: skimkv.Cache(model, spec)).tolist() == answer, mode.__name__
     cache = skimkv.Cache(model, spec)
-    assert [hasattr(layer, "method") for layer in cache.layers] == [True, False, False, True]
+    assert [type(layer) for layer in cache.layers] == [Layer, SlidingLayer, SlidingLayer, Layer]
     skimkv.detach(model)
 
 

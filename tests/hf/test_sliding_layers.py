@@ -1,6 +1,7 @@
 """Layers of sliding attention: full attention as long as the window covers all tokens, otherwise the library's own."""
 
 import copy
+import random
 import warnings
 
 import pytest
@@ -10,8 +11,10 @@ import skimkv
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
+from skimkv.hf.sliding_layer import SlidingLayer
 from skimkv.methods import Dense
 from support.generation import GREEDY, MODES, N, conversation, draft_of, forward
+from support.kernels import NATIVE
 from support.refusals import refuses
 from support.tiny_models import build, family, padded, prompt, tokenizer
 
@@ -180,4 +183,61 @@ def test_counted_steps_and_the_closed_form_agree_on_sliding_layers():
         steps.append(RowCosts(cache).step(0).bytes - own.bytes)
     assert steps == sorted(steps) and steps[0] < steps[1] < steps[2] == steps[-1], "the window is full after 7 tokens"
     assert RowCosts(cache).library_layers(0, 6).bytes == sum(steps)
+    skimkv.detach(model)
+
+
+ACTIONS = ("token", "layer by layer", "reference", "block", "copy", "repeat", "select", "file", "reset")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*layers")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_window_survives_all_that_happens_to_a_cache(seed, tmp_path):
+    """Random steps of a cache whose sliding layers have their tokens in a store or as the library keeps them."""
+    model, draw = family("gemma3"), random.Random(seed)
+    skimkv.attach(model, "Dense()")
+    ours, stock, rows = skimkv.Cache(model, "Dense()"), library(model), 1 + seed % 3
+    slid = next(layer for layer in ours.layers if isinstance(layer, SlidingLayer))
+    given, in_store = prompt(rows, 3 + seed), 0
+
+    def feed():
+        found = model(given, past_key_values=ours).logits
+        expected = model(given, past_key_values=stock).logits
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert slid.kept == stock.layers[0].keys.shape and slid.nbytes == 2 * stock.layers[0].keys.nbytes
+
+    for action in ["token", "file", *draw.choices(ACTIONS, (8, 2, 1, 1, 1, 1, 1, 1, 0.3), k=40)]:
+        if action == "copy":
+            ours = copy.deepcopy(ours)
+        elif action == "repeat" and rows < 4:
+            ours.batch_repeat_interleave(2)
+            stock.batch_repeat_interleave(2)
+            rows, given = 2 * rows, given.repeat_interleave(2, 0)
+        elif action == "select":
+            chosen = torch.tensor(sorted(draw.sample(range(rows), max(1, rows - 1))))
+            ours.batch_select_indices(chosen)
+            stock.batch_select_indices(chosen)
+            rows, given = len(chosen), given[chosen]
+        elif action == "file":
+            ours.save(tmp_path / "cache")
+            ours = skimkv.Cache.load(tmp_path / "cache", model)
+        elif action == "reset":
+            ours.reset()
+            stock.reset()
+            given = prompt(rows, 6)
+            feed()
+        slid = next(layer for layer in ours.layers if isinstance(layer, SlidingLayer))
+        n = 3 if action == "block" else 1
+        given = torch.randint(0, 64, (rows, n), generator=torch.Generator().manual_seed(draw.randrange(1000)))
+        if action == "layer by layer":
+            hook = model.get_submodule("model.layers.1").register_forward_hook(lambda *args: None)
+            feed()
+            hook.remove()
+        else:
+            with skimkv.backend("ref" if action == "reference" else "cpu"):
+                feed()
+        in_store += slid.store is not None
+    assert in_store > 10
     skimkv.detach(model)

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import skimkv
 from skimkv import ops
 from skimkv.hf.cache import Cache
-from skimkv.hf.joint import joint_requests
+from skimkv.hf.joint import _JointStep, joint_requests
 from skimkv.serve import worker as worker_module
 from skimkv.serve.conversations import Conversations
 from skimkv.serve.generation import Generator, Open
 from skimkv.serve.worker import Ended, Task, Worker
 from support import tiny_models
+from support.kernels import NATIVE
 from support.serving import answer_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the method decodes 1 of 2 layers")
@@ -114,12 +116,55 @@ def test_a_model_whose_layers_keep_states_is_not_joined() -> None:
     states |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
     model = tiny_models.build("qwen3_next", **options, **states, num_experts=4, num_experts_per_tok=2)
     made = Generator(model, skimkv.parse("Dense()"), Conversations(0, 0))
-    assert made.alone == "some of its layers keep states"
+    assert made.alone == "some of its layers keep states, or see a chunk of the text alone"
     assert made.begin(made.prompt([3, 4, 5], {}, 4), threading.Event(), lambda new: False) is None
     assert len(answer_alone(made, made.prompt([3, 4, 5], {}, 4)).tokens) == 4
     caches = [Cache(model, "Dense()"), Cache(model, "Dense()")]
     with pytest.raises(ValueError, match="layers that keep states"):
         joint_requests(caches)
+
+
+@torch.no_grad()
+def test_a_model_whose_layers_see_chunks_of_the_text_is_not_joined() -> None:
+    """The first tokens of a chunk see few others, which the number of cached tokens does not say."""
+    options = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_hidden_layers": 4, "head_dim": 16}
+    model = tiny_models.build("llama4_text", **options, num_key_value_heads=2, attention_chunk_size=8)
+    caches = [Cache(model, "Dense()"), Cache(model, "Dense()")]
+    with pytest.raises(ValueError, match="see a chunk of the text alone"):
+        joint_requests(caches)
+    made = Generator(model, skimkv.parse("Dense()"), Conversations(0, 0))
+    assert made.begin(made.prompt([3, 4, 5], {}, 4), threading.Event(), lambda new: False) is None
+    ours, stock, given = caches[0], DynamicCache(config=model.config), tiny_models.prompt(n=13)
+    for token in range(12):
+        found, expected = (model(given, past_key_values=cache).logits for cache in (ours, stock))
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        given = torch.tensor([[token]])
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+def test_sliding_layers_that_share_a_step_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three texts in one batch, before and after they fill the window, and one of them alone in between."""
+    model, steps = tiny_models.family("gemma3"), list[Any]()
+    take = _JointStep.take
+    monkeypatch.setattr(_JointStep, "take", lambda self, run: steps.append(self) or take(self, run))
+    caches, stock = [], []
+    for n in (3, 9, 20):
+        caches.append(Cache(model, "Dense()"))
+        stock.append(DynamicCache(config=model.config))
+        for cache in (caches[-1], stock[-1]):
+            model(tiny_models.prompt(n=n, seed=n), past_key_values=cache)
+    for i in range(12):
+        chosen = [1] if i == 5 else [0, 1, 2]
+        tokens = torch.tensor([[3 + i + row] for row in chosen])
+        positions = torch.tensor([[caches[row].get_seq_length()] for row in chosen])
+        joint = joint_requests([caches[row] for row in chosen])
+        found = model(tokens, past_key_values=joint, position_ids=positions).logits
+        expected = [
+            model(token[None], past_key_values=stock[row]).logits for row, token in zip(chosen, tokens, strict=True)
+        ]
+        assert (found - torch.cat(expected)).abs().max() <= 1e-4 * found.abs().max()
+    assert len(steps) == 11 and all(None not in step.addresses for step in steps)
 
 
 @pytest.mark.parametrize("count", [1, 3])

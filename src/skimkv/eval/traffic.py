@@ -15,6 +15,7 @@ import torch
 
 from ..hf.cache import Cache
 from ..hf.layer import AttentionLayer
+from ..hf.sliding_layer import SlidingLayer
 from ..hf.states import state_tensors
 from ..methods import Dense
 from ..methods.base import Method, Traffic
@@ -37,22 +38,22 @@ def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) ->
     return Traffic(*(sum(getattr(x, name) for x in layers) for name in ("elements", "bytes", "paper")))
 
 
-class SlidingLayer(NamedTuple):
-    """A sliding layer that keeps the library's cache: what it is made of, and how many cached tokens a step reads."""
+class SlidingCost(NamedTuple):
+    """What the traffic of a sliding layer follows from: its sizes, and how many cached tokens a step reads."""
 
     shape: Shape
     dtype: torch.dtype
     rows: int  # the window, without the current token
 
 
-def sliding_layers(cache: Cache) -> list[SlidingLayer]:
+def sliding_layers(cache: Cache) -> list[SlidingCost]:
     """The sliding layers of a cache that the method does not decode."""
     layers: list[Any] = [layer for layer in cache.layers if not isinstance(layer, AttentionLayer)]
     sliding = []
     for layer in layers:
         if getattr(layer, "is_sliding", False) and layer.is_initialized:
-            B, H, _, D = layer.keys.shape
-            sliding.append(SlidingLayer(Shape(B, H, 1, D), layer.keys.dtype, layer.sliding_window - 1))
+            B, H, _, D = layer.kept if isinstance(layer, SlidingLayer) else layer.keys.shape
+            sliding.append(SlidingCost(Shape(B, H, 1, D), layer.dtype, layer.sliding_window - 1))
     return sliding
 
 

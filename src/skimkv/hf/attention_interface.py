@@ -1,14 +1,14 @@
 """The two functions that transformers calls for every layer: attention and mask.
 
-Keys that a layer of ours has marked go to that layer. Keys without a mark come from another cache: they get the model's
-own attention and its own mask, unchanged.
+Keys that a layer of ours has marked go to that layer; a sliding one may let the library attend. Keys without a mark
+come from another cache: they get the model's own attention and its own mask, unchanged.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from transformers.masking_utils import (
 )
 
 from ..ops import SoftmaxOptions
-from .layer import MARK, AttentionLayer
+from .layer import MARK
 from .masked_blocks import attend_in_blocks
+from .sliding_layer import SlidingLayer
 
 # Our names of attention functions -> the library's function for layers and caches that are not ours.
 LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
@@ -57,32 +58,49 @@ def attention(
     which says no weights, is called for a block of queries at a time where the mask hides most keys.
     Raises ValueError if the model passes a keyword that we do not support.
     """
-    layer: AttentionLayer | None = getattr(key, MARK, None)
+    layer: Any = getattr(key, MARK, None)
     if layer is not None:
-        for name, argument in kwargs.items():
-            if argument is None or argument is False or name in KNOWN_KEYWORDS:
-                continue
-            if (name == "dropout" and not argument) or (name == "is_causal" and argument is True):
-                continue
-            if name == "sliding_window" and argument == layer.window:  # Cache.update refuses tokens beyond it
-                continue
-            raise ValueError(f"skimkv: {type(module).__name__} passes {name}, which is not supported")
-        scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        softmax: SoftmaxOptions = {"scale": scale, "softcap": kwargs.get("softcap")}
-        if sinks is not None:
-            if sinks.shape != query.shape[1:2]:
-                raise ValueError(f"s_aux is {tuple(sinks.shape)}; must be one sink for each of {query.shape[1]} heads")
-            softmax["sinks"] = sinks.float().view(key.shape[1], -1)
-        elif module._parameters.get("sinks") is not None:  # getattr() of what a module lacks takes long
-            raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
-        return layer.attend(query, key, value, attention_mask, softmax), None
+        unknown, slides = _unknown_keyword(kwargs, layer.window), type(layer) is SlidingLayer
+        if unknown is not None and not slides:
+            raise ValueError(f"skimkv: {type(module).__name__} passes {unknown}, which is not supported")
+        if unknown is None:
+            y = layer.attend(query, key, value, attention_mask, _softmax(module, query, key, kwargs))
+            if y is not None:
+                return y, None
+        key, value = layer.take(key, value)
     if attention_mask is not None and attention_mask.ndim == 1:
         attention_mask = _library_mask(attention_mask)
     if library_name == "sdpa":
         return attend_in_blocks(module, query, key, value, attention_mask, **kwargs), None
     result: tuple[Tensor, Tensor | None] = _eager(module)(module, query, key, value, attention_mask, **kwargs)
     return result
+
+
+def _unknown_keyword(kwargs: Mapping[str, Any], window: int | None) -> str | None:
+    """The first keyword of an attention call that may change its result in a way that no layer of ours knows."""
+    for name, argument in kwargs.items():
+        if argument is None or argument is False or name in KNOWN_KEYWORDS:
+            continue
+        if (name == "dropout" and not argument) or (name == "is_causal" and argument is True):
+            continue
+        if name == "sliding_window" and argument == window:  # Cache.update refuses tokens beyond it
+            continue
+        return name
+    return None
+
+
+def _softmax(module: torch.nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> SoftmaxOptions:
+    """The options of an attention call: see `attention`. Raises ValueError for sinks that do not fit the heads."""
+    scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    softmax: SoftmaxOptions = {"scale": scale, "softcap": kwargs.get("softcap")}
+    if sinks is not None:
+        if sinks.shape != query.shape[1:2]:
+            raise ValueError(f"s_aux is {tuple(sinks.shape)}; must be one sink for each of {query.shape[1]} heads")
+        softmax["sinks"] = sinks.float().view(key.shape[1], -1)
+    elif module._parameters.get("sinks") is not None:  # getattr() of what a module lacks takes long
+        raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
+    return softmax
 
 
 def _eager(module: torch.nn.Module) -> Any:

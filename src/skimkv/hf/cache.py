@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as LibraryCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..methods import parse
 from ..methods.base import Method, check_whole
-from ..ops import SoftmaxOptions
 from ..stores.base import Store, Workspace
 from ..stores.memory import ordinary_tensors
 from ..stores.rotation import KeyRotation
@@ -25,9 +25,10 @@ from .adapters import check_adapter, transformers_model
 from .attention_interface import left_padding
 from .cache_step import CacheStep, takes_steps
 from .installation import install, lock, wants_fast
-from .layer import AttentionLayer, Layer
+from .layer import AttentionLayer, Layer, LayerAttention
 from .positions import GivenPositions, Positions, counts_in_cache, positions_of
 from .rotary import key_rotations
+from .sliding_layer import SlidingLayer
 from .states import LayerWithStates, check_crop, has_slid, is_state_layer, repeated_rows, select_rows, state_tensors
 from .supported import ModelLayer, model_layers, needed_max_tokens, supported_layers
 
@@ -89,7 +90,7 @@ class Cache(LibraryCache):
         self.max_tokens: int | None = None
         self.positions: Positions | None = None  # of the model; None: going past them is somebody else's care
         self._model: weakref.ref[PreTrainedModel] | None = None
-        self._updated: AttentionLayer | None = None  # the layer of the last update
+        self._updated: AttentionLayer | SlidingLayer | None = None  # the layer of the last update
         self._checked = 0  # the number of tokens whose positions were checked last
         self.given: GivenPositions | None = None  # the positions of the tokens of this forward
 
@@ -180,6 +181,8 @@ class Cache(LibraryCache):
                 )
             in_chunks = getattr(layer, "prompt_end", None) is not None  # of a prompt that is kept whole
             self.check_positions(layer.seen, key_states.shape[2], in_chunks)
+        elif type(layer) is SlidingLayer:
+            self._updated = layer
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
     def check_positions(self, seen: int, more: int, in_chunks: bool = False) -> None:
@@ -193,16 +196,16 @@ class Cache(LibraryCache):
             self._checked = seen + more
 
     def begin_step(
-        self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions]
+        self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, attention: Sequence[LayerAttention]
     ) -> CacheStep | None:
         """Begin a decode step of all layers at once, with one token of this type in each of `rows` rows.
 
-        attention_mask: (rows,tokens), as a model's forward takes it. softmax: the options of every layer's attention.
+        attention_mask: (rows,tokens), as a model's forward takes it. attention: of every layer.
         None where the mask is wrong, or the layers need more of it than counts of padding. Warns and raises ValueError
         as `update` does.
         """
         seen, updated = self.get_seq_length(), self._updated
-        if not seen or (updated is not None and updated.pending is not None) or len(self.layers) != len(softmax):
+        if not seen or (updated is not None and updated.pending is not None) or len(self.layers) != len(attention):
             return None
         if attention_mask is not None and attention_mask.shape[0] != rows:
             return None
@@ -210,7 +213,7 @@ class Cache(LibraryCache):
         if error or max(pads) > seen or not takes_steps(self.layers, any(pads)):
             return None
         self.check_positions(seen, 1)
-        return CacheStep(self, dtype, softmax, pads)
+        return CacheStep(self, dtype, attention, pads)
 
     def continues(self, step: CacheStep, attention_mask: Tensor | None) -> bool:
         """Begin the next decode step after `step`, between which no code ran but ours; False: begin_step is needed.
@@ -323,12 +326,12 @@ class Cache(LibraryCache):
     @property
     def nbytes(self) -> int:
         """Bytes that the cached tokens occupy, on all layers."""
-        return sum(layer.nbytes for layer in self._attention_layers) + self._library_bytes
+        return sum(layer.nbytes for layer in self._own_layers) + self._library_bytes
 
     @property
     def allocated(self) -> int:
         """Bytes that are allocated on all layers, with room for growth."""
-        return sum(layer.allocated for layer in self._attention_layers) + self._library_bytes
+        return sum(layer.allocated for layer in self._own_layers) + self._library_bytes
 
     @property
     def elements(self) -> int:
@@ -341,13 +344,13 @@ class Cache(LibraryCache):
         return sum(store.bytes for store in self.stores)
 
     @property
-    def _attention_layers(self) -> list[AttentionLayer]:
-        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+    def _own_layers(self) -> list[AttentionLayer | SlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer | SlidingLayer)]
 
     @property
     def _library_bytes(self) -> int:
-        """Of the layers that the method does not decode, and of states."""
-        layers: list[Any] = [layer for layer in self.layers if not isinstance(layer, AttentionLayer)]
+        """Of the layers that are not ours, and of states."""
+        layers: list[Any] = [layer for layer in self.layers if not isinstance(layer, AttentionLayer | SlidingLayer)]
         rows = [tensor for layer in layers for tensor in (_tensor(layer, "keys"), _tensor(layer, "values"))]
         states = [state for layer in self.layers for state in state_tensors(layer)]
         return sum(tensor.nbytes for tensor in [*rows, *states] if tensor is not None)
@@ -369,7 +372,8 @@ def _rotations(model: PreTrainedModel, method: Method) -> Sequence[KeyRotation |
 def _make_layer(layer: ModelLayer, method: Method, workspace: Workspace) -> Any:
     """The layer of a cache for a layer of the model."""
     if not layer.supported:
-        return layer.library_cache
+        slides = type(layer.library_cache) is DynamicSlidingWindowLayer and not layer.is_chunked
+        return SlidingLayer(layer.library_cache.sliding_window, workspace) if slides else layer.library_cache
     if layer.has_states:
         return LayerWithStates(layer.library_cache.number_of_states, method, workspace, layer.window)
     return Layer(method, workspace, layer.window)

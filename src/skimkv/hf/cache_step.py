@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..methods.base import Method
 from ..ops import KernelStep, SoftmaxOptions
 from ..ops.cpu.run import CpuBackend
 from ..stores.base import Store
 from .attention_interface import padding_counts
-from .layer import Layer
+from .layer import Layer, LayerAttention
+from .sliding_layer import SlidingLayer
 
 _Kernel = tuple[CpuBackend, KernelStep]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-LIBRARY_LAYERS = DynamicLayer, DynamicSlidingWindowLayer  # which a cache of ours leaves to the library
+Decoding = Layer | SlidingLayer  # the kinds of layers whose token a kernel can take
 
 
 class CacheStep:
@@ -28,32 +27,35 @@ class CacheStep:
 
     A layer whose method has a kernel of the library for this token has the address of its operation in `addresses`, and
     its store is locked until `release`. The others (None) attend by themselves, as `attend_by` says.
-    softmax: the options of every layer's attention. padding: of every row.
+    attention: of every layer. padding: of every row.
     Raises ValueError if a kernel refuses a step.
     """
 
-    def __init__(self, cache: Any, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions], padding: list[int]) -> None:
-        self.cache, self.softmax, self.padding = cache, softmax, padding
+    def __init__(self, cache: Any, dtype: torch.dtype, attention: Sequence[LayerAttention], padding: list[int]) -> None:
+        self.cache, self.attention, self.padding = cache, attention, padding
         self.seen: int = cache.get_seq_length()
         self.addresses: list[int | None] = []
-        self._locked: list[tuple[Layer, Store]] = []
-        self._kernels: list[tuple[Layer, Store, _Kernel]] = []
+        self._locked: list[tuple[Decoding, Store]] = []
+        self._kernels: list[tuple[Decoding, Store, _Kernel]] = []
         self._lengths: list[list[int]] = []  # of the stores, as this step leaves them
         lengths = [self.seen - pad for pad in padding]
         try:
-            kernels = [self._lock(layer, lengths, dtype) for layer in cache.layers]
+            kernels = [
+                self._lock(layer, lengths, dtype, of_layer.G)
+                for layer, of_layer in zip(cache.layers, attention, strict=True)
+            ]
             self._prepare_stores()
             self.addresses += [
-                None if kernel is None else prepare_step(layer.store, kernel, dtype, options)
-                for layer, kernel, options in zip(cache.layers, kernels, softmax, strict=True)
+                None if kernel is None else prepare_step(layer.store, kernel, dtype, of_layer.softmax)
+                for layer, kernel, of_layer in zip(cache.layers, kernels, attention, strict=True)
             ]
         except BaseException:
             self.release()
             raise
 
-    def _lock(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype) -> _Kernel | None:
+    def _lock(self, layer: Any, lengths: Sequence[int], dtype: torch.dtype, G: int) -> _Kernel | None:
         """The kernel of a layer, and its store locked; None if the layer attends by itself."""
-        kernel = lock_kernel(layer, self.seen, lengths, dtype)
+        kernel = lock_kernel(layer, self.seen, lengths, dtype, G)
         if kernel is not None:
             self._locked.append((layer, layer.store))
             self._kernels.append((layer, layer.store, kernel))
@@ -64,8 +66,7 @@ class CacheStep:
         for method, kernels in groupby(self._kernels, key=lambda kernel: kernel[0].method):
             stores = list[Store]()
             for layer, store, _ in kernels:
-                if layer.rotation is not None:
-                    place_token(layer, self.cache.given)
+                place_token(layer, self.cache.given)
                 stores.append(store)
             method.prepare(stores)
 
@@ -84,7 +85,7 @@ class CacheStep:
                 break
             self._locked.append((layer, store))
             is_same = layer.seen == self.seen and layer.store is store and store.lengths is lengths
-            if not is_same or (layer.window is not None and layer.window <= self.seen):
+            if not is_same or (type(layer) is Layer and layer.window is not None and layer.window <= self.seen):
                 break
             if not backend.prepare_next(kernel, store):
                 break
@@ -114,7 +115,7 @@ class CacheStep:
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Take a token into layer i of the cache, and attend, as the model's own code does."""
-            layer, options = cache.layers[i], self.softmax[i]
+            layer, options = cache.layers[i], self.attention[i].softmax
             k, v = cache.update(k, v, i)
             softcap = options.get("softcap")
             more = {} if softcap is None else {"softcap": softcap}
@@ -147,15 +148,13 @@ class CacheStep:
         self._locked = []
 
 
-def lock_kernel(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype) -> _Kernel | None:
+def lock_kernel(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype, G: int) -> _Kernel | None:
     """The kernel of the library for a layer's next token, and the layer's store locked; None if there is none.
 
-    seen, lengths: how many tokens the layer has seen, and those that its rows hold. dtype: of the token.
+    The arguments are those of Layer.store_for_token.
     """
-    store = layer.store if type(layer) is Layer else None
-    if store is None or store.lengths != lengths or store.dtype != dtype or not _takes_a_token(layer, seen):
-        return None
-    if not store.exclusive().begin_if_free():
+    store = layer.store_for_token(seen, lengths, dtype, G) if type(layer) in (Layer, SlidingLayer) else None
+    if store is None or not store.exclusive().begin_if_free():
         return None
     backend, kernel = layer.method.kernel_of(store)
     if isinstance(backend, CpuBackend) and isinstance(kernel, KernelStep) and backend.runs_in_library(kernel):
@@ -164,10 +163,11 @@ def lock_kernel(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtyp
     return None
 
 
-def place_token(layer: Layer, given: Any) -> None:
-    """Tell a layer's store where its next token stands. given: the positions of the forward's tokens."""
-    layer.given = given
-    layer.place(1, None)
+def place_token(layer: Decoding, given: Any) -> None:
+    """Tell the store of a layer that turns keys where its next token stands. given: the positions of the forward's."""
+    if layer.rotation is not None:
+        layer.given = given
+        layer.place(1, None)
 
 
 def prepare_step(store: Any, kernel: _Kernel, dtype: torch.dtype, softmax: SoftmaxOptions) -> int:
@@ -177,19 +177,5 @@ def prepare_step(store: Any, kernel: _Kernel, dtype: torch.dtype, softmax: Softm
 
 
 def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:
-    """Whether every layer is ours, or one of the library's whose attention needs no mask for one token."""
-    return all(isinstance(layer, Layer) or (type(layer) in LIBRARY_LAYERS and not is_padded) for layer in layers)
-
-
-def _takes_a_token(layer: Layer, seen: int) -> bool:
-    """Whether a layer has seen this number of tokens and only decodes the next one."""
-    return (
-        layer.seen == seen
-        and layer.pending is None
-        and not layer.record_past
-        and layer.prompt is None
-        and (layer.prompt_end is None or layer.prompt_end <= seen)
-        and (layer.window is None or layer.window > seen)
-        and type(layer.method).decode is Method.decode
-        and type(layer.method).attend is Method.attend
-    )
+    """Whether every layer is ours, or a sliding one of the library's whose attention needs no mask for one token."""
+    return all(isinstance(layer, Layer) or (type(layer) is SlidingLayer and not is_padded) for layer in layers)

@@ -25,7 +25,7 @@ from .. import ops
 from ..ops import SoftmaxOptions, matrices
 from .angles import AngleTable, angles, kinds_of_angles
 from .attention_interface import attention
-from .layer import AttentionLayer
+from .layer import AttentionLayer, LayerAttention
 from .linear_forward import LinearForward, mixes_types, replace_linear
 from .matrix_modules import MatrixModule
 from .norms import NormForward, adds_one_of, eps_of, is_close, replace_norms
@@ -51,13 +51,13 @@ PLAIN_ARGUMENTS = {
 class Prepared(NamedTuple):
     """The layers of a model as one operation, for steps of one kind, as long as `watch` sees no change.
 
-    operation: None where the model's own forward computes. softmax: the options of every layer's attention.
+    operation: None where the model's own forward computes. attention: of every layer.
     """
 
     form: tuple[object, ...]
     watch: Watch
     operation: ops.Layers | None = None
-    softmax: Sequence[SoftmaxOptions] = ()
+    attention: Sequence[LayerAttention] = ()
 
 
 class TakenStep(NamedTuple):
@@ -128,7 +128,7 @@ class StepForward:
         cos, sin = angles(self.model, x, positions)
         if not operation.fits(x, cos, sin):
             return None
-        step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.softmax)
+        step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.attention)
         return None if step is None else self.take_in(step, operation, x, cos, sin)
 
     def take_in(self, step: Any, operation: ops.Layers, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -181,9 +181,9 @@ class StepForward:
             return Prepared(form, watch)
         is_known = before is not None and before.operation is not None and before.form[-1] == windows
         if before is not None and is_known and before.watch.computes_as(watch):  # only tensors changed
-            return Prepared(form, watch, operation, before.softmax)
-        softmax = _compare(model, x.shape[-1], windows)
-        return Prepared(form, watch) if softmax is None else Prepared(form, watch, operation, softmax)
+            return Prepared(form, watch, operation, before.attention)
+        attention = _compare(model, x.shape[-1], windows)
+        return Prepared(form, watch) if attention is None else Prepared(form, watch, operation, attention)
 
 
 class Steps:
@@ -207,7 +207,7 @@ class Steps:
             return None
         step, self._step = self._step, None
         if step is None or not cache.continues(step, mask):
-            step = cache.begin_step(mask, x.shape[0], x.dtype, self.prepared.softmax)
+            step = cache.begin_step(mask, x.shape[0], x.dtype, self.prepared.attention)
             if step is None:
                 return None
         y = self.forward.take_in(step, operation, x, cos, sin)
@@ -309,14 +309,14 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
         super().__init__()
         self.draw, self.seen, self.window = draw, seen, window
         self.asked: tuple[Tensor, Tensor, Tensor] | None = None
-        self.softmax: SoftmaxOptions = {"scale": 0.0}
+        self.attention = LayerAttention({"scale": 0.0}, 1)
         self.answer = torch.empty(0)
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
         """Keep what is asked: heads (B,heads,1,D). Returns random numbers of q's shape."""
-        self.asked, self.softmax = (q.flatten(1, 2), k, v), softmax
+        self.asked, self.attention = (q.flatten(1, 2), k, v), LayerAttention(softmax, q.shape[2])
         if self.draw is None:
             raise _Asked
         self.answer = torch.randn(q.shape, generator=self.draw)
@@ -327,8 +327,8 @@ class _Asked(Exception):
     """The first layer of a model asked for attention."""
 
 
-def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[SoftmaxOptions] | None:
-    """The options of every layer's attention, if a model's own forward computes what our operation does; else None.
+def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[LayerAttention] | None:
+    """How every layer attends, if a model's own forward computes what our operation does; else None.
 
     Both compute in float32, on random tokens and with random answers of attention.
     """
@@ -339,7 +339,7 @@ def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[Softm
         mixes_types.reset(before)
 
 
-def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) -> list[SoftmaxOptions] | None:
+def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) -> list[LayerAttention] | None:
     draw = torch.Generator().manual_seed(0)
     x = 0.01 * torch.randn(2, 1, size, generator=draw)  # so small that eps counts
     operation = layers_operation(model, x, converts=True)
@@ -365,7 +365,8 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) ->
         is_same = all(same) and close(y, expected) and _only_embeds(model, seen, windows)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None  # one does not compute in float32, asks something else, or has layers without angles
-    return [layer.softmax for layer in given] if is_same and all("sinks" not in one.softmax for one in given) else None
+    found = [layer.attention for layer in given]
+    return found if is_same and all("sinks" not in one.softmax for one in found) else None
 
 
 def _only_embeds(model: Any, seen: int, windows: Sequence[int | None]) -> bool:

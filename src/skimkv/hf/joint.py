@@ -19,9 +19,10 @@ from ..ops import SoftmaxOptions
 from ..stores.base import Store
 from .attention_interface import left_padding
 from .cache import Cache
-from .cache_step import LIBRARY_LAYERS, Attend, lock_kernel, place_token, prepare_step
-from .layer import AttentionLayer, Layer
+from .cache_step import Attend, Decoding, lock_kernel, place_token, prepare_step
+from .layer import AttentionLayer, Layer, LayerAttention
 from .positions import GivenPositions
+from .sliding_layer import SlidingLayer
 from .states import KeepsStates, LayerWithStates, copy_library_rows
 
 
@@ -99,22 +100,20 @@ class _JointLayerWithStates(KeepsStates, JointLayer):  # type: ignore[no-untyped
     """A joint layer that keeps states besides, one for each of its rows."""
 
 
-class JointLibraryLayer(AttentionLayer):  # type: ignore[no-untyped-call]
-    """The same layer of the library of several caches of one row: each row attends to what its own part keeps.
+class JointSlidingLayer(AttentionLayer):  # type: ignore[no-untyped-call]
+    """The same sliding layer of several caches of one row: each row attends to what its own part keeps."""
 
-    A part is one of LIBRARY_LAYERS, whose keys and values a token sees all.
-    """
-
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[SlidingLayer]) -> None:
         super().__init__()
         self.parts = list(parts)
-        self.window = getattr(parts[0], "sliding_window", None)
-        self.seen = max(part.get_seq_length() for part in parts)
+        self.window = parts[0].sliding_window
+        self.seen = max(part.seen for part in parts)
+        self.rows = list(_rows(1 for _ in parts))
 
     @property
     def cached_tokens(self) -> list[int] | None:
-        """How many tokens each row holds that a later token can see."""
-        return [part.keys.shape[2] for part in self.parts]
+        """How many tokens each row has seen."""
+        return [part.seen for part in self.parts]
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
@@ -128,8 +127,11 @@ class JointLibraryLayer(AttentionLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"{n} tokens a row: rows that are joined take one token each")
         y = []
         for b, part in enumerate(self.parts):
-            keys, values = part.update(k[b : b + 1], v[b : b + 1])
-            y.append(_library_attention(q[b : b + 1], keys, values, softmax))
+            own_q, own_k, own_v = q[b : b + 1], *part.update(k[b : b + 1], v[b : b + 1])
+            answer = part.attend(own_q.flatten(1, 2), own_k, own_v, None, softmax)
+            if answer is None:
+                answer = _library_attention(own_q, *part.take(own_k, own_v), softmax)
+            y.append(answer.view(own_q.shape))
         self.seen += 1
         return torch.cat(y)
 
@@ -138,13 +140,13 @@ class JointLibraryLayer(AttentionLayer):  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values of all parts."""
-        return sum(part.keys.nbytes + part.values.nbytes for part in self.parts)
+        """Bytes that the cached tokens of all parts occupy."""
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def allocated(self) -> int:
-        """The same as nbytes."""
-        return self.nbytes
+        """Bytes that are allocated for all parts."""
+        return sum(part.allocated for part in self.parts)
 
 
 def _library_attention(q: Tensor, keys: Tensor, values: Tensor, softmax: SoftmaxOptions) -> Tensor:
@@ -195,29 +197,29 @@ class JointCache(Cache):
         Raises ValueError if the tokens do not fit a layer's window.
         """
         layer: Any = self.layers[layer_idx]
-        if isinstance(layer, JointLibraryLayer):
+        if isinstance(layer, JointSlidingLayer):
             return layer.update(key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def begin_step(
-        self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions]
+        self, attention_mask: Tensor | None, rows: int, dtype: torch.dtype, attention: Sequence[LayerAttention]
     ) -> Any:
         """Begin a decode step of all layers at once, as Cache does; None where the mask does not fit the rows."""
         layers: list[Any] = self.layers
-        if not layers or len(layers) != len(softmax):
+        if not layers or len(layers) != len(attention):
             return None
-        if any(type(layer) not in (JointLayer, JointLibraryLayer) or layer.pending is not None for layer in layers):
+        if any(type(layer) not in (JointLayer, JointSlidingLayer) or layer.pending is not None for layer in layers):
             return None
         first = layers[0]
         if len(first.cached_tokens) != rows:
             return None
         if attention_mask is not None:
             pads, error = left_padding(attention_mask, first.seen + 1, rows)
-            if error or any(type(layer) is JointLibraryLayer or layer.is_uneven for layer in layers):
+            if error or any(type(layer) is JointSlidingLayer or layer.is_uneven for layer in layers):
                 return None
             if [first.seen - pad for pad in pads] != first.cached_tokens:
                 return None
-        return _JointStep(self, dtype, softmax)
+        return _JointStep(self, dtype, attention)
 
     def continues(self, step: Any, attention_mask: Tensor | None) -> bool:
         """False: a step of several caches is prepared as a whole."""
@@ -230,26 +232,26 @@ class _JointStep:
     A layer attends by itself if one of its parts has no kernel for its token.
     """
 
-    def __init__(self, cache: JointCache, dtype: torch.dtype, softmax: Sequence[SoftmaxOptions]) -> None:
-        self.cache, self.softmax = cache, softmax
+    def __init__(self, cache: JointCache, dtype: torch.dtype, attention: Sequence[LayerAttention]) -> None:
+        self.cache, self.attention = cache, attention
         self.addresses: list[int | None] = []
-        self._locked: list[tuple[JointLayer, Sequence[Store]]] = []
+        self._locked: list[tuple[JointLayer | JointSlidingLayer, Sequence[Store]]] = []
         self._given: list[GivenPositions | None] = []  # of the rows of every part, the same in all layers
         layers: list[Any] = cache.layers
         try:
-            for layer, options in zip(layers, softmax, strict=True):
-                self.addresses += self._operations(layer, dtype, options) or [None] * len(layer.parts)
+            for layer, of_layer in zip(layers, attention, strict=True):
+                self.addresses += self._operations(layer, dtype, of_layer) or [None] * len(layer.parts)
         except BaseException:
             self.release()
             raise
 
-    def _operations(self, layer: Any, dtype: torch.dtype, softmax: SoftmaxOptions) -> list[int] | None:
+    def _operations(
+        self, layer: JointLayer | JointSlidingLayer, dtype: torch.dtype, attention: LayerAttention
+    ) -> list[int] | None:
         """The addresses of the operations of a layer's parts, whose stores are locked; None if one has none."""
-        if not isinstance(layer, JointLayer):
-            return None
-        kernels, stores = list[Any](), list[Store]()
-        for part in layer.parts:
-            kernel = lock_kernel(part, part.seen, part.cached_tokens or (), dtype)
+        kernels, stores, parts = list[Any](), list[Store](), list[Decoding](layer.parts)
+        for part in parts:
+            kernel = lock_kernel(part, part.seen, part.cached_tokens or (), dtype, attention.G)
             if kernel is None:
                 for store in stores:
                     store.exclusive().end()
@@ -261,9 +263,10 @@ class _JointStep:
         if not self._given:
             given = self.cache.given
             self._given = [None if given is None else given.part(rows) for rows in layer.rows]
-        for part, given in zip(layer.parts, self._given, strict=True):
+        for part, given, store in zip(parts, self._given, stores, strict=True):
             place_token(part, given)
-            part.method.prepare([part.store])
+            part.method.prepare([store])  # type: ignore[list-item]
+        softmax = attention.softmax
         return [prepare_step(store, kernel, dtype, softmax) for store, kernel in zip(stores, kernels, strict=True)]
 
     def attend_by(self, name: str, modules: nn.ModuleList) -> Attend | None:
@@ -274,12 +277,12 @@ class _JointStep:
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Take a token into layer i of every cache, and attend."""
-            layer = layers[i]
+            layer, softmax = layers[i], self.attention[i].softmax
             layer.given = self.cache.given
-            if isinstance(layer, JointLibraryLayer):
-                y = layer.attend_block(q.unflatten(1, (k.shape[1], -1)), k, v, pad=None, **self.softmax[i])
+            if isinstance(layer, JointSlidingLayer):
+                y = layer.attend_block(q.unflatten(1, (k.shape[1], -1)), k, v, pad=None, **softmax)
             else:
-                y = layer.attend_token(q.view(*k.shape[:2], -1, k.shape[3]), k[:, :, 0], v[:, :, 0], self.softmax[i])
+                y = layer.attend_token(q.view(*k.shape[:2], -1, k.shape[3]), k[:, :, 0], v[:, :, 0], softmax)
             return y.reshape(q.shape).transpose(1, 2)
 
         return attend
@@ -292,7 +295,8 @@ class _JointStep:
         y = run(self.addresses)
         for layer, stores in self._locked:
             layer.seen += 1
-            for part, store in zip(layer.parts, stores, strict=True):
+            parts = list[Decoding](layer.parts)
+            for part, store in zip(parts, stores, strict=True):
                 store.advance()
                 part.seen += 1
         return y
@@ -337,16 +341,22 @@ def joint_requests(caches: Sequence[Cache]) -> Cache:
     if len(caches) == 1:
         return caches[0]
     if not can_join(caches[0]):
-        raise ValueError("this model has layers that keep states, whose rows cannot join and leave a batch")
+        raise ValueError(
+            "this model has layers that keep states, or see a chunk of the text alone: their rows cannot join and "
+            "leave a batch"
+        )
     columns: Iterator[Any] = zip(*(cache.layers for cache in caches), strict=True)
     return JointCache.of(
-        caches, [JointLayer(parts) if type(parts[0]) is Layer else JointLibraryLayer(parts) for parts in columns]
+        caches, [JointLayer(parts) if type(parts[0]) is Layer else JointSlidingLayer(parts) for parts in columns]
     )
 
 
 def can_join(cache: Cache) -> bool:
-    """Whether `joint_requests` takes caches like this one: every layer keeps keys and values and nothing else."""
-    return all(type(layer) in (Layer, *LIBRARY_LAYERS) for layer in cache.layers)
+    """Whether `joint_requests` takes caches like this one.
+
+    So it is if every layer keeps keys and values and nothing else, all of which the next token sees: not so chunks.
+    """
+    return all(type(layer) in (Layer, SlidingLayer) for layer in cache.layers)
 
 
 def _rows(counts: Iterator[int]) -> Iterator[slice]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,13 @@ from .autocast import with_autocast
 from .positions import GivenPositions
 
 MARK = "_skimkv_layer"  # the attribute of a key tensor that names its layer
+
+
+class LayerAttention(NamedTuple):
+    """How a layer of a model attends: the options of its softmax, and how many query heads share a KV head (G)."""
+
+    softmax: SoftmaxOptions
+    G: int
 
 
 class AttentionLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -334,6 +341,26 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         y: Tensor = self.method.decode(self._store, q, k, v, **softmax)
         self.seen += 1
         return y
+
+    def store_for_token(self, seen: int, lengths: Sequence[int], dtype: torch.dtype, G: int) -> Store | None:
+        """The store of the next token, if a kernel may take it; None where the layer has to attend itself.
+
+        seen, lengths: how many tokens the layer has seen, and those that its rows hold. dtype: of the token. G: how
+        many query heads share a KV head.
+        """
+        store = self._store
+        if store is None or store.lengths != lengths or store.dtype != dtype or self.seen != seen:
+            return None
+        is_decoded = (
+            self.pending is None
+            and not self.record_past
+            and self.prompt is None
+            and (self.prompt_end is None or self.prompt_end <= seen)
+            and (self.window is None or self.window > seen)
+            and type(self.method).decode is Method.decode
+            and type(self.method).attend is Method.attend
+        )
+        return store if is_decoded else None
 
     def place(self, n: int, pad: list[int] | None) -> None:
         """Tell a store that counts positions in the cache where the next n tokens stand in the text."""

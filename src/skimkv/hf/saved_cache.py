@@ -8,6 +8,7 @@ digest of all that it holds, so that a damaged file does not load either.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -59,7 +60,8 @@ def save(
             own = pack_fields(layer, tensors, OF_THE_CACHE)
             layers.append({"own": own, "shape": shape, "store": fields})
         else:
-            layers.append({"own": pack_fields(layer, tensors)})
+            fields_of = copy.copy(layer)  # whose keys and values are tensors
+            layers.append({"own": pack_fields(fields_of, tensors, OF_THE_CACHE)})
     tensors, described = _apart(tensors), json.dumps(layers)
     header = {
         **belongs_to(cache, model), "tokens": digest_of_tokens(tokens), "count": str(cache.get_seq_length()),

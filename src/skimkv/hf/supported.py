@@ -43,11 +43,13 @@ class ModelLayer(NamedTuple):
     """One layer of a model: the cache that transformers would give it, and whether a method can decode it.
 
     window: how many tokens a sliding layer sees, the current one included; None: all, or it is no attention layer.
+    is_chunked: whether a layer with a window sees the tokens of its own chunk of the text alone.
     """
 
     library_cache: Any
     supported: bool
     window: int | None = None
+    is_chunked: bool = False
 
     @property
     def has_states(self) -> bool:
@@ -148,7 +150,11 @@ def _layers(model: PreTrainedModel, max_tokens: int | None) -> list[ModelLayer]:
     longest = max_positions(model) if max_tokens is None else max_tokens
     layers = [_layer(cache, longest) for cache in caches]
     if any(size for (size,) in _settings(config, "attention_chunk_size")):  # the same cache as sliding, another mask
-        layers = [layer._replace(supported=layer.supported and layer.window is None) for layer in layers]
+        chunked = [layer.window is not None for layer in layers]
+        layers = [
+            layer._replace(supported=layer.supported and not is_chunked, is_chunked=is_chunked)
+            for layer, is_chunked in zip(layers, chunked, strict=True)
+        ]
     return layers
 
 

@@ -395,7 +395,7 @@ class _Watch(StoppingCriteria):
 def _why_alone(model: Any, cache: Cache) -> str | None:
     """Why rows of a model cannot share steps, if that is so."""
     if not can_join(cache):
-        return "some of its layers keep states"
+        return "some of its layers keep states, or see a chunk of the text alone"
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "it counts positions itself"
     return None

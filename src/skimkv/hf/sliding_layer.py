@@ -1,0 +1,199 @@
+"""A sliding layer that no method decodes: it keeps the library's cache, and a kernel can take its next token.
+
+The library keeps the last tokens of the window in the order of the text, and copies all of them for every new one. A
+kernel reads them in any order, and puts a new token into the place of the one that leaves the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from .. import ops
+from ..methods import LMInfinite
+from ..ops import SoftmaxOptions
+from ..stores.base import Shape, Workspace
+from ..stores.memory import ordinary_tensors
+from ..stores.slots import Slots
+from .layer import MARK
+
+HIDES = "_skimkv_hides"  # the attribute of a mask that says whether it hides anything
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """The library's layer of a sliding window, whose keys and values are its tensors, or stand in a store meanwhile.
+
+    A store takes their place when a kernel is to take a token, and they are tensors again as soon as anything reads
+    `keys` or `values`, as all of the library's code does. workspace: as of Layer.
+    """
+
+    rotation = None  # of keys, which this layer never turns: as of Layer
+
+    def __init__(self, window: int, workspace: Workspace) -> None:
+        self.store: Slots | None = None
+        self.workspace = workspace
+        self.pending: Tensor | None = None  # the values of an update that no attention call has consumed yet
+        super().__init__(window)  # type: ignore[no-untyped-call]
+        self.method = LMInfinite(k=max(window - 1, 1), initial=0)  # how a kernel attends to the window
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._leave_store()
+        return vars(self)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys (B,H,n,D) of the last n tokens, in the order of the text; None before the first block."""
+        self._leave_store()
+        return self.__dict__["keys"]  # type: ignore[no-any-return]
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._leave_store()
+        self.__dict__["keys"] = keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values (B,H,n,D) of the same tokens."""
+        self._leave_store()
+        return self.__dict__["values"]  # type: ignore[no-any-return]
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._leave_store()
+        self.__dict__["values"] = values
+
+    @property
+    def seen(self) -> int:
+        """How many tokens the layer has seen, those that it has dropped included."""
+        seen: int = self.cumulative_length
+        return seen
+
+    @seen.setter
+    def seen(self, seen: int) -> None:
+        self.cumulative_length = seen
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """How many tokens each row has seen, padding included."""
+        return [self.cumulative_length] * self.kept[0]
+
+    @property
+    def kept(self) -> torch.Size:
+        """The shape (B,H,n,D) of the keys that the layer keeps, and of its values."""
+        store = self.store
+        if store is None:
+            return torch.Size([0] * 4) if self.keys is None else self.keys.shape
+        B, H, _, D = store.shape
+        return torch.Size((B, H, store.filled[0], D))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tokens occupy that it keeps."""
+        return 2 * self.kept.numel() * self.dtype.itemsize if self.is_initialized else 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are allocated for them."""
+        return self.nbytes if self.store is None else self.store.allocated
+
+    @property
+    def window(self) -> int:
+        """How many tokens a token sees, itself included."""
+        window: int = self.sliding_window
+        return window
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.pending = None
+        super().reset()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Called by the model with new keys and values (B,H,n,D); what it returns goes to its attention function.
+
+        One token waits for that call, since only it knows the mask: the call goes to `attend`, or takes the token by
+        `take`. A block is the library's.
+        """
+        if key_states.shape[2] != 1 or not self.is_initialized:
+            return self.take(key_states, value_states)
+        setattr(key_states, MARK, self)
+        self.pending = value_states
+        return key_states, value_states
+
+    def take(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take new keys and values (B,H,n,D) as the library does; return all that the n tokens see, and the masked."""
+        self.pending = None
+        keys, values = super().update(k, v)
+        return keys, values
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, softmax: SoftmaxOptions) -> Tensor | None:
+        """Take a token and attend with a kernel: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D).
+
+        None, and nothing was done, where the library's function has to attend: with a mask that hides tokens, or if a
+        gradient may be needed, or without a kernel. Raises RuntimeError if the token is not that of the last `update`.
+        """
+        if self.pending is not v:
+            raise RuntimeError("the model changes its values between cache and attention, which is not supported")
+        B, H, _, D = k.shape
+        changes = q.requires_grad or k.requires_grad or v.requires_grad or torch.is_autocast_enabled("cpu")
+        if changes or _hides(mask):
+            return None
+        seen = self.cumulative_length
+        store = self.store_for_token(seen, [seen] * B, q.dtype, q.shape[1] // H)
+        if store is None:
+            return None
+        y = self.method.decode(store, q.reshape(B, H, -1, D), k[:, :, 0], v[:, :, 0], **softmax)
+        self.pending, self.cumulative_length = None, seen + 1
+        return y.reshape(B, 1, -1, D)
+
+    def store_for_token(self, seen: int, lengths: Sequence[int], dtype: torch.dtype, G: int) -> Slots | None:
+        """The store in which a kernel finds the window, for the next token: see Layer.store_for_token."""
+        if self.cumulative_length != seen or set(lengths) != {seen} or self.sliding_window < 2 or self.record_past:
+            return None
+        store = self.store
+        if store is None:
+            keys, values = self.keys, self.values
+            if keys is None or values is None or not keys.is_cpu or keys.requires_grad or values.requires_grad:
+                return None
+            B, H, _, D = keys.shape
+            if ops.backend_for(keys.device, D) is None:
+                return None
+            with ordinary_tensors():
+                store = self.method.store(Shape(B, H, G, D), keys.dtype, keys.device)
+            store.append(keys, values)
+            store.workspace = self.workspace
+            self.__dict__.update(keys=None, values=None)
+            self.store = store
+        B, *_ = store.shape
+        return store if store.dtype == dtype and len(lengths) == B else None
+
+    def _leave_store(self) -> None:
+        """Make tensors of what stands in the store."""
+        store, self.store = self.store, None
+        if store is None:
+            return
+        n = store.filled[0]
+        oldest = store.slot_of(store.lengths[0], store.budget[0]) if n == store.budget[0] else 0
+        self.__dict__.update(
+            (name, torch.cat([x[:, :, oldest:n], x[:, :, :oldest]], 2))
+            for name, x in (("keys", store.k), ("values", store.v))
+        )
+
+
+def _hides(mask: Any) -> bool:
+    """Whether a mask hides a token of the window from the newest one, which it is asked once, or is of another kind.
+
+    mask: counts of padding (B,), or the library's: (B,1,1,n), False or below zero where a token is hidden.
+    """
+    if mask is None:
+        return False
+    if not isinstance(mask, Tensor) or getattr(mask, "error", None):
+        return True
+    found: bool | None = getattr(mask, HIDES, None)
+    if found is None:
+        found = bool((~mask if mask.dtype == torch.bool else mask).any())
+        setattr(mask, HIDES, found)
+    return found
