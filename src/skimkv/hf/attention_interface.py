@@ -60,11 +60,11 @@ def attention(
     """
     layer: Any = getattr(key, MARK, None)
     if layer is not None:
-        unknown, slides = _unknown_keyword(kwargs, layer.window), type(layer) is SlidingLayer
-        if unknown is not None and not slides:
+        softmax, unknown = _options(module, query, key, kwargs, layer.window)
+        if unknown is not None and type(layer) is not SlidingLayer:
             raise ValueError(f"skimkv: {type(module).__name__} passes {unknown}, which is not supported")
         if unknown is None:
-            y = layer.attend(query, key, value, attention_mask, _softmax(module, query, key, kwargs))
+            y = layer.attend(query, key, value, attention_mask, softmax)
             if y is not None:
                 return y, None
         key, value = layer.take(key, value)
@@ -76,8 +76,14 @@ def attention(
     return result
 
 
-def _unknown_keyword(kwargs: Mapping[str, Any], window: int | None) -> str | None:
-    """The first keyword of an attention call that may change its result in a way that no layer of ours knows."""
+def _options(
+    module: torch.nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any], window: int | None
+) -> tuple[SoftmaxOptions, str | None]:
+    """The options of an attention call, and the first keyword that may change its result in a way that we do not know.
+
+    The arguments are those of `attention`. Raises ValueError for sinks that do not fit the heads.
+    """
+    unknown = None
     for name, argument in kwargs.items():
         if argument is None or argument is False or name in KNOWN_KEYWORDS:
             continue
@@ -85,12 +91,8 @@ def _unknown_keyword(kwargs: Mapping[str, Any], window: int | None) -> str | Non
             continue
         if name == "sliding_window" and argument == window:  # Cache.update refuses tokens beyond it
             continue
-        return name
-    return None
-
-
-def _softmax(module: torch.nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> SoftmaxOptions:
-    """The options of an attention call: see `attention`. Raises ValueError for sinks that do not fit the heads."""
+        unknown = name
+        break
     scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     softmax: SoftmaxOptions = {"scale": scale, "softcap": kwargs.get("softcap")}
@@ -100,7 +102,7 @@ def _softmax(module: torch.nn.Module, query: Tensor, key: Tensor, kwargs: Mappin
         softmax["sinks"] = sinks.float().view(key.shape[1], -1)
     elif module._parameters.get("sinks") is not None:  # getattr() of what a module lacks takes long
         raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
-    return softmax
+    return softmax, unknown
 
 
 def _eager(module: torch.nn.Module) -> Any:
