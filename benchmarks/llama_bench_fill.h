@@ -1,7 +1,8 @@
 // Fills the cache of llama.cpp's llama-bench instead of reading a long prompt, which takes long.
 // A prompt of 32 tokens is read; then its keys and values are repeated up to the depth, through the functions of
 // llama.h that save and restore a sequence. Only the contents of the cache differ: what is timed afterwards is
-// llama.cpp's own. docs/reproduce.md says how to build llama-bench with it.
+// llama.cpp's own. A cache that is saved in another way, as those of models with sliding layers, is filled by a prompt.
+// docs/reproduce.md says how to build llama-bench with it.
 #pragma once
 
 #include <algorithm>
@@ -113,8 +114,9 @@ template <class F> static bool fill_cache(llama_context *ctx, uint32_t depth, F 
     }
     llama_memory_clear(llama_get_memory(ctx), true);
     if (!copier.done() || llama_state_seq_set_data(ctx, to.data(), to.size(), 0) == 0) {
-        fprintf(stderr, "llama_bench_fill.h does not know how this version of llama.cpp saves a sequence\n");
-        return false;
+        fprintf(stderr, "this cache cannot be repeated: llama.cpp reads a prompt of %u tokens\n", depth);
+        llama_memory_clear(llama_get_memory(ctx), true);
+        return read_prompt(depth);
     }
     return true;
 }
