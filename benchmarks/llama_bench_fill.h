@@ -114,7 +114,7 @@ template <class F> static bool fill_cache(llama_context *ctx, uint32_t depth, F 
     }
     llama_memory_clear(llama_get_memory(ctx), true);
     if (!copier.done() || llama_state_seq_set_data(ctx, to.data(), to.size(), 0) == 0) {
-        fprintf(stderr, "this cache cannot be repeated: llama.cpp reads a prompt of %u tokens\n", depth);
+        fprintf(stderr, "llama-bench: this cache cannot be repeated: a prompt of %u tokens is read\n", depth);
         llama_memory_clear(llama_get_memory(ctx), true);
         return read_prompt(depth);
     }
