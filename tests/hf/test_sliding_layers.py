@@ -186,7 +186,36 @@ def test_counted_steps_and_the_closed_form_agree_on_sliding_layers():
     skimkv.detach(model)
 
 
-ACTIONS = ("token", "layer by layer", "reference", "block", "copy", "repeat", "select", "file", "reset")
+ACTIONS = ("token", "layer by layer", "reference", "block", "copy", "repeat", "select", "file", "reset", "record")
+
+
+class Twins:
+    """A cache of ours and the library's, which take the same tokens."""
+
+    def __init__(self, model, pads):
+        self.model, self.pads, self.seen = model, pads, 0
+        self.ours, self.stock = skimkv.Cache(model, "Dense()"), library(model)
+
+    @property
+    def slid(self):
+        return next(layer for layer in self.ours.layers if isinstance(layer, SlidingLayer))
+
+    def feed(self, ids):
+        """Take tokens (B,n), of which the first ones of a text may be padding, and compare the last one's logits."""
+        self.seen += ids.shape[1]
+        mask = (torch.arange(self.seen) >= torch.tensor(self.pads)[:, None]).long() if any(self.pads) else None
+        found, expected = (
+            self.model(ids, past_key_values=cache, attention_mask=mask).logits[:, -1]
+            for cache in (self.ours, self.stock)
+        )
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        theirs = self.stock.layers[0].keys
+        assert self.slid.kept == theirs.shape and self.slid.nbytes == 2 * theirs.nbytes
+
+    def reset(self):
+        self.ours.reset()
+        self.stock.reset()
+        self.seen = 0
 
 
 @pytest.mark.slow
@@ -196,48 +225,45 @@ ACTIONS = ("token", "layer by layer", "reference", "block", "copy", "repeat", "s
 @pytest.mark.parametrize("seed", range(12))
 def test_a_window_survives_all_that_happens_to_a_cache(seed, tmp_path):
     """Random steps of a cache whose sliding layers have their tokens in a store or as the library keeps them."""
-    model, draw = family("gemma3"), random.Random(seed)
+    model, draw, rows = family("gemma3"), random.Random(seed), 1 + seed % 3
     skimkv.attach(model, "Dense()")
-    ours, stock, rows = skimkv.Cache(model, "Dense()"), library(model), 1 + seed % 3
-    slid = next(layer for layer in ours.layers if isinstance(layer, SlidingLayer))
-    given, in_store = prompt(rows, 3 + seed), 0
-
-    def feed():
-        found = model(given, past_key_values=ours).logits
-        expected = model(given, past_key_values=stock).logits
-        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-        assert slid.kept == stock.layers[0].keys.shape and slid.nbytes == 2 * stock.layers[0].keys.nbytes
-
-    for action in ["token", "file", *draw.choices(ACTIONS, (8, 2, 1, 1, 1, 1, 1, 1, 0.3), k=40)]:
+    twins, in_store = Twins(model, [draw.choice((0, 2, 3)) if seed % 2 else 0 for _ in range(rows)]), 0
+    twins.feed(prompt(rows, 4 + seed))
+    for action in ["token", "file", *draw.choices(ACTIONS, (8, 2, 1, 1, 1, 1, 1, 1, 0.3, 0.5), k=40)]:
         if action == "copy":
-            ours = copy.deepcopy(ours)
+            twins.ours = copy.deepcopy(twins.ours)
         elif action == "repeat" and rows < 4:
-            ours.batch_repeat_interleave(2)
-            stock.batch_repeat_interleave(2)
-            rows, given = 2 * rows, given.repeat_interleave(2, 0)
+            twins.ours.batch_repeat_interleave(2)
+            twins.stock.batch_repeat_interleave(2)
+            rows, twins.pads = 2 * rows, [pad for pad in twins.pads for _ in range(2)]
         elif action == "select":
-            chosen = torch.tensor(sorted(draw.sample(range(rows), max(1, rows - 1))))
-            ours.batch_select_indices(chosen)
-            stock.batch_select_indices(chosen)
-            rows, given = len(chosen), given[chosen]
+            chosen = sorted(draw.sample(range(rows), max(1, rows - 1)))
+            twins.ours.batch_select_indices(torch.tensor(chosen))
+            twins.stock.batch_select_indices(torch.tensor(chosen))
+            rows, twins.pads = len(chosen), [twins.pads[row] for row in chosen]
         elif action == "file":
-            ours.save(tmp_path / "cache")
-            ours = skimkv.Cache.load(tmp_path / "cache", model)
+            twins.ours.save(tmp_path / "cache")
+            twins.ours = skimkv.Cache.load(tmp_path / "cache", model)
         elif action == "reset":
-            ours.reset()
-            stock.reset()
-            given = prompt(rows, 6)
-            feed()
-        slid = next(layer for layer in ours.layers if isinstance(layer, SlidingLayer))
-        n = 3 if action == "block" else 1
-        given = torch.randint(0, 64, (rows, n), generator=torch.Generator().manual_seed(draw.randrange(1000)))
+            twins.reset()
+            twins.feed(prompt(rows, 6))
+        elif action == "record":
+            for cache in (twins.ours, twins.stock):
+                cache.activate_past_recording()
+            twins.feed(prompt(rows, 3))
+            twins.seen -= 2
+            for cache in (twins.ours, twins.stock):
+                cache.crop(-2)
+                cache.layers[0].record_past = False
+            twins.ours.layers[1].record_past = False
+        ids = prompt(rows, 3 if action == "block" else 1, seed=draw.randrange(1000))
         if action == "layer by layer":
             hook = model.get_submodule("model.layers.1").register_forward_hook(lambda *args: None)
-            feed()
+            twins.feed(ids)
             hook.remove()
         else:
             with skimkv.backend("ref" if action == "reference" else "cpu"):
-                feed()
-        in_store += slid.store is not None
+                twins.feed(ids)
+        in_store += twins.slid.store is not None
     assert in_store > 10
     skimkv.detach(model)

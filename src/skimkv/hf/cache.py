@@ -210,10 +210,14 @@ class Cache(LibraryCache):
         if attention_mask is not None and attention_mask.shape[0] != rows:
             return None
         pads, error = left_padding(attention_mask, seen + 1, rows)
-        if error or max(pads) > seen or not takes_steps(self.layers, any(pads)):
+        if error or max(pads) > seen or not takes_steps(self.layers):
             return None
         self.check_positions(seen, 1)
-        return CacheStep(self, dtype, attention, pads)
+        step = CacheStep(self, dtype, attention, pads)
+        if step.needs_mask:
+            step.release()
+            return None
+        return step
 
     def continues(self, step: CacheStep, attention_mask: Tensor | None) -> bool:
         """Begin the next decode step after `step`, between which no code ran but ours; False: begin_step is needed.

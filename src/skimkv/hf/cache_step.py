@@ -70,6 +70,11 @@ class CacheStep:
                 stores.append(store)
             method.prepare(stores)
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a layer of the library attends by itself, and some of its tokens are padding."""
+        return any(self.padding) and any(type(layer) is SlidingLayer for layer in self._without_kernel())
+
     def begin_next(self) -> bool:
         """Begin the step of the next token with the same kernels, where only our steps used the cache since.
 
@@ -176,6 +181,6 @@ def prepare_step(store: Any, kernel: _Kernel, dtype: torch.dtype, softmax: Softm
     return backend.prepare(step, store, dtype, softmax["scale"], softmax.get("softcap"))
 
 
-def takes_steps(layers: Sequence[Any], is_padded: bool) -> bool:
-    """Whether every layer is ours, or a sliding one of the library's whose attention needs no mask for one token."""
-    return all(isinstance(layer, Layer) or (type(layer) is SlidingLayer and not is_padded) for layer in layers)
+def takes_steps(layers: Sequence[Any]) -> bool:
+    """Whether every layer is ours, or a sliding one of the library's."""
+    return all(isinstance(layer, Layer) or type(layer) is SlidingLayer for layer in layers)

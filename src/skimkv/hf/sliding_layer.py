@@ -35,6 +35,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def __init__(self, window: int, workspace: Workspace) -> None:
         self.store: Slots | None = None
+        self._pads: list[int] = []  # how many of the first tokens of the store's rows were padding
         self.workspace = workspace
         self.pending: Tensor | None = None  # the values of an update that no attention call has consumed yet
         super().__init__(window)  # type: ignore[no-untyped-call]
@@ -88,7 +89,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if store is None:
             return torch.Size([0] * 4) if self.keys is None else self.keys.shape
         B, H, _, D = store.shape
-        return torch.Size((B, H, store.filled[0], D))
+        return torch.Size((B, H, min(self.cumulative_length, self.sliding_window - 1), D))
 
     @property
     def nbytes(self) -> int:
@@ -151,36 +152,44 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def store_for_token(self, seen: int, lengths: Sequence[int], dtype: torch.dtype, G: int) -> Slots | None:
         """The store in which a kernel finds the window, for the next token: see Layer.store_for_token."""
-        if self.cumulative_length != seen or set(lengths) != {seen} or self.sliding_window < 2 or self.record_past:
+        if self.cumulative_length != seen or self.sliding_window < 2 or self.record_past:
             return None
+        pads = [seen - n for n in lengths]
+        if self.store is None or self._pads != pads:
+            self.store = self._new_store(pads, G)
+            self._pads = pads
         store = self.store
-        if store is None:
-            keys, values = self.keys, self.values
-            if keys is None or values is None or not keys.is_cpu or keys.requires_grad or values.requires_grad:
-                return None
-            B, H, _, D = keys.shape
-            if ops.backend_for(keys.device, D) is None:
-                return None
-            with ordinary_tensors():
-                store = self.method.store(Shape(B, H, G, D), keys.dtype, keys.device)
-            store.append(keys, values)
-            store.workspace = self.workspace
-            self.__dict__.update(keys=None, values=None)
-            self.store = store
-        B, *_ = store.shape
-        return store if store.dtype == dtype and len(lengths) == B else None
+        return store if store is not None and store.dtype == dtype else None
+
+    def _new_store(self, pads: Sequence[int], G: int) -> Slots | None:
+        """A store of the tokens that the layer has, in which the first pads[b] of row b were padding."""
+        keys, values = self.keys, self.values
+        if keys is None or values is None or not keys.is_cpu or keys.requires_grad or values.requires_grad:
+            return None
+        B, H, n, D = keys.shape
+        if len(pads) != B or ops.backend_for(keys.device, D) is None:
+            return None
+        with ordinary_tensors():
+            store = self.method.store(Shape(B, H, G, D), keys.dtype, keys.device)
+        dropped = self.cumulative_length - n
+        store.append(keys, values, [max(0, pad - dropped) for pad in pads])
+        store.workspace = self.workspace
+        self.__dict__.update(keys=None, values=None)
+        return store
 
     def _leave_store(self) -> None:
-        """Make tensors of what stands in the store."""
+        """Make tensors of what stands in the store, with zeros for padding."""
         store, self.store = self.store, None
         if store is None:
             return
-        n = store.filled[0]
-        oldest = store.slot_of(store.lengths[0], store.budget[0]) if n == store.budget[0] else 0
-        self.__dict__.update(
-            (name, torch.cat([x[:, :, oldest:n], x[:, :, :oldest]], 2))
-            for name, x in (("keys", store.k), ("values", store.v))
-        )
+        B, H, _, D = store.shape
+        n = min(self.cumulative_length, self.sliding_window - 1)
+        for name, slots in (("keys", store.k), ("values", store.v)):
+            x = slots.new_zeros(B, H, n, D)
+            for b, kept in enumerate(store.filled):
+                oldest = store.slot_of(store.lengths[b], store.budget[b]) if kept == store.budget[b] else 0
+                x[b, :, n - kept :] = torch.cat([slots[b, :, oldest:kept], slots[b, :, :oldest]], 1)
+            self.__dict__[name] = x
 
 
 def _hides(mask: Any) -> bool:
