@@ -152,14 +152,26 @@ class GGUFFile:
         if kind in SCALARS:
             itemsize = struct.calcsize(SCALARS[kind])
             return list(struct.unpack(f"<{n}{SCALARS[kind]}", self._bytes(n * itemsize)))
-        if keep and kind == STRING:
-            return [self._string() for _ in range(n)]
+        if kind == STRING:
+            return self._strings(n, keep)
         for _ in range(n):
-            if kind == STRING:
-                self._bytes(self._number("Q"))
-            else:
-                self._value(kind)
+            self._value(kind)
         return None
+
+    def _strings(self, n: int, keep: bool) -> list[str] | None:
+        """The next n strings, or None without `keep`. A tokenizer has some hundred thousand of them."""
+        found, at, number = list[str](), self.file.tell(), struct.Struct("<Q")
+        with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for _ in range(n):
+                start = at + number.size
+                end = start + (number.unpack_from(data, at)[0] if start <= self.size else 0)
+                if end > self.size:
+                    raise ValueError(f"truncated or damaged: a string at byte {at} of {self.size} ends at byte {end}")
+                if keep:
+                    found.append(data[start:end].decode("utf-8", "replace"))
+                at = end
+        self.file.seek(at)
+        return found if keep else None
 
     def _entry(self) -> TensorEntry:
         name = self._string()

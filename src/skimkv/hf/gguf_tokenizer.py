@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -53,6 +53,15 @@ WHOLE_WORDS = set("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 
 WHOLE_GLM = {"glm4", "glm5"}
 
 
+class _Given(NamedTuple):
+    """A tokenizer that nobody else has: the library's copy of one takes seconds, and of this it is the same."""
+
+    tokenizer: Tokenizer
+
+    def __deepcopy__(self, memo: object) -> Tokenizer:
+        return self.tokenizer
+
+
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer that a file's metadata describe: a PreTrainedTokenizerFast.
 
@@ -89,7 +98,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         special[f"{name}_token"] = None if number is None else tokens[number]
     make: Any = PreTrainedTokenizerFast
     tokenizer_of_library: PreTrainedTokenizerFast = make(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_Given(tokenizer),
         add_bos_token=bool(values.get("add_bos_token", adds_bos)) and special["bos_token"] is not None,
         add_eos_token=bool(values.get("add_eos_token", False)) and special["eos_token"] is not None,
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -121,12 +130,12 @@ def _byte_pairs(tokens: list[str], values: Mapping[str, Any]) -> tuple[Tokenizer
 def _pieces(tokens: list[str], values: Mapping[str, Any]) -> Tokenizer:
     """Pieces with scores: two neighbours merge to the piece of the highest score. Unknown characters become bytes."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    scores = values["scores"]
+    scores, number_of = values["scores"], vocabulary.get
     found = []
     for piece, number in vocabulary.items():
         for at in range(1, len(piece)):
-            left, right = vocabulary.get(piece[:at]), vocabulary.get(piece[at:])
-            if left is not None and right is not None:
+            left = number_of(piece[:at])
+            if left is not None and (right := number_of(piece[at:])) is not None:
                 found.append((-scores[number], number, left, right))
     found.sort()
     merges = [(tokens[left], tokens[right]) for _, _, left, right in found]
