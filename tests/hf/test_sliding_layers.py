@@ -3,6 +3,7 @@
 import copy
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import skimkv
 from skimkv.eval.answer import Question, answer_questions
 from skimkv.eval.shared_prompt import record_prompt
 from skimkv.eval.traffic import RowCosts, cache_traffic
+from skimkv.hf.attention_interface import attention as attention_function
 from skimkv.hf.sliding_layer import SlidingLayer
 from skimkv.methods import Dense
+from skimkv.stores.base import Workspace
 from support.generation import GREEDY, MODES, N, conversation, draft_of, forward
 from support.kernels import NATIVE
 from support.refusals import refuses
@@ -266,4 +269,36 @@ def test_a_window_survives_all_that_happens_to_a_cache(seed, tmp_path):
                 twins.feed(ids)
         in_store += twins.slid.store is not None
     assert in_store > 10
+    skimkv.detach(model)
+
+
+@torch.no_grad()
+def test_a_keyword_that_only_the_library_knows_is_left_to_it():
+    torch.manual_seed(0)
+    layer, module = (
+        SlidingLayer(6, Workspace()),
+        SimpleNamespace(num_key_value_groups=2, is_causal=True, _parameters={}),
+    )
+    keys, values = layer.update(*torch.randn(2, 1, 2, 7, 16))
+    for unknown in ({}, {"a_keyword": 1}, {}):
+        q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 1, 16)
+        keys, values = torch.cat([keys, k], 2)[:, :, -6:], torch.cat([values, v], 2)[:, :, -6:]
+        expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True).transpose(1, 2)
+        y, _ = attention_function("sdpa", module, q, *layer.update(k, v), None, scaling=0.25, **unknown)
+        assert (y - expected).abs().max() <= 1e-5
+        assert not NATIVE or (layer.store is None) == bool(unknown)
+    assert layer.get_seq_length() == 10 and layer.pending is None
+
+
+@torch.no_grad()
+def test_a_token_that_never_reaches_attention_is_noticed():
+    model = family("gemma3")
+    cache = skimkv.Cache(model, "Dense()")
+    model(prompt(1, 12), past_key_values=cache)
+    q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 1, 16)
+    marked, _ = cache.update(k, v, 0)
+    with pytest.raises(RuntimeError, match="changes its values between cache and attention"):
+        attention_function("sdpa", model.model.layers[0].self_attn, q, marked, v.clone(), None, scaling=1.0)
+    with pytest.raises(RuntimeError, match="never reached the attention function"):
+        cache.update(k, v, 1)
     skimkv.detach(model)

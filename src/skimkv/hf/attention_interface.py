@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -60,10 +60,28 @@ def attention(
     """
     layer: Any = getattr(key, MARK, None)
     if layer is not None:
-        softmax, unknown = _options(module, query, key, kwargs, layer.window)
-        if unknown is not None and type(layer) is not SlidingLayer:
-            raise ValueError(f"skimkv: {type(module).__name__} passes {unknown}, which is not supported")
-        if unknown is None:
+        slides = type(layer) is SlidingLayer
+        for name, argument in kwargs.items():
+            if argument is None or argument is False or name in KNOWN_KEYWORDS:
+                continue
+            if (name == "dropout" and not argument) or (name == "is_causal" and argument is True):
+                continue
+            if name == "sliding_window" and argument == layer.window:  # Cache.update refuses tokens beyond it
+                continue
+            if slides:
+                break  # the library knows it
+            raise ValueError(f"skimkv: {type(module).__name__} passes {name}, which is not supported")
+        else:
+            scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            softmax: SoftmaxOptions = {"scale": scale, "softcap": kwargs.get("softcap")}
+            if sinks is not None:
+                if sinks.shape != query.shape[1:2]:
+                    what = f"must be one sink for each of {query.shape[1]} heads"
+                    raise ValueError(f"s_aux is {tuple(sinks.shape)}; {what}")
+                softmax["sinks"] = sinks.float().view(key.shape[1], -1)
+            elif module._parameters.get("sinks") is not None:  # getattr() of what a module lacks takes long
+                raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
             y = layer.attend(query, key, value, attention_mask, softmax)
             if y is not None:
                 return y, None
@@ -74,35 +92,6 @@ def attention(
         return attend_in_blocks(module, query, key, value, attention_mask, **kwargs), None
     result: tuple[Tensor, Tensor | None] = _eager(module)(module, query, key, value, attention_mask, **kwargs)
     return result
-
-
-def _options(
-    module: torch.nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any], window: int | None
-) -> tuple[SoftmaxOptions, str | None]:
-    """The options of an attention call, and the first keyword that may change its result in a way that we do not know.
-
-    The arguments are those of `attention`. Raises ValueError for sinks that do not fit the heads.
-    """
-    unknown = None
-    for name, argument in kwargs.items():
-        if argument is None or argument is False or name in KNOWN_KEYWORDS:
-            continue
-        if (name == "dropout" and not argument) or (name == "is_causal" and argument is True):
-            continue
-        if name == "sliding_window" and argument == window:  # Cache.update refuses tokens beyond it
-            continue
-        unknown = name
-        break
-    scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    softmax: SoftmaxOptions = {"scale": scale, "softcap": kwargs.get("softcap")}
-    if sinks is not None:
-        if sinks.shape != query.shape[1:2]:
-            raise ValueError(f"s_aux is {tuple(sinks.shape)}; must be one sink for each of {query.shape[1]} heads")
-        softmax["sinks"] = sinks.float().view(key.shape[1], -1)
-    elif module._parameters.get("sinks") is not None:  # getattr() of what a module lacks takes long
-        raise ValueError(f"skimkv: {type(module).__name__} has attention sinks and does not pass them as s_aux")
-    return softmax, unknown
 
 
 def _eager(module: torch.nn.Module) -> Any:
