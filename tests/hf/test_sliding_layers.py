@@ -302,3 +302,25 @@ def test_a_token_that_never_reaches_attention_is_noticed():
     with pytest.raises(RuntimeError, match="never reached the attention function"):
         cache.update(k, v, 1)
     skimkv.detach(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+@torch.no_grad()
+def test_a_short_text_takes_no_memory_of_the_whole_window():
+    """The store grows as the text does, in steps of all layers and of a loop that prepares one from the other."""
+    model, most = copy.deepcopy(family("gemma3")), 599
+    model.config.sliding_window = most + 1
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = most + 1 if layer.self_attn.sliding_window else None
+    model.config.max_position_embeddings = 2000
+    settings = {"do_sample": False, "eos_token_id": None}
+    text, expected = prompt(2, 9), model.generate(prompt(2, 9), max_new_tokens=800, **settings)
+    cache, slots = skimkv.Cache(model, "Dense()"), []
+    slid = next(layer for layer in cache.layers if isinstance(layer, SlidingLayer))
+    for _ in range(8):
+        text = model.generate(text, past_key_values=cache, max_new_tokens=100, **settings)
+        slots.append(slid.store.capacity)
+    assert slots == [128, 256, 512, 512, 512, most, most, most]
+    assert torch.equal(text, expected)
+    skimkv.detach(model)

@@ -90,7 +90,11 @@ class CacheStep:
                 break
             self._locked.append((layer, store))
             is_same = layer.seen == self.seen and layer.store is store and store.lengths is lengths
-            if not is_same or (type(layer) is Layer and layer.window is not None and layer.window <= self.seen):
+            if type(layer) is SlidingLayer:
+                has_room = layer.has_room
+            else:
+                has_room = layer.window is None or layer.window > self.seen
+            if not is_same or not has_room:
                 break
             if not backend.prepare_next(kernel, store):
                 break

@@ -21,6 +21,7 @@ from ..stores.memory import ordinary_tensors
 from ..stores.slots import Slots
 from .layer import MARK
 
+LEAST_SLOTS = 128  # of a store whose text is shorter than the window
 HIDES = "_skimkv_hides"  # the attribute of a mask that says whether it hides anything
 
 
@@ -92,6 +93,12 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return torch.Size((B, H, min(self.cumulative_length, self.sliding_window - 1), D))
 
     @property
+    def has_room(self) -> bool:
+        """Whether the store takes another token without dropping one that it sees."""
+        store = self.store
+        return store is not None and (store.capacity == self.sliding_window - 1 or max(store.filled) < store.capacity)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the tokens occupy that it keeps."""
         return 2 * self.kept.numel() * self.dtype.itemsize if self.is_initialized else 0
@@ -118,7 +125,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         One token waits for that call, since only it knows the mask: the call goes to `attend`, or takes the token by
         `take`. A block is the library's.
         """
-        if key_states.shape[2] != 1 or not self.is_initialized:
+        if key_states.shape[2] != 1 or not key_states.is_cpu or not self.is_initialized:
             return self.take(key_states, value_states)
         setattr(key_states, MARK, self)
         self.pending = value_states
@@ -155,7 +162,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if self.cumulative_length != seen or self.sliding_window < 2 or self.record_past:
             return None
         pads = [seen - n for n in lengths]
-        if self.store is None or self._pads != pads:
+        if self.store is None or self._pads != pads or not self.has_room:
             self.store = self._new_store(pads, G)
             self._pads = pads
         store = self.store
@@ -169,8 +176,10 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         B, H, n, D = keys.shape
         if len(pads) != B or ops.backend_for(keys.device, D) is None:
             return None
+        most = self.sliding_window - 1
+        slots = most if 2 * n > most else min(most, max(2 * n, LEAST_SLOTS))  # a short text has no use for the others
         with ordinary_tensors():
-            store = self.method.store(Shape(B, H, G, D), keys.dtype, keys.device)
+            store = LMInfinite(k=slots, initial=0).store(Shape(B, H, G, D), keys.dtype, keys.device)
         dropped = self.cumulative_length - n
         store.append(keys, values, [max(0, pad - dropped) for pad in pads])
         store.workspace = self.workspace
