@@ -290,6 +290,20 @@ def test_a_keyword_that_only_the_library_knows_is_left_to_it():
     assert layer.get_seq_length() == 10 and layer.pending is None
 
 
+@pytest.mark.skipif(not NATIVE, reason="the native library is not built")
+@torch.no_grad()
+def test_a_store_that_another_thread_uses_is_not_left():
+    model = family("gemma3")
+    cache = skimkv.Cache(model, "Dense()")
+    for ids in (prompt(1, 12), prompt(1, 1)):
+        model(ids, past_key_values=cache)
+    slid = next(layer for layer in cache.layers if isinstance(layer, SlidingLayer))
+    with slid.store.exclusive(), pytest.raises(RuntimeError, match="in use by another thread"):
+        copy.deepcopy(cache)
+    assert copy.deepcopy(cache).layers[0].keys.shape[2] == 7
+    skimkv.detach(model)
+
+
 @torch.no_grad()
 def test_a_token_that_never_reaches_attention_is_noticed():
     model = family("gemma3")

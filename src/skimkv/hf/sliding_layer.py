@@ -187,18 +187,23 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return store
 
     def _leave_store(self) -> None:
-        """Make tensors of what stands in the store, with zeros for padding."""
-        store, self.store = self.store, None
+        """Make tensors of what stands in the store, with zeros for padding.
+
+        Raises RuntimeError if another thread uses it.
+        """
+        store = self.store
         if store is None:
             return
         B, H, _, D = store.shape
         n = min(self.cumulative_length, self.sliding_window - 1)
-        for name, slots in (("keys", store.k), ("values", store.v)):
-            x = slots.new_zeros(B, H, n, D)
-            for b, kept in enumerate(store.filled):
-                oldest = store.slot_of(store.lengths[b], store.budget[b]) if kept == store.budget[b] else 0
-                x[b, :, n - kept :] = torch.cat([slots[b, :, oldest:kept], slots[b, :, :oldest]], 1)
-            self.__dict__[name] = x
+        with store.exclusive():
+            self.store = None
+            for name, slots in (("keys", store.k), ("values", store.v)):
+                x = slots.new_zeros(B, H, n, D)
+                for b, kept in enumerate(store.filled):
+                    oldest = store.slot_of(store.lengths[b], store.budget[b]) if kept == store.budget[b] else 0
+                    x[b, :, n - kept :] = torch.cat([slots[b, :, oldest:kept], slots[b, :, :oldest]], 1)
+                self.__dict__[name] = x
 
 
 def _hides(mask: Any) -> bool:
