@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from .. import ops
 from ..methods import LMInfinite
 from ..ops import SoftmaxOptions
+from ..ops.cpu.library import DTYPES
 from ..stores.base import Shape, Workspace
 from ..stores.memory import ordinary_tensors
 from ..stores.slots import Slots
@@ -174,7 +175,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if keys is None or values is None or not keys.is_cpu or keys.requires_grad or values.requires_grad:
             return None
         B, H, n, D = keys.shape
-        if len(pads) != B or ops.backend_for(keys.device, D) is None:
+        if len(pads) != B or keys.dtype not in DTYPES or ops.backend_for(keys.device, D) is None:
             return None
         most = self.sliding_window - 1
         slots = most if 2 * n > most else min(most, max(2 * n, LEAST_SLOTS))  # a short text has no use for the others
