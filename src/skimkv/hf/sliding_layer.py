@@ -38,6 +38,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def __init__(self, window: int, workspace: Workspace) -> None:
         self.store: Slots | None = None
         self._pads: list[int] = []  # how many of the first tokens of the store's rows were padding
+        self._dropped = 0  # how many tokens the layer had dropped when it made the store
         self.workspace = workspace
         self.pending: Tensor | None = None  # the values of an update that no attention call has consumed yet
         super().__init__(window)  # type: ignore[no-untyped-call]
@@ -91,7 +92,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if store is None:
             return torch.Size([0] * 4) if self.keys is None else self.keys.shape
         B, H, _, D = store.shape
-        return torch.Size((B, H, min(self.cumulative_length, self.sliding_window - 1), D))
+        return torch.Size((B, H, self._kept_tokens(store), D))
 
     @property
     def has_room(self) -> bool:
@@ -181,11 +182,15 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         slots = most if 2 * n > most else min(most, max(2 * n, LEAST_SLOTS))  # a short text has no use for the others
         with ordinary_tensors():
             store = LMInfinite(k=slots, initial=0).store(Shape(B, H, G, D), keys.dtype, keys.device)
-        dropped = self.cumulative_length - n
-        store.append(keys, values, [max(0, pad - dropped) for pad in pads])
+        self._dropped = self.cumulative_length - n
+        store.append(keys, values, [max(0, pad - self._dropped) for pad in pads])
         store.workspace = self.workspace
         self.__dict__.update(keys=None, values=None)
         return store
+
+    def _kept_tokens(self, store: Slots) -> int:
+        """How many tokens of the window there are, padding included. The library counts a new one before it comes."""
+        return min(store.lengths[0] + max(0, self._pads[0] - self._dropped), self.sliding_window - 1)
 
     def _leave_store(self) -> None:
         """Make tensors of what stands in the store, with zeros for padding.
@@ -196,7 +201,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if store is None:
             return
         B, H, _, D = store.shape
-        n = min(self.cumulative_length, self.sliding_window - 1)
+        n = self._kept_tokens(store)
         with store.exclusive():
             self.store = None
             for name, slots in (("keys", store.k), ("values", store.v)):
