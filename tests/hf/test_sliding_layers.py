@@ -225,8 +225,7 @@ class Twins:
 
     def reset(self):
         self.ours.reset()
-        self.stock.reset()
-        self.seen = 0
+        self.stock, self.seen = library(self.model), 0
 
 
 @pytest.mark.slow

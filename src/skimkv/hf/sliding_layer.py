@@ -117,8 +117,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return window
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        self.pending = None
+        """Forget all tokens. Older versions of the library keep zeros in their place, which later tokens would see."""
+        self.pending = self.keys = self.values = None
+        self.is_initialized = False
         super().reset()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
