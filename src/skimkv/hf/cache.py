@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as LibraryCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..methods import parse
@@ -376,8 +375,8 @@ def _rotations(model: PreTrainedModel, method: Method) -> Sequence[KeyRotation |
 def _make_layer(layer: ModelLayer, method: Method, workspace: Workspace) -> Any:
     """The layer of a cache for a layer of the model."""
     if not layer.supported:
-        slides = type(layer.library_cache) is DynamicSlidingWindowLayer and not layer.is_chunked
-        return SlidingLayer(layer.library_cache.sliding_window, workspace) if slides else layer.library_cache
+        cache = layer.library_cache
+        return SlidingLayer(cache.sliding_window, workspace) if layer.slides else cache
     if layer.has_states:
         return LayerWithStates(layer.library_cache.number_of_states, method, workspace, layer.window)
     return Layer(method, workspace, layer.window)

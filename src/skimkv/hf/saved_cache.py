@@ -60,8 +60,8 @@ def save(
             own = pack_fields(layer, tensors, OF_THE_CACHE)
             layers.append({"own": own, "shape": shape, "store": fields})
         else:
-            fields_of = copy.copy(layer)  # whose keys and values are tensors
-            layers.append({"own": pack_fields(fields_of, tensors, OF_THE_CACHE)})
+            twin = copy.copy(layer)  # whose keys and values are tensors
+            layers.append({"own": pack_fields(twin, tensors, OF_THE_CACHE)})
     tensors, described = _apart(tensors), json.dumps(layers)
     header = {
         **belongs_to(cache, model), "tokens": digest_of_tokens(tokens), "count": str(cache.get_seq_length()),

@@ -26,6 +26,26 @@ LEAST_SLOTS = 128  # of a store whose text is shorter than the window
 HIDES = "_skimkv_hides"  # the attribute of a mask that says whether it hides anything
 
 
+class _InOrder:
+    """The keys or the values of a layer: those (B,H,n,D) of its last n tokens, in the order of the text.
+
+    Whoever reads or replaces them finds them as the library keeps them: what stands in the store leaves it.
+    """
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type[Any]) -> Any:
+        if layer is None:
+            return self
+        layer._leave_store()
+        return vars(layer)[self.name]
+
+    def __set__(self, layer: Any, tensor: Tensor | None) -> None:
+        layer._leave_store()
+        vars(layer)[self.name] = tensor
+
+
 class SlidingLayer(DynamicSlidingWindowLayer):
     """The library's layer of a sliding window, whose keys and values are its tensors, or stand in a store meanwhile.
 
@@ -33,6 +53,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     `keys` or `values`, as all of the library's code does. workspace: as of Layer.
     """
 
+    keys, values = _InOrder(), _InOrder()
     rotation = None  # of keys, which this layer never turns: as of Layer
 
     def __init__(self, window: int, workspace: Workspace) -> None:
@@ -49,28 +70,6 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return vars(self)
 
     @property
-    def keys(self) -> Tensor | None:
-        """The keys (B,H,n,D) of the last n tokens, in the order of the text; None before the first block."""
-        self._leave_store()
-        return self.__dict__["keys"]  # type: ignore[no-any-return]
-
-    @keys.setter
-    def keys(self, keys: Tensor | None) -> None:
-        self._leave_store()
-        self.__dict__["keys"] = keys
-
-    @property
-    def values(self) -> Tensor | None:
-        """The values (B,H,n,D) of the same tokens."""
-        self._leave_store()
-        return self.__dict__["values"]  # type: ignore[no-any-return]
-
-    @values.setter
-    def values(self, values: Tensor | None) -> None:
-        self._leave_store()
-        self.__dict__["values"] = values
-
-    @property
     def seen(self) -> int:
         """How many tokens the layer has seen, those that it has dropped included."""
         seen: int = self.cumulative_length
@@ -78,6 +77,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @seen.setter
     def seen(self, seen: int) -> None:
+        """Set the number, after a step that a kernel took."""
         self.cumulative_length = seen
 
     @property

@@ -57,6 +57,11 @@ class ModelLayer(NamedTuple):
         return isinstance(self.library_cache, LinearAttentionLayer)
 
     @property
+    def slides(self) -> bool:
+        """Whether the layer keeps the keys and values of a sliding window, and nothing else."""
+        return type(self.library_cache) is DynamicSlidingWindowLayer and not self.is_chunked
+
+    @property
     def attends(self) -> bool:
         """Whether the layer keeps keys and values."""
         return isinstance(self.library_cache, CacheLayerMixin)
