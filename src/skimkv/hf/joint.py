@@ -100,53 +100,32 @@ class _JointLayerWithStates(KeepsStates, JointLayer):  # type: ignore[no-untyped
     """A joint layer that keeps states besides, one for each of its rows."""
 
 
-class JointSlidingLayer(AttentionLayer):  # type: ignore[no-untyped-call]
+class JointSlidingLayer(JointLayer):  # type: ignore[no-untyped-call]
     """The same sliding layer of several caches of one row: each row attends to what its own part keeps."""
 
-    def __init__(self, parts: Sequence[SlidingLayer]) -> None:
-        super().__init__()
-        self.parts = list(parts)
-        self.window = parts[0].sliding_window
-        self.seen = max(part.seen for part in parts)
-        self.rows = list(_rows(1 for _ in parts))
-
-    @property
-    def cached_tokens(self) -> list[int] | None:
-        """How many tokens each row has seen."""
-        return [part.seen for part in self.parts]
+    parts: list[Any]  # each a SlidingLayer
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
-        """Let every row attend with one token. Shapes as in AttentionLayer.attend_block.
+        """Raise ValueError: rows that are joined take one token each."""
+        raise ValueError(f"{k.shape[2]} tokens a row: rows that are joined take one token each")
 
-        Raises ValueError if there are several tokens a row.
-        """
-        _B, _H, _G, n, _ = q.shape
-        if n != 1:
-            raise ValueError(f"{n} tokens a row: rows that are joined take one token each")
+    def attend_token(self, q: Tensor, k: Tensor, v: Tensor, softmax: SoftmaxOptions) -> Tensor:
+        """Let every part attend with the new token of its row. Shapes as in AttentionLayer.attend_token."""
         y = []
-        for b, part in enumerate(self.parts):
-            own_q, own_k, own_v = q[b : b + 1], *part.update(k[b : b + 1], v[b : b + 1])
-            answer = part.attend(own_q.flatten(1, 2), own_k, own_v, None, softmax)
+        for part, rows in zip(self.parts, self.rows, strict=True):
+            own, token = q[rows], part.update(k[rows, :, None], v[rows, :, None])
+            answer = part.attend(own.flatten(1, 2)[:, :, None], *token, None, softmax)
             if answer is None:
-                answer = _library_attention(own_q, *part.take(own_k, own_v), softmax)
-            y.append(answer.view(own_q.shape))
+                keys, values = part.take(*token)
+                answer = _library_attention(own[..., None, :], keys, values, softmax)
+            y.append(answer.reshape(own.shape))
         self.seen += 1
         return torch.cat(y)
 
     def _padding(self, mask: Tensor | None, n: int) -> list[int] | None:
         return None  # the mask is for rows of one length; each row's own keys are what it sees
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the cached tokens of all parts occupy."""
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def allocated(self) -> int:
-        """Bytes that are allocated for all parts."""
-        return sum(part.allocated for part in self.parts)
 
 
 def _library_attention(q: Tensor, keys: Tensor, values: Tensor, softmax: SoftmaxOptions) -> Tensor:
@@ -235,7 +214,7 @@ class _JointStep:
     def __init__(self, cache: JointCache, dtype: torch.dtype, attention: Sequence[LayerAttention]) -> None:
         self.cache, self.attention = cache, attention
         self.addresses: list[int | None] = []
-        self._locked: list[tuple[JointLayer | JointSlidingLayer, Sequence[Store]]] = []
+        self._locked: list[tuple[JointLayer, Sequence[Store]]] = []
         self._given: list[GivenPositions | None] = []  # of the rows of every part, the same in all layers
         layers: list[Any] = cache.layers
         try:
@@ -245,9 +224,7 @@ class _JointStep:
             self.release()
             raise
 
-    def _operations(
-        self, layer: JointLayer | JointSlidingLayer, dtype: torch.dtype, attention: LayerAttention
-    ) -> list[int] | None:
+    def _operations(self, layer: JointLayer, dtype: torch.dtype, attention: LayerAttention) -> list[int] | None:
         """The addresses of the operations of a layer's parts, whose stores are locked; None if one has none."""
         kernels, stores, parts = list[Any](), list[Store](), list[Decoding](layer.parts)
         for part in parts:
@@ -279,10 +256,8 @@ class _JointStep:
             """Take a token into layer i of every cache, and attend."""
             layer, softmax = layers[i], self.attention[i].softmax
             layer.given = self.cache.given
-            if isinstance(layer, JointSlidingLayer):
-                y = layer.attend_block(q.unflatten(1, (k.shape[1], -1)), k, v, pad=None, **softmax)
-            else:
-                y = layer.attend_token(q.view(*k.shape[:2], -1, k.shape[3]), k[:, :, 0], v[:, :, 0], softmax)
+            tokens = q.view(*k.shape[:2], -1, k.shape[3]), k[:, :, 0], v[:, :, 0]
+            y: Tensor = layer.attend_token(*tokens, softmax)
             return y.reshape(q.shape).transpose(1, 2)
 
         return attend
