@@ -43,6 +43,7 @@ import torch
 from skimkv import ops
 from skimkv.bench import attention as bench_attention
 from skimkv.bench import figures
+from skimkv.bench import models as bench_models
 from skimkv.bench import token as bench_token
 from skimkv.bench.machine import Cpu, Cuda, Machine
 from skimkv.methods import parse
@@ -116,7 +117,10 @@ SEARCHES = [
     Search("scores", SPARQ, WIDE, {"block": (64, 128, 256), **LOADS, **PROGRAMS}),
     Search("quantised_scores", INT8, WIDE, {"block": (128, 256), **LOADS, **PROGRAMS}),
     Search("choose", SPARQ, LONG,
-           {"tile": (1024, 2048, 4096, 8192), "block": (32, 64, 128), **LOADS, **PROGRAMS}),
+           {"tile": (2048, 4096, 8192), "group": (4, 8), "list": (512, 1024, 2048), "warps": (2, 4, 8), **PROGRAMS}),
+    Search("attend_alone", SPARQ, SHORT, {"block": (16, 32, 64), "warps": (1, 2, 4), "stages": (1, 3)}),
+    Search("attend_few", SPARQ, LONG, {"block": (16, 32, 64), "warps": (2, 4, 8), "stages": (1, 3)}),
+    Search("attend", SPARQ, GROUPED, {"block": (16, 32, 64), "warps": (2, 4), "stages": (3, 5, 7)}),
     Search("slots", "H2O(k=1024)", MEDIUM,
            {"block": (32, 64, 128), "stages": (2, 3), "tile": (512, 1024), **PROGRAMS}),
 ]  # fmt: skip
@@ -128,7 +132,7 @@ def run_tests(python: list[str], tests: list[str], *options: str) -> dict[str, A
     start = time.time()
     done = subprocess.run(
         [*python, *arguments, *options, *tests], cwd=HERE.parent / "tests", capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent / "src")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout[-500:])}
     lines = (done.stdout + done.stderr).splitlines()
@@ -350,12 +354,14 @@ def memory(run: Run) -> None:
 
 
 def token(run: Run) -> None:
-    """Measure a whole compiled token of llama-2-7b against what the bytes allow. A dry run leaves it out."""
-    if run.dry:
-        run.record(skipped="a whole token is not interpreted")
-        return
+    """Measure a whole compiled token of llama-2-7b against what the bytes allow; in a dry run, one of a tiny model."""
     load_tuned(run.folder)
-    result = bench_token.token(run.machine, "llama-2-7b", None, "bfloat16", [65536], [SPARQ], 25, compile=True)
+    if run.dry:
+        shape, layers, weights, length, rounds = "smollm-135m", 1, "float32", 300, 1
+    else:
+        shape, layers, weights, length, rounds = "llama-2-7b", None, "bfloat16", 65536, 25
+    subject = bench_models.random_subject(shape, layers, weights, length + 1024, run.machine.device)
+    result = bench_token.time_tokens(run.machine, subject, [length], [SPARQ], rounds, compile=not run.dry)
     row = next(row for row in result["rows"] if row["method"] == SPARQ)
     share = row["speedup_dense"] / row["speedup_allowed"]
     print(f"SparQ {row['speedup_dense']:.2f} times dense; the bytes allow {row['speedup_allowed']:.2f}: {share:.0%}")

@@ -12,7 +12,7 @@ import torch
 from skimkv import ops
 from skimkv.bench import attention as bench
 from skimkv.bench import machine as machines
-from skimkv.bench.machine import Cpu, Cuda
+from skimkv.bench.machine import Cpu, Cuda, nothing
 from skimkv.bench.rounds import SELDOM
 from skimkv.methods import Dense, parse
 from skimkv.stores.base import Shape
@@ -176,3 +176,26 @@ def test_on_a_gpu():
         methods = ["SparQ(r=32, k=128)", "H2O(k=256)"]
         out = bench.attention(Cuda(), Shape(1, 8, 1, 128), [2048], methods, torch.float16, 3)
     assert {row["method"] for row in out["rows"]} >= {"Dense()", "SparQ(r=32, k=128)", "H2O(k=256)"}
+
+
+@pytest.mark.parametrize("sets", [1, 3])
+def test_a_step_that_is_timed_several_times_at_once_counts_once(sets):
+    """On a machine that times at least eight steps together, on one set of caches or on several."""
+    steps = [0]
+
+    class Counter(StandInGpu):
+        """A machine on which every step takes a second."""
+
+        least_steps = 8
+
+        def seconds(self, call):
+            before = steps[0]
+            call()
+            return float(steps[0] - before) or 1.0  # of a copy of memory
+
+    def step():
+        steps[0] += 1
+
+    candidate = bench.Candidate([bench.Step(step, nothing)] * sets)
+    timings, _ = bench.race(Counter(), {"Dense()": candidate}, 3)
+    assert timings.ms("Dense()") == 1e3

@@ -11,7 +11,7 @@ from skimkv.stores.base import map_tensors
 from support import steps
 from support.kernels import close, exact, filled
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device  # with its number
 NEEDS_TRITON = pytest.mark.skipif(launch.missing is not None, reason=str(launch.missing))
 NAN_MEMORY = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter: unused memory is NaN
 

@@ -25,7 +25,7 @@ from ..stores.base import Store
 
 LEAST_FLUSH = 192 << 20  # bytes that are read, at least, to drive everything else out of a CPU's caches
 CPUS = Path("/sys/devices/system/cpu")
-COPY_BYTES = 1 << 30  # bytes that are copied to measure a GPU's bandwidth: read once and written once
+COPY_BYTES = 1 << 30  # bytes of a buffer that is read or copied to measure a GPU's bandwidth
 Call = Callable[[], Any]
 
 
@@ -37,8 +37,8 @@ class Machine(ABC):
     """What a benchmark needs to know of the machine it runs on, and how it takes times there.
 
     name: processor with the instruction set in use, or GPU and software, for people. device: where caches lie.
-    threads: of a step; 0 on a GPU. peak: how the bandwidth is measured, "read" or "copy". cache_bytes: of the cache
-    that several sets of key-value caches, taken in turn, must exceed; 0 where `between_calls` empties it instead.
+    threads: of a step; 0 on a GPU. peak: how the bandwidth is measured, "read" or "read or copy". cache_bytes: of the
+    cache that several sets of key-value caches, taken in turn, must exceed; 0 where `between_calls` empties it instead.
     dense_dtypes: types in which PyTorch's dense attention is measured besides the cache's own. least_steps: steps that
     are timed together at least.
     """
@@ -190,7 +190,7 @@ class RunQueueClock:
 class Cuda(Machine):
     """A CUDA GPU. Raises ValueError if PyTorch sees none, or if our kernels do not run there."""
 
-    peak = "copy"
+    peak = "read or copy"
     threads = 0
     dense_dtypes = ()
     least_steps = 8  # so that the time between an event and the first kernel does not count
@@ -214,9 +214,13 @@ class Cuda(Machine):
         return int(torch.cuda.mem_get_info(self.device)[0]) - 2 * COPY_BYTES
 
     def bandwidth_calls(self) -> dict[str, tuple[Call, int]]:
-        """Return a copy of memory, which reads as many bytes as it writes."""
+        """Return a copy of memory, which reads as many bytes as it writes, and two ways to read it only."""
         source, target = torch.ones(2, COPY_BYTES // 4, device=self.device)
-        return {"copy": (partial(target.copy_, source), 2 * COPY_BYTES)}
+        return {
+            "copy": (partial(target.copy_, source), 2 * COPY_BYTES),
+            "read: sum": (source.sum, COPY_BYTES),
+            "read: product": (partial(torch.dot, source, target), 2 * COPY_BYTES),
+        }
 
     def capture(self, call: Call) -> Call:
         """Return the replay of one CUDA graph with all kernels of the call."""

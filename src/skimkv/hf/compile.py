@@ -106,7 +106,7 @@ class _GraphLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 def is_of_graph(cache: Any) -> bool:
     """Whether this is the cache that stands in a CompiledForward's graph."""
-    return cache is not None and bool(cache.layers) and type(cache.layers[0]) is _GraphLayer
+    return cache is not None and len(cache.layers) > 0 and type(cache.layers[0]) is _GraphLayer
 
 
 class CompiledForward:

@@ -133,7 +133,8 @@ class Store(Part, abc.ABC):
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", kv: str | None = None
     ) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self.shape, self.dtype = shape, dtype
+        self.device = torch.empty(0, device=device).device  # with its number, which those of tensors have
         self.row_format = RowFormat(shape.D, kv)
         self.lengths = [0] * shape.B
         self.elements = 0
