@@ -64,8 +64,8 @@ KERNEL_FILES = "skimkv/ops/gpu/kernels/"
 # What a kernel is called in the table.
 NAMES = {
     "scores_kernel": "sparq_scores", "channel_scores_kernel": "sparq_scores",
-    "choose_channels_kernel": "sparq_channels", "choose_kernel": "sparq_choose", "dense_kernel": "dense",
-    "append_kernel": "append", "slots_kernel": "slots",
+    "choose_channels_kernel": "sparq_channels", "choose_kernel": "sparq_choose", "attend_kernel": "sparq_attend",
+    "dense_kernel": "dense", "append_kernel": "append", "slots_kernel": "slots",
 }  # fmt: skip
 
 
@@ -106,9 +106,9 @@ def tiles(launch_: Launch) -> float:
 
 
 def candidates(launch_: Launch) -> int:
-    """Return how many candidates the tiles of a KV head leave."""
+    """Return how many groups of positions the tiles of a KV head leave."""
     a = launch_.arguments
-    return -(-launch_.case.length // a.TILE) * min(a.candidates.k, a.TILE)
+    return int(-(-launch_.case.length // a.TILE) * min(a.candidates.k, a.TILE // a.GROUP))
 
 
 def attended(launch_: Launch) -> int:
@@ -139,17 +139,19 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     "top_channels: for start in range(0, D, CHANNEL_BLOCK)": lambda at: at.arguments.D / 16,
     # at the lengths of the targets no group of tokens is open
     "scores_kernel: for i in range(tl.maximum(closed, start), stop, BLOCK)": lambda at: 0,
-    "best_of_tile: for head in range(0, query.G)": lambda at: at.arguments.query.G,
+    "ranks: for head in range(0, query.G)": lambda at: at.arguments.query.G,
     "threshold_of_tile: for _ in range(2)": lambda at: 2,
     "threshold_of_list: for _ in range(2)": lambda at: 2,
-    "threshold_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
+    "threshold_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
     "threshold_of_tile: while low < high": lambda at: BISECTIONS,
     "threshold_of_list: while low < high": lambda at: BISECTIONS,
-    "count_reaching: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
-    "best_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.TILE),
-    "best_of_tile: for j in range(tl.minimum(want, TILE), tl.minimum(k, TILE), TILE)": lambda at: 0,
-    "attend_chosen: for i in tl.range(0, count, BLOCK, num_stages=STAGES)":
-        lambda at: -(-attended(at) // at.arguments.CHOSEN_BLOCK),
+    "count_reaching: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
+    "best_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
+    "best_of_tile: for j in range(tl.minimum(want, TILE), tl.minimum(most, TILE), TILE // GROUP)": lambda at: 0,
+    "attend_as_group: for i in tl.range(0, count, BLOCK, num_stages=STAGES)":
+        lambda at: -(-attended(at) // at.arguments.BLOCK),
+    "attend_alone: for i in tl.range(0, count, BLOCK, num_stages=STAGES)":
+        lambda at: -(-attended(at) // at.arguments.BLOCK),
     "chosen_mass: for head in range(0, query.G)": lambda at: at.arguments.query.G,
     "chosen_mass: for i in range(0, count, MASS_BLOCK)": lambda at: -(-attended(at) // launch.MASS_BLOCK),
     "dense_kernel: for head in range(0, G)": lambda at: at.arguments.query.G,
@@ -161,7 +163,7 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     "append_kernel: for first in range(0, R, APPENDED_CHANNELS)": lambda at: at.arguments.pages.R / 128,
 }  # fmt: skip
 # Functions that only the program which arrives last at a row and KV head runs.
-BY_THE_LAST = {"attend_chosen", "best_of_list", "merge_parts", "find_victim", "add_scores"}
+BY_THE_LAST = {"best_of_groups", "best_of_list", "merge_parts", "find_victim", "add_scores"}
 OF_SEVERAL_TILES = {"best_of_list"}
 
 
@@ -425,7 +427,7 @@ class Compiler:
         q, k, v = (torch.empty(B, H, *rest, D, dtype=DTYPE, device="meta") for rest in ((G,), (), ()))
         store = method.store(case.shape, DTYPE, "meta")
         if isinstance(store, Full):
-            store._lengths = [case.length - 1] * B
+            store.lengths = [case.length - 1] * B
             store.reserve()
         kernel = method.kernel(store)
         assert kernel is not None, spec

@@ -88,7 +88,7 @@ def test_settings_with_a_wrong_result_are_not_timed(monkeypatch, tmp_path, setti
 def test_a_stopped_search_leaves_the_best_so_far_to_later_steps(monkeypatch, tmp_path, settings):
     """And what other kernels had. Later steps load the file; the half-written one has another name."""
     run = script.Run(None, tmp_path, "tune", dry=True)
-    (tmp_path / "tuned.json").write_text('{"choose": {"tile": 1024, "block": 64, "warps": 8, "programs": 2}}')
+    (tmp_path / "tuned.json").write_text('{"choose": {"tile": 1024, "group": 8, "warps": 8, "programs": 2}}')
 
     def stopped(run, search, keep):
         keep({"programs": 12})
@@ -101,7 +101,7 @@ def test_a_stopped_search_leaves_the_best_so_far_to_later_steps(monkeypatch, tmp
     measured = []
     monkeypatch.setattr(script, "targets", lambda run: measured.append(settings.channel_scores.programs))
     script.tuned(run)
-    assert measured == [12] and settings.choose == launch.ChooseLaunch(tile=1024, block=64, warps=8, programs=2)
+    assert measured == [12] and settings.choose == launch.ChooseLaunch(tile=1024, group=8, warps=8, programs=2)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["results.jsonl", "tuned.json"]
 
 
@@ -122,7 +122,7 @@ def test_the_parts_of_a_step_share_its_time(monkeypatch, tmp_path):
     assert limits[0] == step.limit / len(script.SEARCHES) and limits == sorted(limits) and sum(limits) > step.limit
     assert now[0] <= step.limit and commands == [["tune", str(i)] for i in range(len(script.SEARCHES))]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [line["ended"] for line in lines] == ["ok", "stopped", "ok", "ok", "ok", "ok"]
+    assert [line["ended"] for line in lines] == ["ok", "stopped", *["ok"] * (len(script.SEARCHES) - 2)]
     assert [len(step.parts) for step in script.STEPS.values()] == [1, 1, 1, len(script.SEARCHES), 1, 3]
 
 

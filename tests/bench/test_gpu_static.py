@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 # Warp instructions for 256 tokens and KV head that step 1 may take, by its channels, where a query head is alone.
 MOST_OF_STEP_1 = {"copy": 1200, "int8": 1800, "int4": 2000}
 # All warp instructions of a kernel for one KV head of 4096 tokens: about a fifth above what Triton 3.9 compiles.
-MOST_OF_KERNEL = {"append": 2200, "sparq_channels": 1100, "sparq_choose": 31000, "dense": 140000}
+MOST_OF_KERNEL = {
+    "append": 2200, "sparq_channels": 1100, "sparq_choose": 14000, "sparq_attend": 9500, "dense": 140000,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_the_counts_of_the_shortest_target_stay_below_their_bounds():
         row = step_1[channels]
         assert row["instructions_per_256"] <= most and row["barriers_per_256"] == row["stack"] == 0, row
         assert row["group"] == 1 and row["blocks_per_multiprocessor"] >= 16, row
-    assert all(row["buffers"] >= 2 for row in rows if row["kernel"] in ("dense", "sparq_choose")), rows
+    assert all(row["buffers"] >= 2 for row in rows if row["kernel"] == "dense"), rows
     assert {row["kernel"] for row in rows} == {"sparq_scores", *MOST_OF_KERNEL}
     for row in rows:
         assert row["instructions_per_kv_head"] <= MOST_OF_KERNEL.get(row["kernel"], 10**6), row

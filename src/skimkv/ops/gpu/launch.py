@@ -74,16 +74,36 @@ class SlotsLaunch(SplitLaunch):
 class ChooseLaunch:
     """The choice of positions, after step 1 in a launch of its own.
 
-    tile: positions in which one threshold is sought. block: chosen positions that are attended to at a time.
-    warps, programs, stages: as in SplitLaunch. Positions are loaded before a block, and then their places in the table,
-    so 7 stages keep two blocks.
+    tile: positions in which one threshold is sought. group: of neighbouring positions that are chosen together first,
+    at most. list: groups of several tiles that the last program looks at together, at most. warps, programs: as in
+    SplitLaunch.
     """
 
     tile: int
+    warps: int
+    group: int = 4
+    list: int = 1024
+    programs: int | None = None
+
+    def group_of(self, most: int) -> int:
+        """Return how many neighbours are chosen together where a tile has `most` positions to choose, at most.
+
+        The positions of the groups that are chosen fill no more than half a tile; else there is nothing to gain.
+        """
+        return next((n for n in (self.group, self.group // 2, self.group // 4) if 2 * pad(n * most) <= self.tile), 1)
+
+
+@dataclass(frozen=True)
+class AttendLaunch:
+    """Attention to the chosen positions, one program for each row and KV head. block: positions at a time.
+
+    warps, stages: as in SplitLaunch. Positions are loaded before a block, and then their places in the table, so 7
+    stages keep two blocks in shared memory.
+    """
+
     block: int
     warps: int
-    programs: int | None = None
-    stages: int = 7
+    stages: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,10 @@ class LaunchSettings:
     channel_scores: PageLaunch = field(default=PageLaunch())
     scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4))
     quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4))
-    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, block=32, warps=4))
+    choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, warps=4))
+    attend: AttendLaunch = field(default=AttendLaunch(block=32, warps=4, stages=7))
+    attend_alone: AttendLaunch = field(default=AttendLaunch(block=16, warps=2, stages=1))  # one query head a KV head
+    attend_few: AttendLaunch = field(default=AttendLaunch(block=32, warps=4, stages=1))  # and a multiprocessor a row
     slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4))
 
 
@@ -196,11 +219,12 @@ class Scores(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The choice of positions: the best of every tile, then the best of all."""
+    """The choice of positions: the best groups of every tile, the best of all, and the best positions of these."""
 
-    weights: Tensor  # (B*H, room) int32, which order as the weights do
-    positions: Tensor  # (B*H, room) int32
-    chosen: Tensor  # (B*H, k) int32
+    weights: Tensor  # (B*H, room) int32, which order as the largest weights of groups do
+    groups: Tensor  # (B*H, room) int32
+    listed: Tensor  # (B*H, k) int32: the best groups of several tiles
+    chosen: Tensor  # (B*H, k) int32: positions
     counter: Tensor  # (B*H,) int32, zero between launches
     room: int
     programs: int  # that share the tiles of a row and KV head

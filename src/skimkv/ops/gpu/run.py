@@ -8,6 +8,7 @@ table serves all layers, and it is written in place: a captured graph of a step 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from ...stores.row_blocks import RowBlockLayout, RowBlocks
 from ...stores.slots import Slots
 from ..blocks import check_sinks
 from ..step import KernelStep, SoftmaxOptions, Token
-from . import device, launch
+from . import device, launch, occupancy
 from .launch import (
     APPEND_WARPS,
     LAYOUTS,
@@ -61,6 +62,7 @@ from .tables import (
 with contextlib.suppress(ImportError):  # launch.missing says why
     from .kernels.append import append_kernel
     from .kernels.append_slots import append_slots_kernel
+    from .kernels.attend import attend_kernel
     from .kernels.channels import channel_scores_kernel, choose_channels_kernel
     from .kernels.choose import choose_kernel
     from .kernels.dense import dense_kernel
@@ -321,7 +323,7 @@ def _cached_pages(store: Full, view: PageView) -> CachedPages:
     return CachedPages(view.table, lengths, tail, v_mean, store.R)
 
 
-def _constants(batch: Batch, query: Query, settings: launch.SplitLaunch | launch.ChooseLaunch) -> dict[str, Any]:
+def _constants(batch: Batch, query: Query, settings: launch.SplitLaunch | launch.AttendLaunch) -> dict[str, Any]:
     """Return what all split kernels are compiled with: sizes, padded, types, the parts of a softmax, and settings."""
     _, _, G, D = query.q.shape
     return {
@@ -393,22 +395,51 @@ def _run_chosen(step: KernelStep, rows: PagedRows, query: Query) -> Tensor:
     ("top_k") scores exactly, and sums the chosen values by these scores; the oracle and the low rank of figure 7a take
     the softmax anew over the chosen positions, as SparQ does.
     """
-    batch, settings, scoring = rows.batch, SETTINGS.choose, _scoring_of(step, rows, query)
+    batch, scoring = rows.batch, _scoring_of(step, rows, query)
     few = batch.shape.G <= MOST_HEADS_OF_WARP and scoring.channels <= MOST_CHANNELS_OF_WARP
     score = _score_by_channels if few and scoring.layout != LAYOUTS["none"] else _score_by_products
     scores = score(rows, scoring)
+    candidates = _choose(step, rows, query, scores)
+    alone, limits = batch.shape.G == 1, occupancy.limits_of(batch.device)
+    few_rows = limits is not None and batch.heads <= limits.multiprocessors
+    settings = (SETTINGS.attend_few if few_rows else SETTINGS.attend_alone) if alone else SETTINGS.attend
     constants = {
         **_constants(batch, query, settings), "SINKS": _has_sinks(query), "TYPE": types()[batch.dtype],
         "SP": pad(scores.splits, 2), "RENORMALISE": step.operation != "top_k", "MEAN": step.mean_value,
-        "ALONE": batch.shape.G == 1, "TILE": settings.tile,
-        "CHOSEN_BLOCK": fit_block(settings.block, _row_bytes(batch)),
+        "BLOCK": fit_block(settings.block, _row_bytes(batch)), **({"GP": 1} if alone else {}),
     }  # fmt: skip
+    attend_kernel[batch.heads,](query, rows.pages, scores, candidates, **constants)
+    return query.y
+
+
+def _choose(step: KernelStep, rows: PagedRows, query: Query, scores: Scores) -> Candidates:
+    """Choose positions by their scores, and return where they are."""
+    batch, settings, k = rows.batch, SETTINGS.choose, min(step.k - step.local, rows.room)
+    tiles = -(-rows.room // settings.tile)
+    group = settings.group_of(min(k, settings.tile))
+    most = min(k, settings.tile // group)
+    constants = {
+        "SP": pad(scores.splits, 2), "TILE": settings.tile, "GROUP": group, "SINKS": _has_sinks(query),
+        "LIST": min(settings.list, pad(tiles * most)), "CANDIDATES": pad(group * most), "ALONE": batch.shape.G == 1,
+        "num_warps": settings.warps,
+    }  # fmt: skip
+
+    def candidates(programs: int) -> Candidates:
+        """Return scratch memory for the best groups of every tile and for the positions."""
+        integers = functools.partial(scratch, batch, dtype=torch.int32)
+        return Candidates(
+            weights=integers("weights", batch.heads * tiles * most),
+            groups=integers("groups", batch.heads * tiles * most),
+            listed=integers("listed", batch.heads * k), chosen=integers("chosen", batch.heads * k),
+            counter=integers("counter", batch.heads), room=tiles * most, programs=programs, k=k, local=step.local,
+        )  # fmt: skip
+
     split = SplitKernel(
         choose_kernel, settings.programs, constants,
-        lambda programs: (query, rows.pages, scores, _candidates(step, rows, programs)),
+        lambda programs: (query, rows.pages, scores, candidates(programs)),
     )  # fmt: skip
-    split.launch(batch, count_splits(batch, -(-rows.room // settings.tile), split))
-    return query.y
+    found: Candidates = split.launch(batch, count_splits(batch, tiles, split))[-1]
+    return found
 
 
 def _score_by_channels(rows: PagedRows, scoring: Scoring) -> Scores:
@@ -461,19 +492,6 @@ def _scores(rows: PagedRows, splits: int, r: int, channels: int) -> Scores:
         stats=scratch(batch, "stats", batch.heads * splits * G * 2),
         channels=scratch(batch, "channels", batch.heads * channels, torch.int32),
         weights=scratch(batch, "channel weights", batch.heads * G * channels), width=width, splits=splits, r=r,
-    )  # fmt: skip
-
-
-def _candidates(step: KernelStep, rows: PagedRows, programs: int) -> Candidates:
-    """Return scratch memory for the best positions of every tile."""
-    batch, tile, k = rows.batch, SETTINGS.choose.tile, min(step.k - step.local, rows.room)
-    room = -(-rows.room // tile) * min(k, tile)
-    return Candidates(
-        weights=scratch(batch, "weights", batch.heads * room, torch.int32),
-        positions=scratch(batch, "positions", batch.heads * room, torch.int32),
-        chosen=scratch(batch, "chosen", batch.heads * k, torch.int32),
-        counter=scratch(batch, "counter", batch.heads, torch.int32),
-        room=room, programs=programs, k=k, local=step.local,
     )  # fmt: skip
 
 

@@ -1,9 +1,11 @@
-"""Steps 2 and 3 of SparQ's algorithm 1, after the logits of step 1: choose positions, attend, and give v_mean the rest.
+"""Step 2 of SparQ's algorithm 1, after the logits of step 1: choose the positions with the largest weights.
 
-Positions are chosen by a threshold, in tiles: programs cut the tiles in parallel, each to its own best, and the program
-that arrives last cuts their candidates to the best of all and attends to them. Ties at a threshold go to the lower
-position. Where one query head has the KV head to itself, its logits are ranked; else the sum of the softmaxes over the
-group. Both are compared as integers that order as the floats do: `order_of`.
+Positions are chosen in groups of neighbours first, by the largest weight of each group: the k best positions lie in the
+k groups whose largest weights are best. Programs share the tiles of a row and KV head, each to the k best groups of its
+tiles; the program that arrives last cuts these to the k best of all, and their positions to the k best. Each cut is by
+a threshold, and ties at a threshold go to the lower position.
+Where one query head has the KV head to itself, its logits are ranked; else the sum of the softmaxes over the group.
+Both are compared as integers that order as the floats do: `order_of`.
 TopK (FlexGen's, Sheng et al. 2023) and LowRank (figure 7a of SparQ) choose in the same way.
 """
 
@@ -12,24 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import launch
-from .shared import (
-    ALIGNMENT,
-    COLUMN_K,
-    COLUMN_V,
-    PAGE_TOKENS,
-    apply_softcap,
-    constant,
-    finite_maximum,
-    is_last_program,
-    load_query,
-    online_softmax,
-    page_capacity,
-    page_start,
-    product,
-    sink_weight,
-    table_of,
-)
+from .shared import ALIGNMENT, constant, finite_maximum, is_last_program, sink_weight
 
 BELOW_ALL = constant(-2147483647)  # the order of no float
 ABSENT = constant(-2147483648)  # below what any threshold can be
@@ -41,7 +26,6 @@ BINS = constant(256)
 BIN_BITS = constant(8)
 FLOAT_BIAS = constant(127)
 FLOAT_BITS = constant(23)  # of a float32 below its exponent
-MASS_BLOCK = constant(launch.MASS_BLOCK)
 
 
 @triton.jit
@@ -123,9 +107,12 @@ def bisect(low, high, reached, middle, want):
 
 
 @triton.jit
-def threshold_of_tile(x, want):
-    """Find a number that `want` of x (TILE,) reach, or, of equal ones, the least of them that as many reach."""
-    low, high, left = tl.min(x, 0), tl.max(x, 0), want
+def threshold_of_tile(x, low, want):
+    """Find a number that `want` of x (TILE,) reach, or, of equal ones, the least of them that as many reach.
+
+    low: a number that at least `want` of them reach.
+    """
+    high, left = tl.max(x, 0), want
     for _ in range(2):
         shift = shift_to_bins(low, high)
         low, high, left = narrow(count_by_bins(x, low, high, shift), low, high, shift, left)
@@ -149,7 +136,11 @@ def count_reaching(weights, n, threshold, TILE: tl.constexpr):
 def threshold_of_list(weights, n, want, TILE: tl.constexpr):
     """Find such a number for n numbers in memory."""
     t = tl.arange(0, TILE)
-    low, high, left = tl.full([], BELOW_ALL, tl.int32), tl.full([], HIGHEST, tl.int32), want
+    low, high, left = tl.full([], HIGHEST, tl.int32), tl.full([], BELOW_ALL, tl.int32), want
+    for i in range(0, n, TILE):
+        x = tl.load(weights + i + t, i + t < n, ABSENT)
+        low = tl.minimum(low, tl.min(tl.where(x > BELOW_ALL, x, HIGHEST), 0))
+        high = tl.maximum(high, tl.max(x, 0))
     for _ in range(2):
         shift = shift_to_bins(low, high)
         counts = tl.zeros([BINS], tl.int32)
@@ -172,42 +163,80 @@ def places(above, ties, room):
 
 
 @triton.jit
-def best_of_tile(
-    query, scores, weights, positions, bh, i, n, k,
-    SP: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
-):  # fmt: skip
-    """Find the k best of positions i .. i+TILE-1 below n, by the sum of s_hat over the group. ALONE: the group is one.
+def take(x, inside, low, want):
+    """Return which `want` of x (T,) are the largest, of equal ones the first, and a place for each.
 
-    The order of their weights and their positions are stored, (k,) each; where there are fewer, weights are BELOW_ALL.
+    inside: which numbers there are; the others are BELOW_ALL. low: as of threshold_of_tile.
     """
-    t = tl.arange(0, TILE)
-    cached = i + t < n
-    source = scores.logits + bh * query.G * scores.width + i + t  # not masked: the scratch memory goes on past the end
+    threshold = threshold_of_tile(x, low, want)
+    above = x > threshold
+    return places(above, (x == threshold) & inside, want - tl.sum(above.to(tl.int32), 0))
+
+
+@triton.jit
+def ranks(query, scores, bh, p, SP: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr):
+    """Return integers that order as the weights of positions p do, by the sum of s_hat over the group.
+
+    ALONE: the group is one, and its logits order so. p: as a block, whose logits are loaded without a mask.
+    """
+    source = scores.logits + tl.multiple_of(bh * query.G * scores.width, ALIGNMENT) + p
     if ALONE:
-        x = order_of(tl.load(tl.multiple_of(source, ALIGNMENT)))
+        return order_of(tl.load(source))
     else:
-        s_hat = tl.zeros([TILE], tl.float32)
+        s_hat = tl.zeros(p.shape, tl.float32)
         for head in range(0, query.G):
             reference, total, _ = normaliser(query, scores, bh, tl.arange(0, 1) + head, SP, SINKS)
-            logits = tl.load(tl.multiple_of(source + head * scores.width, ALIGNMENT))
-            s_hat += tl.exp(logits - reference) * (1 / total)
-        x = order_of(tl.where(s_hat == s_hat, s_hat, 0.0))
-    x = tl.where(cached, x, BELOW_ALL)
-    want = tl.minimum(k, n - i)
-    threshold = threshold_of_tile(x, want)
-    ties = (x == threshold) & cached
-    above = x > threshold
-    room = want - tl.sum(above.to(tl.int32), 0)
-    taken, target = places(above, ties, room)
+            logits = tl.load(source + tl.multiple_of(head * scores.width, ALIGNMENT))
+            s_hat += tl.exp(logits - tl.sum(reference, 0)) * (1 / tl.sum(total, 0))
+        return order_of(tl.where(s_hat == s_hat, s_hat, 0.0))
+
+
+@triton.jit
+def best_of_tile(
+    query, scores, weights, groups, bh, i, n, most,
+    SP: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """Find the groups of positions i .. i+TILE-1 below n with the `most` best weights; the first group begins at 0.
+
+    The order of their best weights and their numbers are stored, (most,) each; where there are fewer, weights are
+    BELOW_ALL.
+    """
+    t, u = tl.arange(0, TILE), tl.arange(0, TILE // GROUP)
+    x = ranks(query, scores, bh, tl.multiple_of(i + t, ALIGNMENT), SP, SINKS, ALONE)
+    x = tl.where(i + t < n, x, BELOW_ALL)
+    if GROUP > 1:
+        x = tl.max(x.reshape(TILE // GROUP, GROUP), 1)
+    inside = i + u * GROUP < n
+    want = tl.minimum(most, tl.cdiv(n - i, GROUP))
+    taken, target = take(x, inside, tl.min(tl.where(inside, x, HIGHEST), 0), want)
     tl.store(weights + target, x, taken)
-    tl.store(positions + target, i + t, taken)
-    for j in range(tl.minimum(want, TILE), tl.minimum(k, TILE), TILE):
-        tl.store(weights + j + t, tl.full([TILE], BELOW_ALL, tl.int32), j + t < k)
+    tl.store(groups + target, i // GROUP + u, taken)
+    for j in range(tl.minimum(want, TILE), tl.minimum(most, TILE), TILE // GROUP):
+        tl.store(weights + j + u, tl.full([TILE // GROUP], BELOW_ALL, tl.int32), j + u < most)
+
+
+@triton.jit
+def best_of_groups(
+    query, scores, groups, count, bh, n, want, chosen,
+    SP: tl.constexpr, CANDIDATES: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """Store the `want` best positions below n of `count` groups in `chosen`."""
+    u, j = tl.arange(0, CANDIDATES // GROUP), tl.arange(0, GROUP)
+    group = tl.load(groups + u, u < count, 0)
+    p = group[:, None] * GROUP + j[None, :]
+    inside = (u < count)[:, None] & (p < n)
+    x = tl.where(inside, ranks(query, scores, bh, p, SP, SINKS, ALONE), BELOW_ALL)
+    lowest = tl.min(tl.where(inside, x, HIGHEST).reshape(CANDIDATES), 0)
+    of_groups = tl.min(tl.where(u < count, tl.max(x, 1), HIGHEST), 0)  # which as many positions reach
+    low = tl.where(count >= want, of_groups, lowest)
+    x, inside, p = x.reshape(CANDIDATES), inside.reshape(CANDIDATES), p.reshape(CANDIDATES)
+    taken, target = take(x, inside, low, want)
+    tl.store(chosen + target, p, taken)
 
 
 @triton.jit
 def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
-    """Store the positions of the `want` best of n candidates in memory in `chosen`."""
+    """Store the positions of the `want` best of n candidates in memory, or the numbers of their groups, in `chosen`."""
     threshold = threshold_of_list(weights, n, want, TILE)
     room = want - count_reaching(weights, n, threshold + 1, TILE)
     t = tl.arange(0, TILE)
@@ -223,114 +252,39 @@ def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
 
 
 @triton.jit
-def chosen_position(chosen, i, n, recent, count):
-    """Return the i-th of `count` positions, the `recent` last ones and then the chosen ones; 0 beyond them."""
-    p = tl.load(chosen + (i - recent), (i >= recent) & (i < count), 0)
-    p = tl.where(i < recent, n - 1 - i, p)
-    return tl.where(i < count, p, 0)
-
-
-@triton.jit
-def chosen_mass(query, scores, chosen, bh, n, recent, count, GP: tl.constexpr, SP: tl.constexpr, SINKS: tl.constexpr):
-    """Return alpha of every query head (GP,): the sum of s_hat over `count` positions and the sink."""
-    g, e = tl.arange(0, GP), tl.arange(0, MASS_BLOCK)
-    alpha = tl.zeros([GP], tl.float32)
-    for head in range(0, query.G):
-        reference, total, mass = normaliser(query, scores, bh, tl.arange(0, 1) + head, SP, SINKS)
-        for i in range(0, count, MASS_BLOCK):
-            p = chosen_position(chosen, i + e, n, recent, count)
-            rough = tl.load(scores.logits + (bh * query.G + head) * scores.width + p, i + e < count, float("-inf"))
-            mass += tl.sum(tl.exp(rough - reference), 0)
-        alpha = tl.where(g == head, mass / total, alpha)
-    return alpha
-
-
-@triton.jit
-def attend_chosen(
-    query, pages, scores, chosen, bh, n, recent, count,
-    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr, MEAN: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
-):  # fmt: skip
-    """Attend to `count` positions: the `recent` last ones, then the chosen ones.
-
-    RENORMALISE: the softmax is taken anew over them, as in SparQ; else s_hat weighs their values, as in FlexGen.
-    MEAN: y becomes alpha y + (1 - alpha) v_mean, alpha being the sum of s_hat over them and the sink.
-    """
-    G = query.G
-    g, d, e = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
-    table, place = table_of(pages, bh)
-    if RENORMALISE:
-        q = load_query(query.q, bh, G, D, GP, DP).to(DOT)
-        alpha = chosen_mass(query, scores, chosen, bh, n, recent, count, GP, SP, SINKS)
-    else:
-        reference, norm, _ = normaliser(query, scores, bh, g, SP, SINKS)
-    maximum = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    values = tl.zeros([GP, DP], tl.float32)
-    for i in tl.range(0, count, BLOCK, num_stages=STAGES):
-        real = i + e < count
-        p = chosen_position(chosen, i + e, n, recent, count)
-        page = p // PAGE_TOKENS
-        row = (place * page_capacity(table, page) + p % PAGE_TOKENS) * D
-        mask = real[:, None] & (d < D)[None, :]
-        source = (page_start(table, page, COLUMN_V, TYPE, pages.base) + row)[:, None] + d[None, :]
-        v = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
-        if RENORMALISE:
-            source = (page_start(table, page, COLUMN_K, TYPE, pages.base) + row)[:, None] + d[None, :]
-            k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
-            logits = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3") * query.scale
-            logits = tl.where(real[None, :], apply_softcap(logits, query.softcap, CAPPED), float("-inf"))
-            maximum, total, values = online_softmax(logits, v, maximum, total, values, DOT)
-        else:
-            inside = (g < G)[:, None] & real[None, :]
-            source = scores.logits + (bh * G + g[:, None]) * scores.width + p[None, :]
-            rough = tl.load(source, inside, float("-inf"))
-            s_hat = tl.where(inside, tl.exp(rough - reference[:, None]) / norm[:, None], 0.0)
-            values += product(s_hat, v, DOT)
-    if RENORMALISE:
-        if SINKS:
-            total += sink_weight(query, bh, g, maximum)
-        values = values / total[:, None]
-        if MEAN:
-            alpha = tl.where(alpha > 1, 1.0, alpha)
-            v_mean = tl.load(pages.v_mean + bh * D + d, d < D, 0.0)
-            values = alpha[:, None] * values + (1 - alpha)[:, None] * v_mean[None, :]
-        else:
-            values = tl.where((alpha == alpha)[:, None], values, float("nan"))
-    tl.store(query.y + (bh * G + g[:, None]) * D + d[None, :], values, (g < G)[:, None] & (d < D)[None, :])
-
-
-@triton.jit
 def choose_kernel(
     query, pages, scores, candidates,
-    D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr,
-    CHOSEN_BLOCK: tl.constexpr, STAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr, RENORMALISE: tl.constexpr,
-    MEAN: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
+    SP: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, LIST: tl.constexpr, CANDIDATES: tl.constexpr,
+    SINKS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Choose candidates.k positions besides the candidates.local last ones and the current one, and attend to all.
+    """Choose candidates.k positions besides the candidates.local last ones and the current one.
 
-    Grid (B*H, programs).
+    GROUP: neighbouring positions that are chosen together first. LIST: groups that the last program takes at a time.
+    CANDIDATES: the positions of candidates.k groups, padded. Grid (B*H, programs).
     """
     bh, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.load(pages.lengths + bh)
-    recent = tl.minimum(candidates.local + 1, n)
-    free = n - recent  # positions 0 .. free-1 can be chosen
+    free = n - tl.minimum(candidates.local + 1, n)  # positions 0 .. free-1 can be chosen
     want = tl.minimum(candidates.k, free)
-    most = tl.minimum(candidates.k, TILE)  # candidates of a tile
-    weights, positions = candidates.weights + bh * candidates.room, candidates.positions + bh * candidates.room
+    most = tl.minimum(candidates.k, TILE // GROUP)  # groups of a tile
+    weights, groups = candidates.weights + bh * candidates.room, candidates.groups + bh * candidates.room
+    chosen, listed = candidates.chosen + bh * candidates.k, candidates.listed + bh * candidates.k
     tiles = tl.cdiv(free, TILE)
     if want > 0:
+        if (GROUP == 1) & (tiles == 1):
+            groups = chosen
         for i in range(program, tiles, candidates.programs):
             to = i * most
-            best_of_tile(query, scores, weights + to, positions + to, bh, i * TILE, free, most, SP, TILE, SINKS, ALONE)
-    if is_last_program(candidates.counter + bh, candidates.programs):
-        chosen = positions
-        if want > 0 and tiles > 1:
-            chosen = candidates.chosen + bh * candidates.k
-            best_of_list(weights, positions, tiles * most, want, chosen, TILE)
-            tl.debug_barrier()
-        attend_chosen(
-            query, pages, scores, chosen, bh, n, recent, recent + want,
-            D, GP, DP, SP, CHOSEN_BLOCK, STAGES, TYPE, DOT, RENORMALISE, MEAN, CAPPED, SINKS,
-        )  # fmt: skip
+            best_of_tile(
+                query, scores, weights + to, groups + to, bh, i * TILE, free, most, SP, TILE, GROUP, SINKS, ALONE
+            )
+        if is_last_program(candidates.counter + bh, candidates.programs):
+            count = tl.minimum(candidates.k, tl.cdiv(free, GROUP))
+            if tiles > 1:
+                best_of_list(weights, groups, tiles * most, count, chosen if GROUP == 1 else listed, LIST)
+                groups = listed
+                tl.debug_barrier()
+            if GROUP > 1:
+                best_of_groups(
+                    query, scores, groups, count, bh, free, want, chosen, SP, CANDIDATES, GROUP, SINKS, ALONE
+                )
