@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "bf16_speed.h"
 #include "kernel_table.h"
 #include "skimkv.h"
 
@@ -16,6 +17,7 @@ struct InstructionSet {
     const char *name;
     const Kernels *kernels;
     bool (*is_available)();
+    bool (*is_worth_using)();  // where nobody names a set
     bool multiplies_bf16 = false;
 };
 
@@ -36,17 +38,17 @@ bool always() { return true; }
 const InstructionSet instruction_sets[] = {
 #if defined(__x86_64__)
 #ifndef SKIMKV_WITHOUT_VNNI
-    {"avx512bf16", &skimkv::vnni::kernels, has_bf16, true},
-    {"avx512vnni", &skimkv::vnni::kernels, has_vnni},
+    {"avx512bf16", &skimkv::vnni::kernels, has_bf16, skimkv::has_fast_bf16, true},
+    {"avx512vnni", &skimkv::vnni::kernels, has_vnni, always},
 #endif
 #ifndef SKIMKV_WITHOUT_AVX512
-    {"avx512", &skimkv::avx512::kernels, has_avx512},
+    {"avx512", &skimkv::avx512::kernels, has_avx512, always},
 #endif
-    {"avx2", &skimkv::avx2::kernels, has_avx2},
+    {"avx2", &skimkv::avx2::kernels, has_avx2, always},
 #elif defined(__aarch64__)
-    {"neon", &skimkv::neon::kernels, always},
+    {"neon", &skimkv::neon::kernels, always, always},
 #endif
-    {"scalar", &skimkv::scalar::kernels, always},
+    {"scalar", &skimkv::scalar::kernels, always, always},
 };
 
 // nullptr until the first use.
@@ -55,7 +57,8 @@ std::atomic<const InstructionSet *> current{nullptr};
 // The set of this name, or the best one for nullptr; nullptr if this machine does not have it.
 const InstructionSet *find(const char *name) {
     for (const InstructionSet &set : instruction_sets)
-        if ((name == nullptr || std::strcmp(name, set.name) == 0) && set.is_available()) return &set;
+        if (set.is_available() && (name == nullptr ? set.is_worth_using() : std::strcmp(name, set.name) == 0))
+            return &set;
     return nullptr;
 }
 

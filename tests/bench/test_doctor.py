@@ -85,6 +85,9 @@ def test_kernels_that_are_missing_or_forced(monkeypatch: pytest.MonkeyPatch) -> 
     assert doctor.kernels().status == BAD and "C++ compiler" in doctor.kernels().advice
     monkeypatch.setattr("skimkv.ops.select_backend", lambda device: ("cpu", "native"))
     monkeypatch.setattr(doctor, "library", SimpleNamespace(isa=lambda: "avx2", isas=lambda: ["vnni", "avx2", "scalar"]))
+    monkeypatch.delenv("SKIMKV_ISA", raising=False)
+    assert doctor.kernels().status == GOOD  # the library has chosen it
+    monkeypatch.setenv("SKIMKV_ISA", "avx2")
     assert doctor.kernels().advice == "unset SKIMKV_ISA"
     monkeypatch.setattr(doctor, "library", SimpleNamespace(isa=lambda: "scalar", isas=lambda: ["scalar"]))
     assert doctor.kernels().status == SLOW

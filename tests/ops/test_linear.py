@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skimkv import ops
-from skimkv.ops import block_weights, packed_weights
+from skimkv.ops import block_weights, fastest_product, packed_weights
 from skimkv.ops.cpu import library, linear
 from support.gguf_files import SCALES, random_blocks
 from support.kernels import EPS, ISAS, ISAS_AND_REFERENCE, NATIVE, TYPES, on
@@ -232,16 +233,44 @@ def test_prompts_where_pytorch_multiplies_tiles(out, monkeypatch):
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.startswith("avx")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_prompts_in_a_type_without_instructions(isa, dtype, monkeypatch):
-    """The library multiplies them too."""
-    x, w = torch.randn(150, 128).to(TYPES[dtype]), Weights(dtype, 70, 128)
+@pytest.mark.parametrize("way", [fastest_product.PYTORCH, fastest_product.FLOAT32, fastest_product.LIBRARY])
+def test_prompts_in_a_type_of_16_bits(way, isa, dtype, monkeypatch):
+    """By PyTorch, in the type or converted to float32 a part at a time, or by the library: whichever is the fastest."""
+    x, w, blocks = torch.randn(200, 128).to(TYPES[dtype]), Weights(dtype, 70, 128), Weights("Q4_0", 70, 128)
+    bias = torch.randn(70).to(TYPES[dtype])
     monkeypatch.setattr(library, "has_matrix_units", lambda: False)
-    for has_instructions in (True, False):
-        monkeypatch.setattr(library, "has_instructions", lambda dtype, has=has_instructions: has)
-        with on(isa):
-            assert (ops.matrix(x, w.stored, "floats") is None) == has_instructions
-            assert ops.matrix(x[:64], w.stored, "floats") is not None
-            w.check(x)
+    monkeypatch.setattr(fastest_product, "fastest", lambda dtype: way)
+    with on(isa):
+        assert (ops.matrix(x, w.stored, "floats") is None) == (way != fastest_product.LIBRARY)
+        assert ops.matrix(x[:64], w.stored, "floats") is not None
+        assert (ops.matrix(x, blocks.stored, "Q4_0") is None) == (way == fastest_product.PYTORCH)
+        for at_once in (fastest_product.AT_ONCE, 30 * 128):
+            monkeypatch.setattr(fastest_product, "AT_ONCE", at_once)
+            w.check(x, bias)
+        blocks.check(x, more=2 * EPS[TYPES[dtype]] * (x.double().abs() @ blocks.exact.abs().T))
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_fastest_product_is_found_by_the_clock(has_instructions, faster, monkeypatch):
+    """Products of converted numbers are taken where they took clearly less time than the usual ones."""
+    now, usual = [0.0], fastest_product.PYTORCH if has_instructions else fastest_product.LIBRARY
+
+    def multiply(x, w, bias, way):
+        of_type = usual if x.dtype == torch.bfloat16 else fastest_product.LIBRARY
+        now[0] += {of_type: 1.0, fastest_product.FLOAT32: 0.8 if faster else 0.95}[way]
+
+    monkeypatch.setattr(library, "isa", lambda: "avx2")
+    monkeypatch.setattr(library, "has_matrix_units", lambda: False)
+    monkeypatch.setattr(library, "has_bfloat16_instructions", lambda: has_instructions)
+    monkeypatch.setattr(fastest_product, "multiply", multiply)
+    monkeypatch.setattr(fastest_product, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    find = fastest_product.fastest.__wrapped__
+    assert find(torch.bfloat16) == (fastest_product.FLOAT32 if faster else usual)
+    assert find(torch.float16) == (fastest_product.FLOAT32 if faster else fastest_product.LIBRARY)
+    assert find(torch.float32) == fastest_product.PYTORCH
+    monkeypatch.setattr(library, "has_matrix_units", lambda: True)
+    assert find(torch.bfloat16) == fastest_product.PYTORCH
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.startswith("avx")])

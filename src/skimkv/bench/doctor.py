@@ -88,7 +88,7 @@ def kernels() -> Finding:
         advice = "unset SKIMKV_BACKEND" if forced else "install a wheel, or build with a C++ compiler at hand"
         return Finding("kernels", BAD, f"backend {name}, the slow reference ({why})", advice)
     used, best = library.isa(), library.isas()[0]
-    if used != best:
+    if os.environ.get("SKIMKV_ISA") and used != best:  # else the library has chosen it
         return Finding("kernels", SLOW, f"C++ library with {used}; {best} is there", "unset SKIMKV_ISA")
     status, advice = (SLOW, "kernels without vectors are many times as slow") if used == "scalar" else (GOOD, "")
     return Finding("kernels", status, f"C++ library with {used}", advice)

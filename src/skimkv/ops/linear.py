@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import matrices
+from . import fastest_product, matrices
 from .backends import backend_for, forced_backend
 from .cpu import library
 from .cpu import linear as cpu
+from .fastest_product import AT_ONCE, FLOAT32, LIBRARY, PYTORCH
 from .packed_weights import ROWS
 
-AT_ONCE = 1 << 21  # weights that are dequantised at once: they stay in the caches of a processor
 # Tokens from which on PyTorch multiplies faster: floats, beside our kernels with AVX2 or AVX-512, and beside others; or
 # rows that are dequantised, of blocks beside our kernels, and beside others or with matrix units.
 FLOAT_PROMPT, OTHER_FLOAT_PROMPT, BLOCK_PROMPT, PROMPT = 65, 16, 160, 32
@@ -128,7 +126,7 @@ def matrix(
     tokens = x.shape[:-1].numel()
     if tokens > 1 and kind == matrices.FLOATS:  # a single one is the last of a prompt, whose logits are wanted
         tokens = max(tokens, tokens_of_prompt.get())
-    if tokens >= _prompt_tokens(kind, x.dtype):
+    if _pytorch_multiplies(tokens, kind, x.dtype):
         return None
     return cpu.matrix(x, weight, kind, rows, bias, order)
 
@@ -146,16 +144,16 @@ def linear(
     The result has x's type: float32, bfloat16 or float16. rows: None: those of weight, which must be given for packed
     weights. order: (rows,) int32, the output that each row gives, a permutation; None if row i gives output i; only
     for blocks. In C++ where the backend is cpu, straight from the stored weights; but for a prompt PyTorch multiplies
-    floats for which the processor has instructions, and rows that were dequantised a part at a time: where the
-    processor has matrix units, where it has neither AVX2 nor AVX-512, and from BLOCK_PROMPT tokens on where it has
-    instructions for a type of 16 bits. Raises ValueError if shapes, types or devices do not fit.
+    floats where it is faster, in x's type or converted to float32, and rows that were dequantised a part at a time:
+    where the processor has matrix units, where it has neither AVX2 nor AVX-512, and from BLOCK_PROMPT tokens on where
+    products of x's type of 16 bits are the fastest. Raises ValueError if shapes, types or devices do not fit.
     """
     rows = weight.shape[0] if rows is None else rows
     prepared = matrix(x, weight, kind, rows, bias, order)
     if prepared is not None:
         return prepared.multiply(x)
     if kind == matrices.FLOATS and weight.dtype == x.dtype:
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return multiply_floats(x, weight, bias)
     if kind != matrices.FLOATS and is_native(x) and weight.is_contiguous():
         return _multiply_expanded(x, weight, kind, rows, bias, order)
     tokens = x.flatten(0, -2) if kind == matrices.FLOATS else x.flatten(0, -2).float()
@@ -169,31 +167,25 @@ def linear(
     return y.to(x.dtype).view(*x.shape[:-1], rows)
 
 
-def _prompt_tokens(kind: str, dtype: torch.dtype) -> float:
-    """The number of tokens from which on PyTorch multiplies faster, with rows that are dequantised if need be."""
+def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x W^T + bias by PyTorch, in x's type or, if that is faster, in float32: x (...,in), weight (rows,in)."""
+    is_prompt = x.shape[:-1].numel() >= FLOAT_PROMPT and is_native(x)
+    is_wide = is_prompt and fastest_product.fastest(x.dtype) == FLOAT32
+    return fastest_product.multiply(x, weight, bias, FLOAT32 if is_wide else PYTORCH)
+
+
+def _pytorch_multiplies(tokens: int, kind: str, dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies so many tokens faster than the library, with rows that are dequantised if need be."""
+    has_vectors = (library.isa() or "").startswith("avx")
     if kind == matrices.FLOATS:
-        return _float_prompt(dtype)
-    if _multiplies_tiles(dtype) or not (kind == matrices.PACKED or (library.isa() or "").startswith("avx")):
-        return PROMPT
-    has_products = kind != matrices.PACKED and dtype != torch.float32 and library.has_instructions(dtype)
-    return BLOCK_PROMPT if has_products else math.inf
-
-
-def _float_prompt(dtype: torch.dtype) -> float:
-    """The number of tokens from which on PyTorch multiplies floats of this type faster than the library.
-
-    Where the processor has no instructions for a type of 16 bits, PyTorch takes two to three times as long, always.
-    """
-    if _multiplies_tiles(dtype) or not (library.isa() or "").startswith("avx"):
-        return OTHER_FLOAT_PROMPT
-    return FLOAT_PROMPT if library.has_instructions(dtype) else math.inf
-
-
-def _multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x (...,in) with weights (rows,in) of its type, on a CPU, whichever way is faster."""
-    if _float_prompt(x.dtype) == math.inf:
-        return cpu.matrix(x, weight, matrices.FLOATS, weight.shape[0], bias).multiply(x)
-    return F.linear(x, weight, bias)
+        if _multiplies_tiles(dtype) or not has_vectors:
+            return tokens >= OTHER_FLOAT_PROMPT
+        return tokens >= FLOAT_PROMPT and fastest_product.fastest(dtype) != LIBRARY
+    if _multiplies_tiles(dtype) or not (kind == matrices.PACKED or has_vectors):
+        return tokens >= PROMPT
+    if kind == matrices.PACKED or dtype == torch.float32 or tokens < BLOCK_PROMPT:
+        return False
+    return fastest_product.fastest(dtype) == PYTORCH
 
 
 def _multiplies_tiles(dtype: torch.dtype) -> bool:
@@ -207,13 +199,12 @@ def _multiply_expanded(
     """The same as `linear`, by a product of x's type with rows that the library dequantises."""
     step = max(1, AT_ONCE // x.shape[-1] // ROWS) * ROWS
     if rows <= step:  # in their order, and nothing is copied
-        bias = bias if bias is None else bias.to(x.dtype)
-        return _multiply_floats(x, cpu.expand(weight, kind, rows, x.shape[-1], x.dtype, order), bias)
+        return multiply_floats(x, cpu.expand(weight, kind, rows, x.shape[-1], x.dtype, order), bias)
     y = x.new_empty(*x.shape[:-1], rows)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = weight[first // ROWS : -(-last // ROWS)] if kind == matrices.PACKED else weight[first:last]
-        y[..., first:last] = _multiply_floats(x, cpu.expand(part, kind, last - first, x.shape[-1], x.dtype), None)
+        y[..., first:last] = multiply_floats(x, cpu.expand(part, kind, last - first, x.shape[-1], x.dtype))
     if order is not None:
         y = torch.empty_like(y).index_copy_(-1, order.long(), y)
     return y if bias is None else y.add_(bias.to(y.dtype))

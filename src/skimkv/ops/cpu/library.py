@@ -154,11 +154,10 @@ def append(tokens: int) -> None:
 
 
 @functools.cache
-def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies numbers of this type; true where PyTorch does not say what it has."""
-    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}.get(dtype)
+def has_bfloat16_instructions() -> bool:
+    """Whether this processor multiplies bfloat16; true where PyTorch does not say what it has."""
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return names is None or "avx2" not in known or any(known.get(name) for name in names)
+    return "avx2" not in known or any(known.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 @functools.cache
