@@ -130,9 +130,10 @@ def run_tests(python: list[str], tests: list[str], *options: str) -> dict[str, A
     """Run these test files without those marked slow, and return the counts of the report and its last lines."""
     arguments = ["-m", "pytest", "-c", "/dev/null", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
     start = time.time()
+    paths = os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*python, *arguments, *options, *tests], cwd=HERE.parent / "tests", capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout[-500:])}
     lines = (done.stdout + done.stderr).splitlines()

@@ -288,6 +288,25 @@ def test_a_piece_of_a_prompt_is_multiplied_as_the_prompt_is(isa):
                 ops.tokens_of_prompt.set(0)
 
 
+@pytest.mark.parametrize("inputs", [128, 40])
+@pytest.mark.parametrize("way", [fastest_product.PYTORCH, fastest_product.FLOAT32])
+def test_no_number_depends_on_how_a_prompt_was_cut(way, inputs, monkeypatch):
+    """A piece of a prompt is converted to float32 where the whole prompt is."""
+    x, w, ways = torch.randn(130, inputs).bfloat16(), torch.randn(24, inputs).bfloat16(), []
+    multiply = fastest_product.multiply
+    monkeypatch.setattr(library, "has_matrix_units", lambda: False)
+    monkeypatch.setattr(fastest_product, "fastest", lambda dtype: way)
+    monkeypatch.setattr(fastest_product, "multiply", lambda *args: ways.append(args[3]) or multiply(*args))
+    for piece in (x, x[:20]):
+        ops.tokens_of_prompt.set(len(x))
+        try:
+            ops.linear(piece, w, "floats")
+        finally:
+            ops.tokens_of_prompt.set(0)
+    is_native = ops.select_backend()[0] == "cpu"
+    assert ways == [way if is_native else fastest_product.PYTORCH] * 2
+
+
 def test_floats_in_rows_that_are_no_blocks_of_32_go_to_pytorch():
     odd = torch.randn(5, 33)
     assert torch.equal(ops.linear(odd, odd, "floats"), odd @ odd.T)

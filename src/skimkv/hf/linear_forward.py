@@ -69,7 +69,8 @@ def _matrix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ops.Matrix
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply as PyTorch's layer does, by the way that is the fastest for a prompt of x's type."""
-    if x.dtype == weight.dtype and _are_plain(x, weight, bias):
+    has_one_type = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    if has_one_type and _are_plain(x, weight, bias):
         return ops.multiply_floats(x, weight, bias)
     return F.linear(x, weight, bias)
 
