@@ -158,6 +158,7 @@ def test_a_dry_run_on_a_cpu(tmp_path):
     checked = [line for line in lines if "relative_error" in line]
     assert len(checked) == 3 and all(line["ok"] for line in checked)
     assert sum(len(line["table"]) for line in lines if "table" in line) == 4
+    assert sum("share_of_allowed" in line for line in lines) == 1
 
 
 def test_the_tests_of_the_third_step_exist():

@@ -24,14 +24,17 @@ from support.kernels import TYPES, close, exact, held
 pytestmark = [NEEDS_TRITON, NAN_MEMORY]
 
 
-@pytest.fixture(params=["warp", "products", "tiles"])
+@pytest.fixture(params=["warp", "products", "tiles", "tile"])
 def launched(request, monkeypatch):
-    """Step 1 by one warp a page where a group is small, always on matrix units, and with more tiles than programs."""
+    """Step 1 by one warp a page where a group is small, and always on matrix units; and the choice in other tiles.
+
+    "tiles": there are more than programs. "tile": there may be one, which is too small for groups of neighbours.
+    """
     if request.param == "products":
         monkeypatch.setattr(run, "MOST_HEADS_OF_WARP", 0)
-    if request.param == "tiles":
-        choose = replace(launch.SETTINGS.choose, tile=128, programs=2)
-        monkeypatch.setattr(launch.SETTINGS, "choose", choose)
+    if request.param.startswith("tile"):
+        size = 128 if request.param == "tiles" else 512
+        monkeypatch.setattr(launch.SETTINGS, "choose", replace(launch.SETTINGS.choose, tile=size, programs=2))
 
 
 @pytest.mark.parametrize(
