@@ -58,6 +58,7 @@ def with_slow(names: Iterable[str], quick: Iterable[str] = QUICK) -> list[object
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@torch.inference_mode(False)  # a test may ask for one in this mode first, and another one may train it
 def build(kind: str, **options: object) -> torch.nn.Module:
     """A random model of this type, its weights large enough that attention matters to every token."""
     known = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 160} if kind == "gpt2" else {}
@@ -66,6 +67,7 @@ def build(kind: str, **options: object) -> torch.nn.Module:
     return random_model(CONFIG_MAPPING[kind](**{**_SIZES, **known, **options}), **own)
 
 
+@torch.inference_mode(False)
 def new_family(name: str) -> torch.nn.Module:
     """A model of a family for one test alone, on which no other test has left hooks."""
     kind, options = FAMILIES[name]
