@@ -1,6 +1,6 @@
 #include "bf16_speed.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(SKIMKV_WITHOUT_VNNI)
 #include <immintrin.h>
 
 #include <algorithm>
@@ -19,6 +19,7 @@ __attribute__((target("avx512f,avx512bf16"))) void multiply_pairs() {
     __m512i pairs = _mm512_setzero_si512();
     for (int i = 0; i < TURNS; i++) {
         asm volatile("" : "+v"(pairs));
+#pragma GCC unroll 8  // the sums stay in registers
         for (__m512 &s : sum) s = _mm512_dpbf16_ps(s, (__m512bh)pairs, (__m512bh)pairs);
     }
     for (__m512 &s : sum) asm volatile("" : : "v"(s));
@@ -30,6 +31,7 @@ __attribute__((target("avx512f"))) void multiply_floats() {
     __m512 x = _mm512_setzero_ps();
     for (int i = 0; i < 2 * TURNS; i++) {
         asm volatile("" : "+v"(x));
+#pragma GCC unroll 8
         for (__m512 &s : sum) s = _mm512_fmadd_ps(x, x, s);
     }
     for (__m512 &s : sum) asm volatile("" : : "v"(s));
