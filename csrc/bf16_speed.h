@@ -4,7 +4,7 @@
 namespace skimkv {
 
 // Whether an instruction that multiplies pairs of bfloat16 takes no longer than the two float32 instructions that do
-// the same. AMD's does; Intel's takes twice as long. It is measured once, in less than a millisecond. The processor
+// the same; on an Intel it takes 1.7 to 2 times as long. It is measured once, in less than a millisecond. The processor
 // must have AVX512_BF16.
 bool has_fast_bf16();
 

@@ -1,7 +1,7 @@
 """How numbers of 16 bits in a prompt are multiplied fastest on this processor, which is measured once.
 
-What a processor has instructions for is no answer. Intel's without matrix units take longer for a product of bfloat16
-than for one of float32, and AMD's half as long.
+What a processor has instructions for is no answer: an Intel without matrix units takes longer for a product of bfloat16
+than for one of float32.
 """
 
 from __future__ import annotations
