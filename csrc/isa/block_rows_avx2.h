@@ -47,8 +47,6 @@ template <InputOrder ORDER> static inline int64_t block_place(int64_t block) {
 // Four rows share what a row takes before and after its groups, which are few where a model is small.
 constexpr int STREAMS_OF_ONE_TOKEN = 4;
 
-constexpr int PREFETCH_AHEAD = 2048;  // bytes: decoding hides less of the memory's latency than plain loads do
-
 // The scales of four blocks and their offsets, each twice, in the order of block_place.
 static inline void scales_and_offsets(BlockQ4_0, const uint8_t *p, vf &scale, vf &offset) {
     __m128i four = _mm_cvtsi32_si128(bytes_at<uint16_t>(p));
@@ -71,7 +69,6 @@ __attribute__((always_inline)) static inline void add_pairs(const uint8_t *p, in
         return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)one)),
                                        _mm_loadu_si128((const __m128i *)other), 1);
     };
-    for (int i = 0; i < Block::BYTES; i += 64) prefetch(p + PREFETCH_AHEAD + i);
     codes code[2][2];  // of two pairs
     for (int pair = FIRST; pair < 2; pair++) {
         const uint8_t *bytes = p + 2 * pair * Block::ONE + Block::CODES;
@@ -110,7 +107,6 @@ __attribute__((always_inline)) static inline void add_parts(const uint8_t *p, in
     constexpr int VECTORS = Block::SIZE / 32;
     codes code[VECTORS];
     alignas(32) float scale[16], offset[16], both[16];
-    for (int i = 0; i < Block::BYTES; i += 64) prefetch(p + PREFETCH_AHEAD + i);
     decode(Block(), p, code, scale, offset);
     const __m256i twice = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3),
                   last_twice = _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7);

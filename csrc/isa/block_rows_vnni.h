@@ -42,13 +42,17 @@ static inline void store_inputs(const RoundedInputs &to, int64_t first, const in
     }
 }
 
-// The products of 64 codes of a bias with the inputs from place `at` on, of one byte or of two.
-template <bool TWO, int BIAS> static inline __m512i products_of(__m512i code, const RoundedInputs &x, int64_t at) {
-    const __m512i high = _mm512_loadu_si512(x.high + at), low = _mm512_loadu_si512(x.low + at);
-    const __m512i none = _mm512_setzero_si512(), correction = BIAS ? _mm512_loadu_si512(x.correction + at / 4) : none;
-    if (!TWO) return _mm512_dpbusd_epi32(correction, code, high);
-    const __m512i sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(none, code, high), 7);
-    return _mm512_add_epi32(_mm512_dpbusd_epi32(sum, code, low), correction);
+// The products of N times 64 codes of a bias with the inputs from place `at` on, of one byte or of two.
+template <bool TWO, int BIAS, int N>
+static inline __m512i products_of(const __m512i *code, const RoundedInputs &x, int64_t at) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < N && BIAS; i++) sum = _mm512_add_epi32(sum, _mm512_loadu_si512(x.correction + at / 4 + i * 16));
+    __m512i high = TWO ? _mm512_setzero_si512() : sum;
+    for (int i = 0; i < N; i++) high = _mm512_dpbusd_epi32(high, code[i], _mm512_loadu_si512(x.high + at + i * 64));
+    if (!TWO) return high;
+    sum = _mm512_add_epi32(sum, _mm512_slli_epi32(high, 7));
+    for (int i = 0; i < N; i++) sum = _mm512_dpbusd_epi32(sum, code[i], _mm512_loadu_si512(x.low + at + i * 64));
+    return sum;
 }
 
 static inline __m512 float16_splat(const uint8_t *p) {
@@ -64,7 +68,7 @@ static inline __m512i halves() { return _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3
 static inline __m512i quarters() { return _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3); }
 
 // A group of 128 or 256 weights: codes in the order of place_of_input, the scales of its parts, and in types with an
-// offset, the offset of every sixteen weights.
+// offset, the offset of every sixteen weights. Where a block of 32 weights has both, `scale` has them in turns.
 struct DecodedGroup {
     __m512i code[4];
     __m512 scale, offset;
@@ -197,10 +201,7 @@ template <class Block, int SECOND> static inline __m128i two_words_of_each(const
 }
 
 template <class Block> static inline void decode_scales(const uint8_t *p, DecodedGroup &to) {
-    const __m256 both = _mm256_cvtph_ps(two_words_of_each<Block, Block::HAS_OFFSET ? 2 : 0>(p));
-    to.scale = _mm512_zextps128_ps512(_mm256_castps256_ps128(both));
-    const __m512 offset = _mm512_zextps128_ps512(_mm256_extractf128_ps(both, 1));
-    if (Block::HAS_OFFSET) to.offset = _mm512_permutexvar_ps(halves(), offset);
+    to.scale = _mm512_zextps128_ps512(_mm256_castps256_ps128(_mm256_cvtph_ps(two_words_of_each<Block, 0>(p))));
 }
 template <> inline void decode_scales<BlockMXFP4>(const uint8_t *p, DecodedGroup &to) {  // see scale_of
     const __m128i words = _mm_cvtepu16_epi32(two_words_of_each<BlockMXFP4, 0>(p));
@@ -215,8 +216,7 @@ template <class Block> static inline void decode_codes(Block, const uint8_t *p, 
     const __m512i two = sixteen_of_each<Block>(p + Block::CODES);
     to.code[0] = nibbles(two), to.code[1] = high_nibbles(two);
 }
-template <class Block> static inline void decode_five_bits(const uint8_t *p, DecodedGroup &to) {
-    decode_codes<Block>(Block(), p, to);
+template <class Block> static inline void add_fifth_bits(const uint8_t *p, DecodedGroup &to) {
     const auto bits = [&](int half, int i) {
         uint16_t x;
         __builtin_memcpy(&x, p + i * Block::ONE + Block::CODES - 4 + 2 * half, 2);
@@ -228,8 +228,9 @@ template <class Block> static inline void decode_five_bits(const uint8_t *p, Dec
     to.code[0] = _mm512_mask_add_epi8(to.code[0], first, to.code[0], fifth);
     to.code[1] = _mm512_mask_add_epi8(to.code[1], second, to.code[1], fifth);
 }
-static inline void decode_codes(BlockQ5_0, const uint8_t *p, DecodedGroup &to) { decode_five_bits<BlockQ5_0>(p, to); }
-static inline void decode_codes(BlockQ5_1, const uint8_t *p, DecodedGroup &to) { decode_five_bits<BlockQ5_1>(p, to); }
+static inline void decode_codes(BlockQ5_0, const uint8_t *p, DecodedGroup &to) {
+    decode_codes<BlockQ5_0>(BlockQ5_0(), p, to), add_fifth_bits<BlockQ5_0>(p, to);
+}
 static inline void decode_codes(BlockQ8_0, const uint8_t *p, DecodedGroup &to) {
     to.code[0] = _mm512_xor_si512(sixteen_of_each<BlockQ8_0>(p + 2), _mm512_set1_epi8(-128));
     to.code[1] = _mm512_xor_si512(sixteen_of_each<BlockQ8_0>(p + 18), _mm512_set1_epi8(-128));
@@ -247,15 +248,44 @@ template <class Block, int = Block::ONE> static inline void decode(Block, const 
     decode_scales<Block>(p, to), decode_codes(Block(), p, to);
 }
 
-// A token's scales for the parts of a group, and its sums of every sixteen inputs.
-template <class Block> static inline __m512 input_scales(const float *p) {
-    if (Block::SIZE == 128) return _mm512_zextps128_ps512(_mm_loadu_ps(p));
-    const __m512 eight = _mm512_zextps256_ps512(_mm256_loadu_ps(p));
+// Four blocks of 32 weights that have a scale and an offset each: their parts are words of four bytes.
+template <class Block> constexpr bool HAS_PAIRS = Block::HAS_OFFSET && Block::SIZE == FOUR_BLOCKS;
+
+// Of each of four blocks, the COUNT words from byte FIRST on.
+template <class Block, int FIRST, int COUNT> static inline __m512i words_of_each(const uint8_t *p) {
+    constexpr int LATER = Block::BYTES - 64;  // where a second load begins
+    static_assert(Block::ONE % 4 == 0 && LATER % 4 == 0 && LATER <= 64, "two loads have all words of four blocks");
+    alignas(64) static constexpr auto PLACES = [] {
+        struct {
+            int32_t of_lane[16];
+        } places{};
+        for (int i = 0; i < 4 * COUNT; i++) {
+            const int byte = i / COUNT * Block::ONE + FIRST + i % COUNT * 4;
+            places.of_lane[i] = byte < 64 ? byte / 4 : 16 + (byte - LATER) / 4;
+        }
+        return places;
+    }();
+    return _mm512_permutex2var_epi32(_mm512_loadu_si512(p), _mm512_load_si512(&PLACES), _mm512_loadu_si512(p + LATER));
+}
+template <class Block> static inline void decode_pairs(const uint8_t *p, DecodedGroup &to) {
+    const __m512i two = words_of_each<Block, Block::CODES, 4>(p);
+    to.code[0] = nibbles(two), to.code[1] = high_nibbles(two);
+    to.scale = _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm512_castsi512_si128(words_of_each<Block, 0, 1>(p))));
+}
+static inline void decode(BlockQ4_1, const uint8_t *p, DecodedGroup &to) { decode_pairs<BlockQ4_1>(p, to); }
+static inline void decode(BlockQ5_1, const uint8_t *p, DecodedGroup &to) {
+    decode_pairs<BlockQ5_1>(p, to), add_fifth_bits<BlockQ5_1>(p, to);
+}
+
+// A token's scales for the parts of a group, in turns with sums where the group's are with offsets; and its sums of
+// every sixteen inputs.
+template <class Block> static inline __m512 input_scales(const RoundedInputs &x, int64_t at) {
+    if (HAS_PAIRS<Block>) return _mm512_zextps256_ps512(_mm256_loadu_ps(x.sum + at / 16));
+    if (Block::SIZE == FOUR_BLOCKS) return _mm512_zextps128_ps512(_mm_loadu_ps(x.scale + at / 32));
+    const __m512 eight = _mm512_zextps256_ps512(_mm256_loadu_ps(x.scale + at / 32));
     return Block::PART == 16 ? _mm512_permutexvar_ps(halves(), eight) : eight;
 }
-template <class Block> static inline __m512 input_sums(const float *p) {
-    return Block::SIZE == 128 ? _mm512_zextps256_ps512(_mm256_loadu_ps(p)) : load(p);
-}
+static inline __m512 input_sums(const RoundedInputs &x, int64_t at) { return load(x.sum + at / 16); }
 
 // The part of a group that each lane of the products of code vector i belongs to.
 template <InputOrder ORDER> static inline __m512i part_of_lanes(int i) {
@@ -273,20 +303,19 @@ template <InputOrder ORDER> static inline __m512i part_of_lanes(int i) {
 template <bool TWO, int T, class Block>
 __attribute__((always_inline)) static inline void add_group(const uint8_t *p, int64_t at, int64_t,
                                                             const RoundedInputs *x, vf *sum) {
-    constexpr int BIAS = Block::BIAS, JOINED = Block::ORDER == InputOrder::HALVES_OF_32 ? 2 : 1;
+    constexpr int JOINED = Block::ORDER == InputOrder::HALVES_OF_32 ? 2 : 1;
     DecodedGroup group;
     decode(Block(), p, group);
     for (int t = 0; t < T; t++) {
-        const __m512 scale = group.scale * input_scales<Block>(x[t].scale + at / 32);
+        const __m512 scale = group.scale * input_scales<Block>(x[t], at);
         for (int i = 0; i < Block::SIZE / 64; i += JOINED) {
-            __m512i products = products_of<TWO, BIAS>(group.code[i], x[t], at + i * 64);
-            if (JOINED == 2)
-                products =
-                    _mm512_add_epi32(products, products_of<TWO, BIAS>(group.code[i + 1], x[t], at + i * 64 + 64));
-            const __m512 of_lanes = _mm512_permutexvar_ps(part_of_lanes<Block::ORDER>(i), scale);
-            sum[t] = fma(_mm512_cvtepi32_ps(products), of_lanes, sum[t]);
+            const __m512i products = products_of<TWO, Block::BIAS, JOINED>(group.code + i, x[t], at + i * 64);
+            __m512i part = part_of_lanes<Block::ORDER>(i);
+            if (HAS_PAIRS<Block>) part = _mm512_add_epi32(part, part);
+            sum[t] = fma(_mm512_cvtepi32_ps(products), _mm512_permutexvar_ps(part, scale), sum[t]);
         }
-        if (Block::HAS_OFFSET) sum[t] = fma(group.offset, input_sums<Block>(x[t].sum + at / 16), sum[t]);
+        if (HAS_PAIRS<Block>) sum[t] = _mm512_mask_add_ps(sum[t], 0xaa, sum[t], scale);  // offsets times sums
+        else if (Block::HAS_OFFSET) sum[t] = fma(group.offset, input_sums(x[t], at), sum[t]);
     }
 }
 

@@ -17,6 +17,8 @@ namespace skimkv::SKIMKV_NS {
 constexpr int TILE_TOKENS = 4;  // for which a row is decoded once
 constexpr int RESULTS = 256;    // rows whose results are kept until they are written together
 
+constexpr int PREFETCH_AHEAD = 2048;  // bytes: decoding hides less of the memory's latency than plain loads do
+
 }  // namespace skimkv::SKIMKV_NS
 
 #include "kernels/many_token_products.h"
@@ -92,15 +94,19 @@ static void multiply_tile(const uint8_t *const (&rows)[R], int64_t in, const cha
     vf sum[R][T];
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) sum[r][t] = splat(0.f);
+    const auto add = [&](int r, const uint8_t *p, int64_t at, int64_t zeros) {
+        for (int i = 0; i < Block::BYTES; i += 64) prefetch(p + PREFETCH_AHEAD + i);
+        add_group<TWO, T, Block>(p, at, zeros, x, sum[r]);
+    };
     int64_t at = 0, byte = 0;
     for (; at + Block::SIZE <= in; at += Block::SIZE, byte += Block::BYTES)
-        for (int r = 0; r < R; r++) add_group<TWO, T, Block>(rows[r] + byte, at, 0, x, sum[r]);
-    uint8_t copy[Block::BYTES];
-    for (int r = 0; r < R && at < in; r++) {
-        const uint8_t *last = rows[r] + byte;
-        last = has_whole_group(in) ? last - first_of_rest(in) * Block::BYTES / Block::SIZE
-                                   : whole_group<Block>(last, in - at, copy);
-        add_group<TWO, T, Block>(last, at, first_of_rest(in), x, sum[r]);
+        for (int r = 0; r < R; r++) add(r, rows[r] + byte, at, 0);
+    if (at < in && has_whole_group(in)) {
+        const int64_t zeros = first_of_rest(in), before = zeros * Block::BYTES / Block::SIZE;
+        for (int r = 0; r < R; r++) add(r, rows[r] + byte - before, at, zeros);
+    } else if (at < in) {
+        uint8_t copy[Block::BYTES];
+        for (int r = 0; r < R; r++) add(r, whole_group<Block>(rows[r] + byte, in - at, copy), at, 0);
     }
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) y[r * T + t] = sum_lanes(sum[r][t]);
@@ -120,7 +126,10 @@ static void round_token(const T *x, int64_t in, int dtype, const RoundedInputs &
         store_inputs<ORDER, BIAS>(to, at, code, has_two_bytes(dtype));
         const int64_t place = block_place<ORDER>(at / 32);
         to.scale[place] = scale;
-        for (int i = 0; i < 2; i++) to.sum[2 * place + i] = sum[i] * scale;
+        if (ORDER == InputOrder::HALVES_OF_32)
+            to.sum[2 * place] = scale, to.sum[2 * place + 1] = (sum[0] + sum[1]) * scale;
+        else
+            for (int i = 0; i < 2; i++) to.sum[2 * place + i] = sum[i] * scale;
     }
 }
 

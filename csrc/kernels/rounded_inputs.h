@@ -41,7 +41,8 @@ static inline int largest_input(int dtype) { return has_two_bytes(dtype) ? 16256
 constexpr int INPUT_GROUP = 256;  // inputs are padded with zeros to a multiple of this
 
 // One token's rounded inputs. A set of instructions has them either as 16-bit integers, or as two bytes each, and then
-// with what `correction` takes from the sums of products with unsigned codes, for every four products.
+// with what `correction` takes from the sums of products with unsigned codes, for every four products. `sum` has the
+// sums of every sixteen inputs, or in the order HALVES_OF_32 of every 32, each after their scale.
 struct RoundedInputs {
     int16_t *code;
     int8_t *high, *low;
