@@ -207,6 +207,31 @@ void finish(const Run &run, const skimkv_layer &layer, const void *x, const Stat
     run.kernels->add(o.dtype, y, states.normed, count);
 }
 
+// All layers, from x to the last normalisation.
+const char *run_layers(const Run &run, const skimkv_layers *op, skimkv_op *const *steps, int64_t parts,
+                       skimkv_attend attend, void *context, const void *x, const void *cos, const void *sin, void *y,
+                       const States &states) {
+    const Sizes first = sizes_of(op->layers->q);
+    const void *now = x;
+    for (int64_t i = 0; i < op->count; i++) {
+        const skimkv_layer &layer = op->layers[i];
+        project(run, layer, now, cos, sin, states);
+        if (steps && steps[i * parts]) {
+            if (const char *error = skimkv::run_steps(steps + i * parts, parts, run.threads, run.parallel))
+                return error;
+        } else if (steps) {
+            if (attend(context, i, states.queries, states.keys, states.values, states.attended))
+                return "attention of a layer failed";
+        } else {
+            std::memset(states.attended, 0, (size_t)(run.n * sizes_of(layer.q).out * value_bytes(first.dtype)));
+        }
+        finish(run, layer, now, states, states.tokens[i % 2]);
+        now = states.tokens[i % 2];
+    }
+    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype, op->norm.adds_one};
+    return skimkv_rms_norm_run(&norm, now, y, run.n, run.threads, run.parallel);
+}
+
 }  // namespace
 
 extern "C" {
@@ -226,31 +251,22 @@ const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *s
     if (!run.kernels) return NO_KERNELS;
     const States states = states_of(op, n);
     if (!states.queries) return NO_MEMORY;
+    bool asks = false;  // whether a function of the caller attends, which may use its threads itself
     for (int64_t i = 0; steps && i < op->count; i++) {
         skimkv_op *const *own = steps + i * parts;
         bool attends = false;
         for (int64_t j = 0; j < parts; j++) attends |= own[j] != nullptr;
-        if (!attends && attend) continue;
+        if (!attends && attend) {
+            asks = true;
+            continue;
+        }
         if (const char *error = place_steps(own, parts, op->layers[i], states, n)) return error;
     }
-    const Sizes first = sizes_of(op->layers->q);
-    const void *now = x;
-    for (int64_t i = 0; i < op->count; i++) {
-        const skimkv_layer &layer = op->layers[i];
-        project(run, layer, now, cos, sin, states);
-        if (steps && steps[i * parts]) {
-            if (const char *error = skimkv::run_steps(steps + i * parts, parts, threads, parallel)) return error;
-        } else if (steps) {
-            if (attend(context, i, states.queries, states.keys, states.values, states.attended))
-                return "attention of a layer failed";
-        } else {
-            std::memset(states.attended, 0, (size_t)(n * sizes_of(layer.q).out * value_bytes(first.dtype)));
-        }
-        finish(run, layer, now, states, states.tokens[i % 2]);
-        now = states.tokens[i % 2];
-    }
-    const skimkv_rms_norm norm{op->norm.w, first.in, op->norm.eps, first.dtype, op->norm.adds_one};
-    return skimkv_rms_norm_run(&norm, now, y, n, threads, parallel);
+    const char *error = nullptr;
+    const auto run_all = [&] { error = run_layers(run, op, steps, parts, attend, context, x, cos, sin, y, states); };
+    if (asks) run_all();
+    else skimkv::as_a_team(threads, parallel, run_all);
+    return error;
 }
 
 const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,

@@ -1,38 +1,16 @@
 // How work is spread over the threads of a caller. Every operation of the library uses these functions.
 #pragma once
 #include <stdint.h>
-#include <time.h>
 
 #include <atomic>
-#if defined(__linux__)
-#include <sys/resource.h>
-#endif
 
 #include "skimkv.h"
+#include "team.h"
 
 namespace skimkv {
 
 // The number of threads that an operation may use: one, if the caller cannot start any.
 inline int usable_threads(int threads, skimkv_parallel parallel) { return threads < 1 || !parallel ? 1 : threads; }
-
-inline int64_t nanoseconds() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-// Whether the calling thread has lost its core to another thread since it asked last.
-inline bool has_lost_core() {
-#if defined(__linux__) && defined(RUSAGE_THREAD)
-    static thread_local long known = 0;
-    rusage use;
-    if (getrusage(RUSAGE_THREAD, &use) || use.ru_nivcsw == known) return false;
-    known = use.ru_nivcsw;
-    return true;
-#else
-    return false;
-#endif
-}
 
 // How many threads the operations of a calling thread use while other processes take cores.
 //
@@ -78,6 +56,7 @@ inline thread_local ThreadLimit limit_of_caller;
 template <class F> void on_every_thread(int threads, skimkv_parallel parallel, const F &f) {
     threads = usable_threads(threads, parallel);
     if (threads == 1) return f(0);
+    if (led_team) return led_team->run(threads, f);
     const int64_t began = nanoseconds();
     const int used = limit_of_caller.use_of(threads, began);
     if (used == 1) return f(0);
@@ -107,6 +86,37 @@ template <class F> void on_every_thread(int threads, skimkv_parallel parallel, c
         },
         &call, (unsigned)used, 0);
     limit_of_caller.learn(threads, call.waited, began, nanoseconds());
+}
+
+// Calls f() once, so that the operations in it find their threads waiting for them. Without this each operation asks
+// for its threads and is left by them, which takes longer than a small matrix.
+template <class F> void as_a_team(int threads, skimkv_parallel parallel, const F &f) {
+    threads = usable_threads(threads, parallel);
+    const int64_t began = nanoseconds();
+    const int used = threads == 1 ? 1 : limit_of_caller.use_of(threads, began);
+    if (used == 1) return f();
+    struct Call {
+        const F &f;
+        const int threads;
+        std::atomic<int> next_thread{0};
+        int64_t done = 0;
+        Team team{};
+    } call{f, used};
+    parallel(
+        [](void *data) {
+            Call *call = (Call *)data;
+            const int thread = call->next_thread.fetch_add(1, std::memory_order_relaxed);
+            if (thread > 0) return thread < call->threads ? call->team.follow() : void();
+            led_team = &call->team;
+            call->f();
+            led_team = nullptr;
+            call->team.end();
+            call->done = nanoseconds();
+        },
+        &call, (unsigned)used, 0);
+    const int64_t ended = nanoseconds(), late = ended - call.done, lost = call.team.wait_for_lost();
+    const int64_t waited = late > lost ? late : lost;
+    limit_of_caller.learn(threads, waited, waited < Team::LONG_WAIT ? began : ended - waited, ended);
 }
 
 // Calls f(task, thread) for every task from 0 to tasks-1, on at most as many threads as there are tasks. A thread takes

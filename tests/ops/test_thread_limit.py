@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 
 import pytest
@@ -13,41 +12,13 @@ from skimkv.methods import Dense
 from skimkv.ops.cpu import library as native
 from skimkv.stores.base import Shape
 from support.kernels import NATIVE, on
+from support.pools import Pool, in_a_new_thread
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
 THREADS = 3
-FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
-
-class Pool:
-    """A pool of threads that runs their parts one after the other, the last one `late` seconds later.
-
-    asked: for how many threads it was asked, call by call.
-    """
-
-    def __init__(self):
-        self.late, self.asked = 0.0, []
-        self.function = PARALLEL(self.run)
-        self.address = ctypes.cast(self.function, ctypes.c_void_p).value
-
-    def run(self, function, data, n, flags):
-        self.asked.append(n)
-        for i in range(n):
-            if i == n - 1:
-                time.sleep(self.late)
-            FUNCTION(function)(data)
-
-
-def in_a_new_thread(function):
-    """Run the function in a thread of its own, which has not waited for anything yet, and return its result."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    (result,) = results
-    return result
+THREADS = 3
 
 
 def test_fewer_threads_are_used_while_one_is_late_and_all_of_them_later():
