@@ -49,14 +49,14 @@ template <class Condition> void wait_until(const Condition &holds) {
 
 // The leader opens a round for an operation, and every member that sees it in time takes part. The leader waits for
 // those that do, and not for others: so a member that has lost its core delays nobody, unless it lost it within a
-// round. Then the leader goes on alone.
+// round. Then the leader works alone for a pause.
 class Team {
    public:
-    static constexpr int64_t LONG_WAIT = 1000000;  // nanoseconds
+    static constexpr int64_t LONG_WAIT = 1000000, PAUSE = 4000000;  // nanoseconds
 
     // Calls f(thread) with thread = 0 on the leader, and 1, 2 and so on, up to threads-1, on others.
     template <class F> void run(int threads, const F &f) {
-        if (threads < 2 || is_over()) return f(0);
+        if (threads < 2 || is_pausing()) return f(0);
         call = [](const void *data, int thread) { (*(const F *)data)(thread); };
         data = &f, most = threads;
         next_thread.store(1, std::memory_order_relaxed);
@@ -76,7 +76,9 @@ class Team {
             return false;
         });
         is_late.store(false, std::memory_order_relaxed);
-        if (has_lost.load(std::memory_order_relaxed)) longest_wait = waited, end();
+        if (!has_lost.exchange(false)) return;
+        if (waited > longest_wait) longest_wait = waited;
+        alone_until = nanoseconds() + PAUSE;
     }
     // What another thread does until the leader ends.
     void follow() {
@@ -98,7 +100,10 @@ class Team {
    private:
     static constexpr int64_t CLOSED = 0, OVER = -1;
 
-    bool is_over() const { return round.load(std::memory_order_relaxed) == OVER; }
+    bool is_pausing() {
+        if (alone_until && nanoseconds() >= alone_until) alone_until = 0;
+        return alone_until;
+    }
     int64_t next_round(int64_t seen) const {
         int64_t now;
         wait_until([&] { return now = round.load(std::memory_order_acquire), now != CLOSED && now != seen; });
@@ -112,7 +117,7 @@ class Team {
     std::atomic<int> next_thread{0};
     alignas(64) std::atomic<int> inside{0};  // members that take part
     std::atomic<bool> is_late{false}, has_lost{false};
-    int64_t last_round = CLOSED, longest_wait = 0;  // of the leader
+    int64_t last_round = CLOSED, longest_wait = 0, alone_until = 0;  // of the leader
     unsigned looks = 0;
 };
 

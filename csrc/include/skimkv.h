@@ -352,8 +352,8 @@ typedef int (*skimkv_attend)(void *context, int64_t layer, const void *queries, 
 /* x and y [n,size] are one token for each row of the caches, at most 64; cos and sin [angles,n,D] are given for each
  * token. steps[i] is the attention of layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their
  * addresses are set here. All of it is validated before the first layer runs. Where steps[i] is NULL, `attend` is
- * called. Without steps (NULL) attention gives zeros, so that the rest can be timed. Returns NULL, or in one line why
- * it did not compute. */
+ * called; where none is NULL, `parallel` is called once for all layers. Without steps (NULL) attention gives zeros, so
+ * that the rest can be timed. Returns NULL, or in one line why it did not compute. */
 SKIMKV_API const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend,
                                          void *context, const void *x, const void *cos, const void *sin, void *y,
                                          int64_t n, int threads, skimkv_parallel parallel);
