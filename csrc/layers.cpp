@@ -251,20 +251,20 @@ const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *s
     if (!run.kernels) return NO_KERNELS;
     const States states = states_of(op, n);
     if (!states.queries) return NO_MEMORY;
-    bool asks = false;  // whether a function of the caller attends, which may use its threads itself
+    bool calls_back = false;  // whether a function of the caller attends, which may use the threads itself
     for (int64_t i = 0; steps && i < op->count; i++) {
         skimkv_op *const *own = steps + i * parts;
         bool attends = false;
         for (int64_t j = 0; j < parts; j++) attends |= own[j] != nullptr;
         if (!attends && attend) {
-            asks = true;
+            calls_back = true;
             continue;
         }
         if (const char *error = place_steps(own, parts, op->layers[i], states, n)) return error;
     }
     const char *error = nullptr;
     const auto run_all = [&] { error = run_layers(run, op, steps, parts, attend, context, x, cos, sin, y, states); };
-    if (asks) run_all();
+    if (calls_back) run_all();
     else skimkv::as_a_team(threads, parallel, run_all);
     return error;
 }

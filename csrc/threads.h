@@ -42,7 +42,7 @@ class ThreadLimit {
     }
 
    private:
-    static constexpr int64_t LEAST = 1000000, FIRST_PAUSE = 4000000, LONGEST_PAUSE = 128000000;
+    static constexpr int64_t LEAST = Team::LONG_WAIT, FIRST_PAUSE = Team::PAUSE, LONGEST_PAUSE = 128000000;
     int fewer = 0;
     int64_t until = 0, pause = FIRST_PAUSE;
     bool is_trial = false;  // whether this is the first operation with one more thread
