@@ -55,7 +55,7 @@ CAPABILITY = 90  # H100, H200
 LIMITS = occupancy.Limits(multiprocessors=132, registers=65536, shared=228 << 10, warps=64, programs=32)  # of an H200
 CLOCK = 1.98e9  # its cycles per second at full clock
 BANDWIDTH = 4.3e12  # bytes per second that an H200's memory delivers
-BISECTIONS = 4  # rounds of a search for a threshold after two histograms, which leave a few numbers in a bin
+BISECTIONS = 11  # rounds of a search for a threshold among 512 to 2,048 logits or weights
 GROUP = tables.PAGE_TOKENS
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPE = torch.float16
@@ -140,13 +140,11 @@ TURNS: dict[str, Callable[[Launch], float]] = {
     # at the lengths of the targets no group of tokens is open
     "scores_kernel: for i in range(tl.maximum(closed, start), stop, BLOCK)": lambda at: 0,
     "ranks: for head in range(0, query.G)": lambda at: at.arguments.query.G,
-    "threshold_of_tile: for _ in range(2)": lambda at: 2,
-    "threshold_of_list: for _ in range(2)": lambda at: 2,
     "threshold_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
     "threshold_of_tile: while low < high": lambda at: BISECTIONS,
     "threshold_of_list: while low < high": lambda at: BISECTIONS,
     "count_reaching: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
-    "best_of_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
+    "best_of_long_list: for i in range(0, n, TILE)": lambda at: -(-candidates(at) // at.arguments.LIST),
     "best_of_tile: for j in range(tl.minimum(want, TILE), tl.minimum(most, TILE), TILE // GROUP)": lambda at: 0,
     "attend_as_group: for i in tl.range(0, count, BLOCK, num_stages=STAGES)":
         lambda at: -(-attended(at) // at.arguments.BLOCK),

@@ -31,10 +31,10 @@ def launched(request, monkeypatch):
     "tiles": there are more than programs. "tile": there may be one, which is too small for groups of neighbours.
     """
     if request.param == "products":
-        monkeypatch.setattr(run, "MOST_HEADS_OF_WARP", 0)
+        monkeypatch.setattr(run, "MOST_HEADS_OF_WARP", dict.fromkeys(run.MOST_HEADS_OF_WARP, 0))
     if request.param.startswith("tile"):
         size = 128 if request.param == "tiles" else 512
-        monkeypatch.setattr(launch.SETTINGS, "choose", replace(launch.SETTINGS.choose, tile=size, programs=2))
+        monkeypatch.setattr(launch.SETTINGS, "choose", replace(launch.SETTINGS.choose, tile=size, programs=2, list=64))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ def on_device(store):
     """The same store on the device of the kernels."""
     twin = map_tensors(store, lambda t: t.to(DEVICE))
     twin.device = DEVICE
+    if getattr(twin, "projection", None) is not None:
+        vars(twin.index)["projection"] = twin.projection.to(DEVICE)
     return twin
 
 

@@ -32,7 +32,7 @@ def quantise_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     groups = x.float().unflatten(-1, (-1, GROUP))  # (...,R,n/GROUP,GROUP)
     low, high = groups.aminmax(dim=-1)
-    step = (high - low) / (2**bits - 1)
+    step = (high - low) / torch.full_like(high, 2**bits - 1)  # a GPU multiplies by the inverse of a Python number
     codes = encode_channels(groups, step[..., None], low[..., None], bits).flatten(-2)
     return (pack_int4(codes) if bits == 4 else codes), torch.stack([step, low], -2).transpose(-1, -3)
 

@@ -21,16 +21,18 @@ else:
 
 LARGEST_HEAD = 256  # the largest head size D that has kernels
 TENSOR_CORE = 16  # the least rows and columns of a product on tensor cores; D is a multiple of it
+LEAST_COLUMNS = 8  # of the right side of a product on tensor cores; its left side has TENSOR_CORE rows at least
 ROW_BYTES = 256  # the size of a row of K or V that the settings' blocks are meant for
 MOST_SPLITS = 64  # programs that share a row of the batch and a KV head, at most
 APPEND_WARPS = 4  # of the kernels that append a token
-MOST_HEADS_OF_WARP = 4  # query heads of a KV head up to which step 1 takes one warp for a page and no matrix units
 MOST_CHANNELS_OF_WARP = 64  # channels that score, up to which it does so: its loop over them is unrolled
 LEAST_RUN = 32  # positions of a channel that step 1 loads at a time, at least
 MASS_BLOCK = 256  # chosen positions whose approximate weights are summed at a time
 
 # Where channels of K are read, by a store's `channels`; the quantised layouts are numbered by the bits of a code.
 LAYOUTS = {"none": 0, "int4": 4, "int8": 8, "copy": 16}
+# query heads of a KV head up to which step 1 takes one warp for a page and no matrix units, by the layout
+MOST_HEADS_OF_WARP = {LAYOUTS["none"]: 0, LAYOUTS["copy"]: 1, LAYOUTS["int8"]: 4, LAYOUTS["int4"]: 4}
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}  # of SparQ's scores
 
 
@@ -82,7 +84,7 @@ class ChooseLaunch:
     tile: int
     warps: int
     group: int = 4
-    list: int = 1024
+    list: int = 4096
     programs: int | None = None
 
     def group_of(self, most: int) -> int:
@@ -122,9 +124,10 @@ class LaunchSettings:
     scores: PagesLaunch = field(default=PagesLaunch(block=256, warps=4))
     quantised_scores: PagesLaunch = field(default=PagesLaunch(block=128, warps=4))
     choose: ChooseLaunch = field(default=ChooseLaunch(tile=4096, warps=4))
+    choose_few: ChooseLaunch = field(default=ChooseLaunch(tile=8192, warps=8))  # as attend_few
     attend: AttendLaunch = field(default=AttendLaunch(block=32, warps=4, stages=7))
     attend_alone: AttendLaunch = field(default=AttendLaunch(block=16, warps=2, stages=1))  # one query head a KV head
-    attend_few: AttendLaunch = field(default=AttendLaunch(block=32, warps=4, stages=1))  # and a multiprocessor a row
+    attend_few: AttendLaunch = field(default=AttendLaunch(block=128, warps=16, stages=1))  # and a multiprocessor a row
     slots: SlotsLaunch = field(default=SlotsLaunch(block=64, warps=4))
 
 

@@ -26,6 +26,7 @@ from . import device, launch, occupancy
 from .launch import (
     APPEND_WARPS,
     LAYOUTS,
+    LEAST_COLUMNS,
     LEAST_RUN,
     MOST_CHANNELS_OF_WARP,
     MOST_HEADS_OF_WARP,
@@ -396,13 +397,11 @@ def _run_chosen(step: KernelStep, rows: PagedRows, query: Query) -> Tensor:
     the softmax anew over the chosen positions, as SparQ does.
     """
     batch, scoring = rows.batch, _scoring_of(step, rows, query)
-    few = batch.shape.G <= MOST_HEADS_OF_WARP and scoring.channels <= MOST_CHANNELS_OF_WARP
-    score = _score_by_channels if few and scoring.layout != LAYOUTS["none"] else _score_by_products
-    scores = score(rows, scoring)
+    by_channels = MOST_HEADS_OF_WARP[scoring.layout] >= batch.shape.G and scoring.channels <= MOST_CHANNELS_OF_WARP
+    scores = (_score_by_channels if by_channels else _score_by_products)(rows, scoring)
     candidates = _choose(step, rows, query, scores)
-    alone, limits = batch.shape.G == 1, occupancy.limits_of(batch.device)
-    few_rows = limits is not None and batch.heads <= limits.multiprocessors
-    settings = (SETTINGS.attend_few if few_rows else SETTINGS.attend_alone) if alone else SETTINGS.attend
+    alone = batch.shape.G == 1
+    settings = SETTINGS.attend_few if _is_few(batch) else SETTINGS.attend_alone if alone else SETTINGS.attend
     constants = {
         **_constants(batch, query, settings), "SINKS": _has_sinks(query), "TYPE": types()[batch.dtype],
         "SP": pad(scores.splits, 2), "RENORMALISE": step.operation != "top_k", "MEAN": step.mean_value,
@@ -412,16 +411,28 @@ def _run_chosen(step: KernelStep, rows: PagedRows, query: Query) -> Tensor:
     return query.y
 
 
+def _is_few(batch: Batch) -> bool:
+    """Return whether a multiprocessor has a row and KV head to itself, with one query head."""
+    limits = occupancy.limits_of(batch.device)
+    return limits is not None and batch.shape.G == 1 and batch.heads <= limits.multiprocessors
+
+
+def _settings_of_choice(batch: Batch) -> launch.ChooseLaunch:
+    """Return how the choice is launched."""
+    return SETTINGS.choose_few if _is_few(batch) else SETTINGS.choose
+
+
 def _choose(step: KernelStep, rows: PagedRows, query: Query, scores: Scores) -> Candidates:
     """Choose positions by their scores, and return where they are."""
-    batch, settings, k = rows.batch, SETTINGS.choose, min(step.k - step.local, rows.room)
+    batch, k = rows.batch, min(step.k - step.local, rows.room)
+    settings = _settings_of_choice(batch)
     tiles = -(-rows.room // settings.tile)
     group = settings.group_of(min(k, settings.tile))
     most = min(k, settings.tile // group)
     constants = {
         "SP": pad(scores.splits, 2), "TILE": settings.tile, "GROUP": group, "SINKS": _has_sinks(query),
-        "LIST": min(settings.list, pad(tiles * most)), "CANDIDATES": pad(group * most), "ALONE": batch.shape.G == 1,
-        "num_warps": settings.warps,
+        "LIST": min(settings.list, pad(tiles * most)), "IS_LONG": tiles * most > settings.list,
+        "CANDIDATES": pad(group * most), "ALONE": batch.shape.G == 1, "num_warps": settings.warps,
     }  # fmt: skip
 
     def candidates(programs: int) -> Candidates:
@@ -473,7 +484,8 @@ def _score_by_products(rows: PagedRows, scoring: Scoring) -> Scores:
         least = INT4_BLOCK if layout == LAYOUTS["int4"] else LEAST_RUN
         block = fit_block(settings.block, 4 * pad(scoring.channels) * batch.dtype.itemsize, least)
     constants = {
-        **_constants(batch, query, settings), "RP": pad(scoring.channels), "TYPE": types()[batch.dtype],
+        **_constants(batch, query, settings), "GP": pad(batch.shape.G, LEAST_COLUMNS), "RP": pad(scoring.channels),
+        "TYPE": types()[batch.dtype],
         "LAYOUT": layout, "TEMPERATURE": scoring.temperature, "BLOCK": block,
     }  # fmt: skip
     split = SplitKernel(
@@ -488,7 +500,7 @@ def _scores(rows: PagedRows, splits: int, r: int, channels: int) -> Scores:
     """Return scratch memory for the scores of all positions; a tile of the choice may be read past their end."""
     batch, width, G = rows.batch, rows.room, rows.batch.shape.G
     return Scores(
-        logits=scratch(batch, "logits", batch.heads * G * width + SETTINGS.choose.tile),
+        logits=scratch(batch, "logits", batch.heads * G * width + _settings_of_choice(batch).tile),
         stats=scratch(batch, "stats", batch.heads * splits * G * 2),
         channels=scratch(batch, "channels", batch.heads * channels, torch.int32),
         weights=scratch(batch, "channel weights", batch.heads * G * channels), width=width, splits=splits, r=r,

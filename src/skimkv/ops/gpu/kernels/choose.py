@@ -22,10 +22,7 @@ HIGHEST = constant(0x7F800000)  # the order of +inf
 MAGNITUDE = constant(0x7FFFFFFF)  # all bits of a float32 but its sign
 HALF = constant(16)  # bits of a count of the numbers of a tile, at most
 LOW_HALF = constant(65535)
-BINS = constant(256)
-BIN_BITS = constant(8)
-FLOAT_BIAS = constant(127)
-FLOAT_BITS = constant(23)  # of a float32 below its exponent
+HALVINGS = constant(12)  # of a distance of floats, at most: one far from all others needs many
 
 
 @triton.jit
@@ -56,40 +53,9 @@ def order_of(x):
 
 
 @triton.jit
-def shift_to_bins(low, high):
-    """Return by how many bits a distance from low, up to high, is shifted to become the number of a bin."""
-    distance = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
-    exponent = (distance.to(tl.float32).to(tl.int32, bitcast=True) >> FLOAT_BITS) - FLOAT_BIAS
-    return tl.maximum(exponent - (BIN_BITS - 1), 0)
-
-
-@triton.jit
-def count_by_bins(x, low, high, shift):
-    """Count the numbers from low to high, by their distance from low: (BINS,)."""
-    inside = (x >= low) & (x <= high)
-    distance = x.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
-    bins = tl.where(inside, (distance >> shift).to(tl.int32), 0)
-    return tl.histogram(bins, BINS, inside)
-
-
-@triton.jit
-def narrow(counts, low, high, shift, want):
-    """Narrow low .. high, in which the want-th largest number lies, to its bin.
-
-    Returns the new low and high, and how many numbers of the bin are wanted. Where that is all of them, high is low: as
-    a threshold it serves as well as the least of them.
-    """
-    bins = tl.arange(0, BINS)
-    reaching = tl.cumsum(counts, 0, reverse=True)
-    chosen = tl.max(tl.where(reaching >= want, bins, 0), 0)
-    want -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
-    is_whole = tl.sum(tl.where(bins == chosen, counts, 0), 0) == want
-    first = chosen.to(tl.uint32) << shift
-    distance = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
-    last = tl.minimum(distance, first + ((tl.full([], 1, tl.uint32) << shift) - 1))
-    start = low.to(tl.uint32, bitcast=True)
-    new_low, new_high = (start + first).to(tl.int32, bitcast=True), (start + last).to(tl.int32, bitcast=True)
-    return new_low, tl.where(is_whole, new_low, new_high), want
+def float_of(order):
+    """Return the float that order_of orders so."""
+    return tl.where(order < 0, order ^ MAGNITUDE, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -107,18 +73,20 @@ def bisect(low, high, reached, middle, want):
 
 
 @triton.jit
-def threshold_of_tile(x, low, want):
+def threshold_of_tile(x, low, want, HALVE: tl.constexpr):
     """Find a number that `want` of x (TILE,) reach, or, of equal ones, the least of them that as many reach.
 
-    low: a number that at least `want` of them reach.
+    low: a number that at least `want` of them reach. HALVE: halve the distance of the floats first, as logits are
+    spread evenly; the integers of floats are spread as their logarithms.
     """
-    high, left = tl.max(x, 0), want
-    for _ in range(2):
-        shift = shift_to_bins(low, high)
-        low, high, left = narrow(count_by_bins(x, low, high, shift), low, high, shift, left)
+    high, turn = tl.max(x, 0), tl.full([], 0, tl.int32)
     while low < high:
         middle = middle_of(low, high)
+        if HALVE:
+            half = order_of(0.5 * float_of(low) + 0.5 * float_of(high))
+            middle = tl.where((half > low) & (half <= high) & (turn < HALVINGS), half, middle)
         low, high = bisect(low, high, tl.sum((x >= middle).to(tl.int32), 0), middle, want)
+        turn += 1
     return low
 
 
@@ -136,20 +104,15 @@ def count_reaching(weights, n, threshold, TILE: tl.constexpr):
 def threshold_of_list(weights, n, want, TILE: tl.constexpr):
     """Find such a number for n numbers in memory."""
     t = tl.arange(0, TILE)
-    low, high, left = tl.full([], HIGHEST, tl.int32), tl.full([], BELOW_ALL, tl.int32), want
+    low, high = tl.full([], HIGHEST, tl.int32), tl.full([], BELOW_ALL, tl.int32)
     for i in range(0, n, TILE):
         x = tl.load(weights + i + t, i + t < n, ABSENT)
         low = tl.minimum(low, tl.min(tl.where(x > BELOW_ALL, x, HIGHEST), 0))
         high = tl.maximum(high, tl.max(x, 0))
-    for _ in range(2):
-        shift = shift_to_bins(low, high)
-        counts = tl.zeros([BINS], tl.int32)
-        for i in range(0, n, TILE):
-            counts += count_by_bins(tl.load(weights + i + t, i + t < n, ABSENT), low, high, shift)
-        low, high, left = narrow(counts, low, high, shift, left)
     while low < high:
         middle = middle_of(low, high)
-        low, high = bisect(low, high, count_reaching(weights, n, middle, TILE), middle, want)
+        reached = count_reaching(weights, n, middle, TILE)
+        low, high = bisect(low, high, reached, middle, want)
     return low
 
 
@@ -163,32 +126,32 @@ def places(above, ties, room):
 
 
 @triton.jit
-def take(x, inside, low, want):
+def take(x, inside, low, want, HALVE: tl.constexpr):
     """Return which `want` of x (T,) are the largest, of equal ones the first, and a place for each.
 
-    inside: which numbers there are; the others are BELOW_ALL. low: as of threshold_of_tile.
+    inside: which numbers there are; the others are BELOW_ALL. low, HALVE: as of threshold_of_tile.
     """
-    threshold = threshold_of_tile(x, low, want)
+    threshold = threshold_of_tile(x, low, want, HALVE)
     above = x > threshold
     return places(above, (x == threshold) & inside, want - tl.sum(above.to(tl.int32), 0))
 
 
 @triton.jit
 def ranks(query, scores, bh, p, SP: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr):
-    """Return integers that order as the weights of positions p do, by the sum of s_hat over the group.
+    """Return numbers that order as the weights of positions p do, by the sum of s_hat over the group.
 
     ALONE: the group is one, and its logits order so. p: as a block, whose logits are loaded without a mask.
     """
     source = scores.logits + tl.multiple_of(bh * query.G * scores.width, ALIGNMENT) + p
     if ALONE:
-        return order_of(tl.load(source))
+        return tl.load(source)
     else:
         s_hat = tl.zeros(p.shape, tl.float32)
         for head in range(0, query.G):
             reference, total, _ = normaliser(query, scores, bh, tl.arange(0, 1) + head, SP, SINKS)
             logits = tl.load(source + tl.multiple_of(head * scores.width, ALIGNMENT))
             s_hat += tl.exp(logits - tl.sum(reference, 0)) * (1 / tl.sum(total, 0))
-        return order_of(tl.where(s_hat == s_hat, s_hat, 0.0))
+        return tl.where(s_hat == s_hat, s_hat, 0.0)
 
 
 @triton.jit
@@ -203,12 +166,12 @@ def best_of_tile(
     """
     t, u = tl.arange(0, TILE), tl.arange(0, TILE // GROUP)
     x = ranks(query, scores, bh, tl.multiple_of(i + t, ALIGNMENT), SP, SINKS, ALONE)
-    x = tl.where(i + t < n, x, BELOW_ALL)
-    if GROUP > 1:
-        x = tl.max(x.reshape(TILE // GROUP, GROUP), 1)
+    if GROUP > 1:  # the largest number of a group is no NaN unless all are
+        x = tl.max(tl.where(i + t < n, x, float("nan")).reshape(TILE // GROUP, GROUP), 1)
     inside = i + u * GROUP < n
+    x = tl.where(inside, order_of(x), BELOW_ALL)
     want = tl.minimum(most, tl.cdiv(n - i, GROUP))
-    taken, target = take(x, inside, tl.min(tl.where(inside, x, HIGHEST), 0), want)
+    taken, target = take(x, inside, tl.min(tl.where(inside, x, HIGHEST), 0), want, ALONE)
     tl.store(weights + target, x, taken)
     tl.store(groups + target, i // GROUP + u, taken)
     for j in range(tl.minimum(want, TILE), tl.minimum(most, TILE), TILE // GROUP):
@@ -225,18 +188,28 @@ def best_of_groups(
     group = tl.load(groups + u, u < count, 0)
     p = group[:, None] * GROUP + j[None, :]
     inside = (u < count)[:, None] & (p < n)
-    x = tl.where(inside, ranks(query, scores, bh, p, SP, SINKS, ALONE), BELOW_ALL)
+    x = tl.where(inside, order_of(ranks(query, scores, bh, p, SP, SINKS, ALONE)), BELOW_ALL)
     lowest = tl.min(tl.where(inside, x, HIGHEST).reshape(CANDIDATES), 0)
     of_groups = tl.min(tl.where(u < count, tl.max(x, 1), HIGHEST), 0)  # which as many positions reach
     low = tl.where(count >= want, of_groups, lowest)
     x, inside, p = x.reshape(CANDIDATES), inside.reshape(CANDIDATES), p.reshape(CANDIDATES)
-    taken, target = take(x, inside, low, want)
+    taken, target = take(x, inside, low, want, ALONE)
     tl.store(chosen + target, p, taken)
 
 
 @triton.jit
-def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
-    """Store the positions of the `want` best of n candidates in memory, or the numbers of their groups, in `chosen`."""
+def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr, HALVE: tl.constexpr):
+    """Store the positions of the `want` best of up to TILE candidates, or the numbers of their groups, in `chosen`."""
+    t = tl.arange(0, TILE)
+    x = tl.load(weights + t, t < n, BELOW_ALL)
+    inside = x > BELOW_ALL
+    taken, target = take(x, inside, tl.min(tl.where(inside, x, HIGHEST), 0), want, HALVE)
+    tl.store(chosen + target, tl.load(positions + t, taken, 0), taken)
+
+
+@triton.jit
+def best_of_long_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
+    """Do the same for more than TILE candidates, which stay in memory."""
     threshold = threshold_of_list(weights, n, want, TILE)
     room = want - count_reaching(weights, n, threshold + 1, TILE)
     t = tl.arange(0, TILE)
@@ -254,12 +227,13 @@ def best_of_list(weights, positions, n, want, chosen, TILE: tl.constexpr):
 @triton.jit
 def choose_kernel(
     query, pages, scores, candidates,
-    SP: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, LIST: tl.constexpr, CANDIDATES: tl.constexpr,
-    SINKS: tl.constexpr, ALONE: tl.constexpr,
+    SP: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, LIST: tl.constexpr, IS_LONG: tl.constexpr,
+    CANDIDATES: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Choose candidates.k positions besides the candidates.local last ones and the current one.
 
-    GROUP: neighbouring positions that are chosen together first. LIST: groups that the last program takes at a time.
+    GROUP: neighbouring positions that are chosen together first. LIST: groups of several tiles that the last program
+    takes at a time; where IS_LONG, there are more.
     CANDIDATES: the positions of candidates.k groups, padded. Grid (B*H, programs).
     """
     bh, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -281,7 +255,11 @@ def choose_kernel(
         if is_last_program(candidates.counter + bh, candidates.programs):
             count = tl.minimum(candidates.k, tl.cdiv(free, GROUP))
             if tiles > 1:
-                best_of_list(weights, groups, tiles * most, count, chosen if GROUP == 1 else listed, LIST)
+                best = chosen if GROUP == 1 else listed
+                if IS_LONG:
+                    best_of_long_list(weights, groups, tiles * most, count, best, LIST)
+                else:
+                    best_of_list(weights, groups, tiles * most, count, best, LIST, ALONE)
                 groups = listed
                 tl.debug_barrier()
             if GROUP > 1:

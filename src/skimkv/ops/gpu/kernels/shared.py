@@ -87,6 +87,17 @@ def product(a, b, DOT: tl.constexpr):
 
 
 @triton.jit
+def product_with(a, b, DOT: tl.constexpr):
+    """Multiply a by b, in float32: `product` with the sides exchanged."""
+    a = a.to(DOT)
+    high = b.to(DOT)
+    y = tl.dot(a, high, input_precision="tf32x3")
+    if tl.float32 != DOT:
+        y += tl.dot(a, (b - high.to(tl.float32)).to(DOT), input_precision="tf32x3")
+    return y
+
+
+@triton.jit
 def load_query(q, bh, G, D, GP: tl.constexpr, DP: tl.constexpr):
     """Load the queries of a KV head: q (B,H,G,D) contiguous -> (GP,DP), zero where padded."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)

@@ -33,7 +33,7 @@ from .shared import (
     load_query,
     page_capacity,
     page_start,
-    product,
+    product_with,
     table_of,
 )
 
@@ -85,15 +85,15 @@ def inverse_temperature(q, chosen, scale, r, D, TEMPERATURE: tl.constexpr):
 def store_logits(
     logits, query, scores, i, n, maximum, total, bh, GP: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr
 ):
-    """Store the logits (GP,BLOCK) of positions i .. i+BLOCK-1, and carry their maximum and sum (GP,)."""
+    """Store the logits (BLOCK,GP) of positions i .. i+BLOCK-1, and carry their maximum and sum (GP,)."""
     g, t = tl.arange(0, GP), tl.arange(0, BLOCK)
     logits = apply_softcap(logits, query.softcap, CAPPED)
-    target = scores.logits + (bh * query.G + g[:, None]) * scores.width + (i + t)[None, :]
-    tl.store(tl.multiple_of(target, (ALIGNMENT, ALIGNMENT)), logits, (g < query.G)[:, None])
-    logits = tl.where((i + t < n)[None, :], logits, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+    target = scores.logits + (bh * query.G + g[None, :]) * scores.width + (i + t)[:, None]
+    tl.store(tl.multiple_of(target, (ALIGNMENT, ALIGNMENT)), logits, (g < query.G)[None, :])
+    logits = tl.where((i + t < n)[:, None], logits, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(logits, 0))
     reference = finite_maximum(new_maximum)
-    return new_maximum, total * tl.exp(maximum - reference) + tl.sum(tl.exp(logits - reference[:, None]), 1)
+    return new_maximum, total * tl.exp(maximum - reference) + tl.sum(tl.exp(logits - reference[None, :]), 0)
 
 
 @triton.jit
@@ -148,39 +148,39 @@ def scores_kernel(
             mask = (i + t < n)[:, None] & (d < D)[None, :]
             k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), mask, 0.0)
             k = tl.where(chosen[None, :], k, 0.0).to(DOT)
-            logits = tl.dot(part, tl.trans(k), input_precision="tf32x3") * scale[:, None]
+            logits = tl.dot(k, tl.trans(part), input_precision="tf32x3") * scale[None, :]
             maximum, total = store_logits(logits, query, scores, i, n, maximum, total, bh, GP, BLOCK, CAPPED)
     else:
         order = tl.cumsum(chosen.to(tl.int32), 0) - 1
         i1 = tl.sum(tl.where(chosen[None, :] & (order[None, :] == j[:, None]), d[None, :], 0), 1)  # (RP,) ascending
         real = j < tl.sum(chosen.to(tl.int32), 0)
         mask = (g < G)[:, None] & real[None, :]
-        part = tl.load(query.q + (bh * G + g[:, None]) * D + i1[None, :], mask, 0.0)
+        part = tl.trans(tl.load(query.q + (bh * G + g[:, None]) * D + i1[None, :], mask, 0.0))  # (RP,GP)
         closed = n if LAYOUT == LAYOUT_COPY else n // PAGE_TOKENS * PAGE_TOKENS
         for i in tl.range(start, tl.minimum(stop, closed), BLOCK, num_stages=STAGES):
             page = i // PAGE_TOKENS
             capacity = page_capacity(table, page)
             row = place * R + i1[:, None]
             if LAYOUT == LAYOUT_COPY:
-                source = page_start(table, page, COLUMN_INDEX, TYPE, pages.base) + row * capacity
-                source += i % PAGE_TOKENS + t[None, :]
-                k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), real[:, None], 0.0)
-                logits = tl.dot(part.to(DOT), k.to(DOT), input_precision="tf32x3")
+                source = page_start(table, page, COLUMN_INDEX, TYPE, pages.base) + (place * R + i1[None, :]) * capacity
+                source += i % PAGE_TOKENS + t[:, None]
+                k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), real[None, :], 0.0)
+                logits = tl.dot(k.to(DOT), part.to(DOT), input_precision="tf32x3")
             else:
                 codes = load_codes(table, page, pages.base, i % PAGE_TOKENS, row, capacity, real, RP, BLOCK, LAYOUT)
                 groups = capacity // PAGE_TOKENS
                 source = page_start(table, page, COLUMN_SCALE, tl.float32, pages.base) + (place * R + i1) * 2 * groups
                 step = tl.load(source, real, 0.0)
                 zero = tl.load(source + groups, real, 0.0)
-                logits = product(part.to(tl.float32) * step[None, :], codes.to(tl.float32), DOT)
-                logits += tl.sum(part.to(tl.float32) * zero[None, :], 1)[:, None]
-            logits = logits * scale[:, None]
+                logits = product_with(tl.trans(codes).to(tl.float32), part.to(tl.float32) * step[:, None], DOT)
+                logits += tl.sum(part.to(tl.float32) * zero[:, None], 0)[None, :]
+            logits = logits * scale[None, :]
             maximum, total = store_logits(logits, query, scores, i, n, maximum, total, bh, GP, BLOCK, CAPPED)
         if LAYOUT != LAYOUT_COPY and stop > closed:
             for i in range(tl.maximum(closed, start), stop, BLOCK):
                 source = pages.tail + (bh * R + i1[:, None]) * PAGE_TOKENS + (i % PAGE_TOKENS + t[None, :])
                 k = tl.load(tl.multiple_of(source, (ALIGNMENT, ALIGNMENT)), real[:, None], 0.0)
-                logits = tl.dot(part.to(DOT), k.to(DOT), input_precision="tf32x3") * scale[:, None]
+                logits = tl.dot(tl.trans(k.to(DOT)), part.to(DOT), input_precision="tf32x3") * scale[None, :]
                 maximum, total = store_logits(logits, query, scores, i, n, maximum, total, bh, GP, BLOCK, CAPPED)
     stats = scores.stats + ((bh * scores.splits + split) * G + g) * 2
     tl.store(stats, maximum, g < G)
