@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "skimkv.h"
+#include "subnormals.h"
 #include "team.h"
 
 namespace skimkv {
@@ -50,10 +51,14 @@ class ThreadLimit {
 
 inline thread_local ThreadLimit limit_of_caller;
 
-// Calls f(thread) once on every thread, with thread = 0, 1, 2 and so on. There may be fewer threads than `threads`, and
-// then the last numbers are left out: while other processes take cores, or if `parallel` starts fewer. If it starts
-// more, the additional ones do nothing.
-template <class F> void on_every_thread(int threads, skimkv_parallel parallel, const F &f) {
+// Calls operation(thread) once on every thread, with thread = 0, 1, 2 and so on. There may be fewer threads than
+// `threads`, and then the last numbers are left out: while other processes take cores, or if `parallel` starts fewer.
+// If it starts more, the additional ones do nothing.
+template <class F> void on_every_thread(int threads, skimkv_parallel parallel, const F &operation) {
+    const auto f = [&](int thread) {
+        const SubnormalResults while_it_runs(Subnormal::ZERO);
+        operation(thread);
+    };
     threads = usable_threads(threads, parallel);
     if (threads == 1) return f(0);
     if (led_team) return led_team->run(threads, f);
@@ -61,7 +66,7 @@ template <class F> void on_every_thread(int threads, skimkv_parallel parallel, c
     const int used = limit_of_caller.use_of(threads, began);
     if (used == 1) return f(0);
     struct Call {
-        const F &f;
+        decltype(f) &run;
         const int threads;
         const int64_t began;
         std::atomic<int> next_thread;
@@ -73,7 +78,7 @@ template <class F> void on_every_thread(int threads, skimkv_parallel parallel, c
             const int thread = call->next_thread.fetch_add(1, std::memory_order_relaxed);
             if (thread >= call->threads) return;
             const int64_t start = nanoseconds();
-            call->f(thread);
+            call->run(thread);
             const int64_t end = nanoseconds();
             int64_t first = 0, longest = 0;
             if (call->first_end.compare_exchange_strong(first, end)) first = end;

@@ -8,6 +8,7 @@
 #include "kernels/quantised_rows.h"
 #include "kernels/vector_math.h"
 #include "skimkv.h"
+#include "subnormals.h"
 
 namespace skimkv::SKIMKV_NS {
 
@@ -158,6 +159,7 @@ static void code_open_rows(const skimkv_cache *c, int64_t b, int64_t h, int64_t 
 
 // Appends the tokens of unit (b, h).
 template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, int64_t h) {
+    const SubnormalResults while_it_runs(Subnormal::KEPT);
     const skimkv_cache *c = a->cache;
     const int D = c->D, R = c->R, bits = c->channels == SKIMKV_INT8 ? 8 : 4;
     const bool quantised = c->channels >= SKIMKV_INT8;
@@ -220,6 +222,7 @@ static void append(const skimkv_tokens *a, int64_t unit) {
 }
 
 template <class T> static void code_open_unit(const skimkv_cache *c, int64_t b, int64_t h, int64_t from, int64_t to) {
+    const SubnormalResults while_it_runs(Subnormal::KEPT);
     const T *tail = (const T *)c->tail + b * c->t_b + h * c->t_h;
     for (int64_t p = from; p < to; p += APPENDED_AT_ONCE) {
         const int64_t n = min(to - p, APPENDED_AT_ONCE);

@@ -33,7 +33,8 @@ from support.kernels import EPS, exact, held, on
 from support.random_cases import Case, sequences
 
 SUM, POWER = 4 * 2.0**-24, 2.0**-20  # errors of a sum of products by its size, and of a softmax weight by itself
-# Smaller numbers may be zero, also in every product of a sum.
+# Smaller numbers may be zero: of a type, and of float32 in every product of a sum.
+ZERO = 2.0**-126
 LEAST = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
 MOST_DECISIONS = 8  # of one head that are tried on both sides
 
@@ -291,7 +292,7 @@ def _compare_slots(method: Method, store: Slots, q: Tensor, k: Tensor, v: Tensor
     with mock.patch.object(h2o, "victims", victims):
         want = method.step(twin, q.double(), Token(k.double(), v.double()), **softmax)
     bound = error[..., None] * values.abs().amax((-1, -2))[..., None, None] + 2 * EPS[q.dtype] * want.abs()
-    agree(y, want, bound + LEAST[q.dtype], "the result")
+    agree(y, want, bound + LEAST[q.dtype] + values.shape[-2] * ZERO, "the result")
     _same_slots(store, twin, worst)
 
 
@@ -394,7 +395,8 @@ class _Reference:
         error = _weight_error(self.q, keys, self.softmax, is_quantised)[..., None]
         if isinstance(self.method, Skim):
             error = 32 * error  # the parts that are drawn and shrunk are quotients of such sums
-        return error * self._largest("v") + 2 * EPS[self.q.dtype] * want.abs() + LEAST[self.q.dtype]
+        least = LEAST[self.q.dtype] + keys.shape[2] * ZERO
+        return error * self._largest("v") + 2 * EPS[self.q.dtype] * want.abs() + least
 
     def _score_error(self) -> Tensor:
         """Of a softmax weight by the scores that choose, relative to it, at most: (B,H,1)."""
