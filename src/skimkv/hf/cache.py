@@ -21,7 +21,7 @@ from ..stores.memory import ordinary_tensors
 from ..stores.rotation import KeyRotation
 from . import saved_cache
 from .adapters import check_adapter, transformers_model
-from .attention_interface import left_padding
+from .attention_interface import left_padding, padding_counts
 from .cache_step import CacheStep, takes_steps
 from .installation import install, lock, wants_fast
 from .layer import AttentionLayer, Layer, LayerAttention
@@ -217,6 +217,23 @@ class Cache(LibraryCache):
             step.release()
             return None
         return step
+
+    def takes_block(
+        self, attention_mask: Tensor | None, rows: int, n: int, attention: Sequence[LayerAttention]
+    ) -> Tensor | None:
+        """The counts of padding of a block of n tokens in each of `rows` rows, which has none, for our layers.
+
+        Arguments as of begin_step. None where a row has padding, the mask is wrong, or a layer is not ours.
+        """
+        seen, updated = self.get_seq_length(), self._updated
+        if (updated is not None and updated.pending is not None) or len(self.layers) != len(attention):
+            return None
+        if attention_mask is not None and attention_mask.shape[0] != rows:
+            return None
+        pads, error = left_padding(attention_mask, seen + n, rows)
+        if error or any(pads) or not all(isinstance(layer, Layer) for layer in self.layers):
+            return None
+        return padding_counts(pads, None, seen)
 
     def continues(self, step: CacheStep, attention_mask: Tensor | None) -> bool:
         """Begin the next decode step after `step`, between which no code ran but ours; False: begin_step is needed.

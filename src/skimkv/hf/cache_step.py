@@ -119,20 +119,7 @@ class CacheStep:
         """
         if None not in self.addresses:
             return None
-        function, cache = ALL_ATTENTION_FUNCTIONS[name], self.cache
-        counts = padding_counts(self.padding, None, self.seen)
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """Take a token into layer i of the cache, and attend, as the model's own code does."""
-            layer, options = cache.layers[i], self.attention[i].softmax
-            k, v = cache.update(k, v, i)
-            softcap = options.get("softcap")
-            more = {} if softcap is None else {"softcap": softcap}
-            padded = counts if isinstance(layer, Layer) else None
-            y: Tensor = function(modules[i].self_attn, q, k, v, padded, scaling=options["scale"], **more)[0]
-            return y
-
-        return attend
+        return attend_as_model(self.cache, self.attention, padding_counts(self.padding, None, self.seen), name, modules)
 
     def take(self, run: Callable[[Sequence[int | None]], Tensor]) -> Tensor:
         """Let run(addresses) take the token in all layers, and note it in their stores; return what it returns.
@@ -155,6 +142,29 @@ class CacheStep:
         for _, store in self._locked:
             store.exclusive().end()
         self._locked = []
+
+
+def attend_as_model(
+    cache: Any, attention: Sequence[LayerAttention], counts: Tensor, name: str, modules: nn.ModuleList
+) -> Attend:
+    """How layers take tokens and attend, by their number, as the model's own code lets them.
+
+    q (B,H*G,n,D) · k, v (B,H,n,D) -> (B,n,H*G,D). attention: of every layer. counts: of the padding of every row, as
+    `padding_counts` makes them. name: of the attention function. modules: the model's layers.
+    """
+    function = ALL_ATTENTION_FUNCTIONS[name]
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take tokens into layer i of the cache, and attend."""
+        layer, options = cache.layers[i], attention[i].softmax
+        k, v = cache.update(k, v, i)
+        softcap = options.get("softcap")
+        more = {} if softcap is None else {"softcap": softcap}
+        padded = counts if isinstance(layer, Layer) else None
+        y: Tensor = function(modules[i].self_attn, q, k, v, padded, scaling=options["scale"], **more)[0]
+        return y
+
+    return attend
 
 
 def lock_kernel(layer: Any, seen: int, lengths: Sequence[int], dtype: torch.dtype, G: int) -> _Kernel | None:

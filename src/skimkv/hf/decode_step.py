@@ -2,8 +2,9 @@
 
 It takes the place of the forward of a model whose layers compute what Llama's do, by whatever class: the model's own
 forward says so on random numbers, before the first step and after each change of what its code reads. A step of one
-token in every row, with a cache of ours, then runs without transformers' code between the layers. All else goes to the
-model's own forward, as do layers with a hook, an adapter or a gradient.
+token in every row, with a cache of ours, then runs without transformers' code between the layers, and so does a short
+block of tokens, whose attention is that of the cache's layers. All else goes to the model's own forward, as do layers
+with a hook, an adapter or a gradient.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .. import ops
 from ..ops import SoftmaxOptions, matrices
 from .angles import AngleTable, angles, kinds_of_angles
 from .attention_interface import attention
+from .cache_step import attend_as_model
 from .layer import AttentionLayer, LayerAttention
 from .linear_forward import LinearForward, mixes_types, replace_linear
 from .matrix_modules import MatrixModule
@@ -32,6 +34,7 @@ from .norms import NormForward, adds_one_of, eps_of, is_close, replace_norms
 from .watch import NotesChanges, Watch
 
 MOST_TOKENS = 15  # with more rows a call for each product costs little beside the product
+MOST_BLOCK_TOKENS = 64  # of all rows, where each has several: that many are multiplied together
 MODEL_PARTS = "embed_tokens", "layers", "norm", "rotary_emb"
 # The normalisations of a layer, besides which it has attention and a feed-forward part: as Llama has them, before these
 # two, or as Gemma 2 and 3, before and after each.
@@ -78,6 +81,7 @@ class StepForward:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         self._prepared: Prepared | None = None
+        self._takes_blocks: tuple[Sequence[LayerAttention], bool] | None = None  # whether layers that attend so do
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model's own forward does, whose arguments and errors these are."""
@@ -95,19 +99,25 @@ class StepForward:
         self.__init__(state["model"])  # type: ignore[misc]
 
     def _step(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """The tokens (B,1,size) after the last normalisation; None where the model's own forward computes them."""
+        """The tokens (B,n,size) after the last normalisation; None where the model's own forward computes them."""
         cache: Any = kwargs.get("past_key_values")
         ids, x = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         tokens = cast(Tensor, ids if x is None else x)
-        if not hasattr(cache, "begin_step") or (ids is None) == (x is None) or tokens.ndim < 2 or tokens.shape[1] != 1:
+        if not hasattr(cache, "begin_step") or (ids is None) == (x is None) or tokens.ndim < 2:
+            return None
+        rows, n = tokens.shape[:2]
+        if n != 1 and not (rows * n <= MOST_BLOCK_TOKENS and hasattr(cache, "takes_block")):
             return None
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)) or not self._is_plain(kwargs):
             return None
         x = self.model.embed_tokens(ids) if x is None else x
-        prepared = self.prepared(x, [_window(layer) for layer in cache.layers])
+        windows = [_window(layer) for layer in cache.layers]
+        prepared = self.prepared(x if n == 1 else x[:1, :1], windows)
         if prepared is None or prepared.operation is None:
             return None
+        if n != 1:
+            return self._take_block(prepared, x, cache, mask, positions, windows)
         y = self.take(prepared, x, cache, mask, positions)
         taken = taken_steps.get()
         if taken is not None and y is not None:
@@ -130,6 +140,38 @@ class StepForward:
             return None
         step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.attention)
         return None if step is None else self.take_in(step, operation, x, cos, sin)
+
+    def _take_block(
+        self, prepared: Prepared, x: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None,
+        windows: list[int | None],
+    ) -> Tensor | None:  # fmt: skip
+        """Take a block of embedded tokens x (B,n,size) through the layers, as `take` does one: a row for each token."""
+        operation, (B, n, size) = cast(ops.Layers, prepared.operation), x.shape
+        if not all(ops.library_multiplies(B * n, kind, x.dtype) for kind in operation.kinds):
+            return None
+        if self._takes_blocks is None or self._takes_blocks[0] is not prepared.attention:
+            self._takes_blocks = prepared.attention, _compare(self.model, size, windows, 2) is not None
+        counts = cache.takes_block(mask, B, n, prepared.attention) if self._takes_blocks[1] else None
+        if counts is None:
+            return None
+        if positions is None:
+            positions = torch.arange(n)[None] + cache.get_seq_length()
+        x = x.reshape(B * n, 1, size)
+        cos, sin = (
+            one.expand(-1, B, -1, -1).reshape(one.shape[0], B * n, 1, -1) if one.shape[1:3] in ((1, n), (B, n)) else one
+            for one in angles(self.model, x, positions)
+        )
+        if not operation.fits(x, cos, sin):
+            return None
+        modules = self.model.layers
+        by_block = attend_as_model(cache, prepared.attention, counts, self.model.config._attn_implementation, modules)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Let layer i attend with the rows as a block."""
+            y = by_block(i, *(rows.view(B, n, -1, operation.D).transpose(1, 2) for rows in (q, k, v)))
+            return y.reshape(B * n, 1, -1, operation.D)
+
+        return operation(x, cos, sin, [None] * operation.count, attend).view(B, n, size)
 
     def take_in(self, step: Any, operation: ops.Layers, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Take embedded tokens x (B,1,size) through the layers -> (B,1,size), in a step of a cache that has begun."""
@@ -182,7 +224,7 @@ class StepForward:
         is_known = before is not None and before.operation is not None and before.form[-1] == windows
         if before is not None and is_known and before.watch.computes_as(watch):  # only tensors changed
             return Prepared(form, watch, operation, before.attention)
-        attention = _compare(model, x.shape[-1], windows)
+        attention = _compare(model, x.shape[-1], windows, 1)
         return Prepared(form, watch) if attention is None else Prepared(form, watch, operation, attention)
 
 
@@ -315,7 +357,7 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
     ) -> Tensor:
-        """Keep what is asked: heads (B,heads,1,D). Returns random numbers of q's shape."""
+        """Keep what is asked: heads (B,heads,n,D). Returns random numbers of q's shape."""
         self.asked, self.attention = (q.flatten(1, 2), k, v), LayerAttention(softmax, q.shape[2])
         if self.draw is None:
             raise _Asked
@@ -327,25 +369,26 @@ class _Asked(Exception):
     """The first layer of a model asked for attention."""
 
 
-def _compare(model: Any, size: int, windows: Sequence[int | None]) -> list[LayerAttention] | None:
+def _compare(model: Any, size: int, windows: Sequence[int | None], n: int) -> list[LayerAttention] | None:
     """How every layer attends, if a model's own forward computes what our operation does; else None.
 
-    Both compute in float32, on random tokens and with random answers of attention.
+    Both compute in float32, on n random tokens in each of two rows, and with random answers of attention.
     """
     before = mixes_types.set(True)
     try:
-        return _compare_in_float32(model, size, windows)
+        return _compare_in_float32(model, size, windows, n)
     finally:
         mixes_types.reset(before)
 
 
-def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) -> list[LayerAttention] | None:
-    draw = torch.Generator().manual_seed(0)
-    x = 0.01 * torch.randn(2, 1, size, generator=draw)  # so small that eps counts
-    operation = layers_operation(model, x, converts=True)
+def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None], n: int) -> list[LayerAttention] | None:
+    draw, B = torch.Generator().manual_seed(0), 2
+    x = 0.01 * torch.randn(B, n, size, generator=draw)  # so small that eps counts
+    rows = x.reshape(B * n, 1, size)
+    operation = layers_operation(model, rows, converts=True)
     if operation is None:
         return None
-    seen = min([37, *(window - 1 for window in windows if window is not None)])
+    seen = min([37, *(window - n for window in windows if window is not None)])
     given, same = [_Given(draw, seen, window) for window in windows], list[bool]()
     is_quantised = any(isinstance(one, MatrixModule) and one.kind != matrices.FLOATS for one in model.modules())
     close = partial(is_close, tolerance=QUANTISED if is_quantised else ROUNDED)
@@ -353,16 +396,21 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None]) ->
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Answer as the given layer did, and note whether its question was the same."""
         asked = given[i].asked
-        same.append(asked is not None and all(map(close, (q, k, v), asked)))
-        return given[i].answer.flatten(1, 2).transpose(1, 2)
+        same.append(asked is not None and all(map(close, (q, k, v), map(rows_of, asked))))
+        return rows_of(given[i].answer.flatten(1, 2)).transpose(1, 2)
+
+    def rows_of(heads: Tensor) -> Tensor:
+        """Heads (B,heads,n,D) as those of rows of one token: (B*n,heads,1,D)."""
+        return heads.transpose(1, 2).flatten(0, 1)[:, :, None]
 
     try:
         out = _own_forward(model, given, inputs_embeds=x)
-        cos, sin = angles(model, x, torch.tensor([[seen]]))
-        if type(out) is not BaseModelOutputWithPast or not operation.fits(x, cos, sin):
+        cos, sin = angles(model, rows, torch.arange(seen, seen + n).repeat(B)[:, None])
+        if type(out) is not BaseModelOutputWithPast or not operation.fits(rows, cos, sin):
             return None
-        y, expected = operation(x, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
-        is_same = all(same) and close(y, expected) and _only_embeds(model, seen, windows)
+        y, expected = operation(rows, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
+        is_same = all(same) and close(y.view_as(expected), expected)
+        is_same = is_same and (n > 1 or _only_embeds(model, seen, windows))
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None  # one does not compute in float32, asks something else, or has layers without angles
     found = [layer.attention for layer in given]

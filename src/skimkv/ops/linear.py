@@ -123,8 +123,7 @@ def matrix(
     matrices.check(weight, kind, rows, x.shape[-1])
     if x.shape[-1] == 0 or x.shape[-1] % 32 or not weight.is_contiguous() or not is_native(x):
         return None
-    tokens = _tokens_of(x) if kind == matrices.FLOATS else x.shape[:-1].numel()
-    if _pytorch_multiplies(tokens, kind, x.dtype):
+    if not library_multiplies(x.shape[:-1].numel(), kind, x.dtype):
         return None
     return cpu.matrix(x, weight, kind, rows, bias, order)
 
@@ -165,20 +164,24 @@ def linear(
     return y.to(x.dtype).view(*x.shape[:-1], rows)
 
 
-def _tokens_of(x: Tensor) -> int:
-    """Return the tokens of x, or of the prompt that they are a piece of.
+def _of_prompt(tokens: int) -> int:
+    """Return how many tokens these are, or the prompt that they are a piece of.
 
     A single one counts for itself: it is the last of a prompt, whose logits are wanted.
     """
-    tokens = x.shape[:-1].numel()
     return max(tokens, tokens_of_prompt.get()) if tokens > 1 else tokens
 
 
 def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T + bias by PyTorch, in x's type or, if that is faster, in float32: x (...,in), weight (rows,in)."""
-    is_prompt = _tokens_of(x) >= FLOAT_PROMPT and is_native(x)
+    is_prompt = _of_prompt(x.shape[:-1].numel()) >= FLOAT_PROMPT and is_native(x)
     is_wide = is_prompt and fastest_product.fastest(x.dtype) == FLOAT32
     return fastest_product.multiply(x, weight, bias, FLOAT32 if is_wide else PYTORCH)
+
+
+def library_multiplies(tokens: int, kind: str, dtype: torch.dtype) -> bool:
+    """Whether the library multiplies so many tokens of this type with a matrix of this kind, and not PyTorch."""
+    return not _pytorch_multiplies(_of_prompt(tokens) if kind == matrices.FLOATS else tokens, kind, dtype)
 
 
 def _pytorch_multiplies(tokens: int, kind: str, dtype: torch.dtype) -> bool:

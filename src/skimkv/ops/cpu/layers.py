@@ -82,6 +82,7 @@ class Layers:
         first = layers[0].q
         self.layers, self.norm, self.count, self.D = layers, norm, len(layers), layers[0].D
         self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
+        self.kinds = {matrix.kind for layer in layers for matrix in layer[:7]}  # of the matrices
         self.angles = 1 + max(layer.angles for layer in layers)
         final = norm.part(first.inputs, first.op.dtype)
         self.op = CLayers(ctypes.addressof(self.list), self.count, self.angles, final)

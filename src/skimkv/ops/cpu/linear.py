@@ -29,7 +29,9 @@ class Matrix:
         inputs: int,
         weights: tuple[Tensor | None, ...],
         bias: Tensor | None = None,
+        kind: str = "",
     ) -> None:
+        self.kind = kind  # of ops/matrices.py
         self.op, self.address, self.run = op, ctypes.addressof(op), run
         self.weights, self.bias = weights, bias  # so that they live as long
         self.out, self.inputs, self.pool = out, inputs, library.thread_pool()
@@ -66,7 +68,7 @@ def matrix(
         bias = bias.to(x.dtype).contiguous()
     columns, number = x.shape[-1], matrices.number(weight, kind)
     op = CMatrix(weight.data_ptr(), rows, columns, _address(bias), _address(order), number, dtype)
-    return Matrix(op, library.library().skimkv_product_run, rows, columns, (weight, order), bias)
+    return Matrix(op, library.library().skimkv_product_run, rows, columns, (weight, order), bias, kind)
 
 
 def expand(
