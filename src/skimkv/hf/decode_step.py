@@ -157,10 +157,10 @@ class StepForward:
         if positions is None:
             positions = torch.arange(n)[None] + cache.get_seq_length()
         x = x.reshape(B * n, 1, size)
-        cos, sin = (
-            one.expand(-1, B, -1, -1).reshape(one.shape[0], B * n, 1, -1) if one.shape[1:3] in ((1, n), (B, n)) else one
-            for one in angles(self.model, x, positions)
-        )
+        cos, sin = angles(self.model, x, positions)
+        if cos.shape != sin.shape or cos.ndim != 4 or cos.shape[1:3] not in ((1, n), (B, n)):
+            return None
+        cos, sin = (one.expand(-1, B, n, -1).reshape(len(one), B * n, 1, -1) for one in (cos, sin))
         if not operation.fits(x, cos, sin):
             return None
         modules = self.model.layers
