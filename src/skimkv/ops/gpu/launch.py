@@ -31,7 +31,7 @@ MASS_BLOCK = 256  # chosen positions whose approximate weights are summed at a t
 
 # Where channels of K are read, by a store's `channels`; the quantised layouts are numbered by the bits of a code.
 LAYOUTS = {"none": 0, "int4": 4, "int8": 8, "copy": 16}
-# query heads of a KV head up to which step 1 takes one warp for a page and no matrix units, by the layout
+# Query heads of a KV head up to which step 1 takes one warp for a page and no matrix units, by the layout.
 MOST_HEADS_OF_WARP = {LAYOUTS["none"]: 0, LAYOUTS["copy"]: 1, LAYOUTS["int8"]: 4, LAYOUTS["int4"]: 4}
 TEMPERATURES = {"coverage": 0, "sqrt_d": 1, "sqrt_r": 2}  # of SparQ's scores
 

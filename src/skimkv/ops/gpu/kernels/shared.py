@@ -76,24 +76,20 @@ def apply_softcap(logits, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, DOT: tl.constexpr):
-    """Multiply a, in float32, by b. Where b is half precision, a becomes a sum of two such numbers, not rounded."""
-    b = b.to(DOT)
-    high = a.to(DOT)
-    y = tl.dot(high, b, input_precision="tf32x3")
-    if tl.float32 != DOT:
-        y += tl.dot((a - high.to(tl.float32)).to(DOT), b, input_precision="tf32x3")
-    return y
+def in_two(x, DOT: tl.constexpr):
+    """Return two numbers of the type DOT whose sum is x, in float32; where DOT is float32, the second is zero."""
+    high = x.to(DOT)
+    return high, (x - high.to(tl.float32)).to(DOT)
 
 
 @triton.jit
-def product_with(a, b, DOT: tl.constexpr):
-    """Multiply a by b, in float32: `product` with the sides exchanged."""
-    a = a.to(DOT)
-    high = b.to(DOT)
-    y = tl.dot(a, high, input_precision="tf32x3")
+def product(a, b, DOT: tl.constexpr):
+    """Multiply a, in float32, by b. Where b is half precision, a becomes a sum of two such numbers, not rounded."""
+    b = b.to(DOT)
+    high, low = in_two(a, DOT)
+    y = tl.dot(high, b, input_precision="tf32x3")
     if tl.float32 != DOT:
-        y += tl.dot(a, (b - high.to(tl.float32)).to(DOT), input_precision="tf32x3")
+        y += tl.dot(low, b, input_precision="tf32x3")
     return y
 
 

@@ -30,10 +30,10 @@ from .shared import (
     apply_softcap,
     constant,
     finite_maximum,
+    in_two,
     load_query,
     page_capacity,
     page_start,
-    product_with,
     table_of,
 )
 
@@ -172,7 +172,11 @@ def scores_kernel(
                 source = page_start(table, page, COLUMN_SCALE, tl.float32, pages.base) + (place * R + i1) * 2 * groups
                 step = tl.load(source, real, 0.0)
                 zero = tl.load(source + groups, real, 0.0)
-                logits = product_with(tl.trans(codes).to(tl.float32), part.to(tl.float32) * step[:, None], DOT)
+                codes = tl.trans(codes).to(DOT)
+                high, low = in_two(part.to(tl.float32) * step[:, None], DOT)
+                logits = tl.dot(codes, high, input_precision="tf32x3")
+                if tl.float32 != DOT:
+                    logits += tl.dot(codes, low, input_precision="tf32x3")
                 logits += tl.sum(part.to(tl.float32) * zero[:, None], 0)[None, :]
             logits = logits * scale[None, :]
             maximum, total = store_logits(logits, query, scores, i, n, maximum, total, bh, GP, BLOCK, CAPPED)
