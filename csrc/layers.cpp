@@ -1,4 +1,5 @@
-// Runs what a model has between one attention and the next: several products as one operation, and normalisation.
+// Runs what a model has around attention: its layers as one operation, alone or from tokens to logits, and
+// normalisation.
 #include <cstring>
 #include <initializer_list>
 
@@ -232,19 +233,11 @@ const char *run_layers(const Run &run, const skimkv_layers *op, skimkv_op *const
     return skimkv_rms_norm_run(&norm, now, y, run.n, run.threads, run.parallel);
 }
 
-}  // namespace
-
-extern "C" {
-
-const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend, void *context,
-                              const void *x, const void *cos, const void *sin, void *y, int64_t n, int threads,
-                              skimkv_parallel parallel) {
-    return skimkv_layers_run_parts(op, steps, 1, attend, context, x, cos, sin, y, n, threads, parallel);
-}
-
-const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *steps, int64_t parts,
-                                    skimkv_attend attend, void *context, const void *x, const void *cos,
-                                    const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel) {
+// Validates and runs all layers, in whose team first() gives x, and last() is called when y is complete.
+template <class First, class Last>
+const char *run_team(const skimkv_layers *op, skimkv_op *const *steps, int64_t parts, skimkv_attend attend,
+                     void *context, const void *x, const void *cos, const void *sin, void *y, int64_t n, int threads,
+                     skimkv_parallel parallel, const First &first, const Last &last) {
     if (const char *error = layers_error(op, x, cos, sin, y, n)) return error;
     if (parts < 1 || parts > n) return "parts must be from 1 to n";
     const Run run{selected_kernels(), n, threads, parallel};
@@ -263,10 +256,71 @@ const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *s
         if (const char *error = place_steps(own, parts, op->layers[i], states, n)) return error;
     }
     const char *error = nullptr;
-    const auto run_all = [&] { error = run_layers(run, op, steps, parts, attend, context, x, cos, sin, y, states); };
+    const auto run_all = [&] {
+        first();
+        error = run_layers(run, op, steps, parts, attend, context, x, cos, sin, y, states);
+        if (!error) error = last();
+    };
     if (calls_back) run_all();
     else skimkv::as_a_team(threads, parallel, run_all);
     return error;
+}
+
+// What is wrong with what a model has before and after its layers, for n tokens, or nullptr.
+const char *ends_error(const skimkv_decoder *op, const int64_t *ids, const void *y, void *logits, int64_t n) {
+    const Sizes first = sizes_of(op->layers.layers->q), head = sizes_of(op->head);
+    if (const char *error = matrix_error(op->head, {y, logits, n})) return error;
+    if (head.in != first.in || head.dtype != first.dtype) return "the matrix of logits does not fit the layers";
+    if (!ids) return nullptr;
+    if (const char *error = skimkv::embedding_error(op->embed, ids, n)) return error;
+    const Sizes embedding = sizes_of(op->embed);
+    return embedding.in == first.in && embedding.dtype == first.dtype ? nullptr
+                                                                      : "the embedding does not fit the layers";
+}
+
+}  // namespace
+
+extern "C" {
+
+const char *skimkv_layers_run(const skimkv_layers *op, skimkv_op *const *steps, skimkv_attend attend, void *context,
+                              const void *x, const void *cos, const void *sin, void *y, int64_t n, int threads,
+                              skimkv_parallel parallel) {
+    return skimkv_layers_run_parts(op, steps, 1, attend, context, x, cos, sin, y, n, threads, parallel);
+}
+
+const char *skimkv_layers_run_parts(const skimkv_layers *op, skimkv_op *const *steps, int64_t parts,
+                                    skimkv_attend attend, void *context, const void *x, const void *cos,
+                                    const void *sin, void *y, int64_t n, int threads, skimkv_parallel parallel) {
+    return run_team(
+        op, steps, parts, attend, context, x, cos, sin, y, n, threads, parallel, [] {},
+        [] { return (const char *)nullptr; });
+}
+
+const char *skimkv_decoder_run(const skimkv_decoder *op, skimkv_op *const *steps, int64_t parts, skimkv_attend attend,
+                               void *context, const int64_t *ids, const void *x, const void *cos, const void *sin,
+                               void *logits, int64_t *largest, int64_t n, int threads, skimkv_parallel parallel) {
+    static thread_local skimkv::ScratchMemory memory;
+    if (!op || !op->layers.layers || op->layers.count < 1) return "there must be at least one layer";
+    if (!largest || (!ids && !x)) return "tokens, or the place of the largest logits, are NULL";
+    if (n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
+    if (const char *error = matrix_error(op->layers.layers->q, {logits, logits, n})) return error;
+    const Sizes first = sizes_of(op->layers.layers->q);
+    const int64_t bytes = in_lines(n * first.in * value_bytes(first.dtype));
+    char *embedded = (char *)memory.get((size_t)(2 * bytes)), *y = embedded + bytes;
+    if (!embedded) return NO_MEMORY;
+    if (const char *error = ends_error(op, ids, embedded, logits, n)) return error;
+    const auto begin = [&] {
+        if (ids) skimkv::embed(op->embed, ids, embedded, n);
+    };
+    const auto end = [&] {
+        const char *error = skimkv_product_run(&op->head, y, logits, n, threads, parallel);
+        const int64_t row = op->head.rows * value_bytes(first.dtype);
+        for (int64_t t = 0; t < n && !error; t++)
+            largest[t] = skimkv_argmax((const char *)logits + t * row, first.dtype, op->head.rows);
+        return error;
+    };
+    return run_team(&op->layers, steps, parts, attend, context, ids ? embedded : x, cos, sin, y, n, threads, parallel,
+                    begin, end);
 }
 
 const char *skimkv_rms_norm_run(const skimkv_rms_norm *op, const void *x, void *y, int64_t n, int threads,

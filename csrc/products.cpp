@@ -1,6 +1,8 @@
 // Runs products of tokens with matrices of every kind.
 #include "products.h"
 
+#include <cstring>
+
 #include "element_types.h"
 #include "scratch_memory.h"
 
@@ -54,6 +56,29 @@ int64_t parts_of(int64_t units, int64_t products, int threads) {
 const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens) {
     const char *error = matrix_error(&m, kind_of(m));
     return error ? error : tokens_error(tokens, m.dtype);
+}
+
+const char *embedding_error(const skimkv_matrix &m, const int64_t *ids, int64_t n) {
+    const MatrixKind *kind = kind_of(m);
+    if (const char *error = matrix_error(&m, kind)) return error;
+    const int32_t kinds[] = {SKIMKV_KIND_F32, SKIMKV_KIND_BF16, SKIMKV_KIND_F16};
+    if (!kind->expand && m.kind != kinds[m.dtype]) return "an embedding of floats must be of its own dtype";
+    for (int64_t t = 0; t < n; t++)
+        if (ids[t] < 0 || ids[t] >= m.rows) return "a token is not one of the embedding";
+    return nullptr;
+}
+
+void embed(const skimkv_matrix &m, const int64_t *ids, void *x, int64_t n) {
+    const MatrixKind &kind = *kind_of(m);
+    const int64_t bytes = m.columns * value_bytes(m.dtype);
+    skimkv_matrix rows = m;
+    rows.order = nullptr;
+    for (int64_t t = 0; t < n; t++) {
+        char *to = (char *)x + t * bytes;
+        // A row is written where it would be in a whole matrix, which begins so far before it.
+        if (kind.expand) kind.expand(rows, (void *)((uintptr_t)to - (uintptr_t)(ids[t] * bytes)), ids[t], ids[t] + 1);
+        else std::memcpy(to, (const char *)m.data + ids[t] * bytes, (size_t)bytes);
+    }
 }
 
 int64_t input_bytes(const skimkv_matrix &m, int64_t n) { return form_of(*kind_of(m), n).input_bytes(m.columns, n); }

@@ -26,6 +26,12 @@ inline int64_t value_bytes(int dtype) { return dtype == SKIMKV_F32 ? 4 : 2; }
 // In one line what is wrong with a matrix or its tokens, or nullptr.
 const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens);
 
+// In one line what is wrong with a matrix whose row i stands for token i, and with n tokens, or nullptr.
+const char *embedding_error(const skimkv_matrix &m, const int64_t *ids, int64_t n);
+
+// Writes the rows of n tokens, which are valid, to x [n,columns]; the bias and the order are not used.
+void embed(const skimkv_matrix &m, const int64_t *ids, void *x, int64_t n);
+
 // Bytes of n tokens' inputs in the form in which a matrix, which is valid, multiplies them.
 int64_t input_bytes(const skimkv_matrix &m, int64_t n);
 

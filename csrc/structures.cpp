@@ -2,6 +2,7 @@
 #include <stddef.h>
 
 #include "skimkv.h"
+#include "steps.h"
 
 #define NAME_OF(structure) #structure
 #define NAME(structure) NAME_OF(structure)
@@ -59,6 +60,9 @@ static constexpr skimkv_field FIELDS[] = {
 #undef S
 #define S skimkv_layers
     WHOLE,       F(layers),      F(count),    F(angles),   F(norm),
+#undef S
+#define S skimkv_decoder
+    WHOLE,       F(layers),      F(embed),    F(head),
 #undef S
 #define S skimkv_columns
     WHOLE,       F(H),           F(G),        F(D),        F(dtype), F(parts),      F(scale),    F(softcap),

@@ -41,6 +41,7 @@ class Text:
         self.model, self.mask = model, mask
         self.caches = [skimkv.Cache(model, spec, max_tokens=160) for _ in range(2)]
         self.next_logits, self.n = NextLogits(model), N
+        self.known = []  # whether each step knew the most likely token
         with torch.no_grad():
             for cache in self.caches:
                 model(prompt(rows, N), past_key_values=cache, attention_mask=mask)
@@ -55,7 +56,10 @@ class Text:
             with torch.no_grad():
                 found = self.next_logits(column, past_key_values=self.caches[0], use_cache=True, **inputs)
                 alone = self.model(column, past_key_values=self.caches[1], **inputs).logits[:, -1]
-            assert torch.equal(found, alone), self.n
+            assert torch.equal(found.logits, alone), self.n
+            self.known.append(found.most_likely is not None)
+            if self.known[-1]:
+                assert found.most_likely.tolist() == alone.argmax(-1, keepdim=True).tolist()
             self.n += 1
 
 
@@ -78,8 +82,28 @@ def test_padded_rows(kept):
 
 
 def test_layers_that_the_library_caches(kept):
-    Text(new_family("gemma3"), "SparQ(r=4, k=8)").add(prompt(1, 30, seed=1))
+    text = Text(new_family("gemma3"), "SparQ(r=4, k=8)")
+    text.add(prompt(1, 30, seed=1))
     assert len(kept) == 28 and all(kept)
+    assert text.known == [False] + [True] * 29  # the first goes by the model's own forward
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_embeddings_and_logits_by_matrices_of_every_kind(weights, rows):
+    model, _ = skimkv.load("builtin", weights=weights)
+    text = Text(model, "Dense", rows)
+    text.add(prompt(rows, 6, seed=1))
+    assert text.known == [False] + [True] * 5
+
+
+def test_logits_that_pytorch_computes(monkeypatch):
+    """Of a last layer for which the library has no product: then modules embed, and give the logits."""
+    model = new_family("llama")
+    model.lm_head = torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    text = Text(model, "Dense")
+    text.add(prompt(1, 6, seed=1))
+    assert not any(text.known)
 
 
 @pytest.mark.parametrize("spec", ["Dense", "H2O(k=30)"])

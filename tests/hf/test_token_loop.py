@@ -169,10 +169,12 @@ def test_who_watches_the_model_sees_every_token(model, change, monkeypatch):
     assert tokens_and_calls(model, monkeypatch)[1] == 12
 
 
-def test_a_hook_of_the_last_layer_sees_every_token(model, monkeypatch):
-    seen = []
-    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
-    assert tokens_and_calls(model, monkeypatch)[1] == 2 and len(seen) >= 12
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_a_hook_of_the_first_or_last_layer_sees_every_token(model, name, monkeypatch):
+    expected, seen = tokens_and_calls(model, monkeypatch)[0], []
+    model.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
+    found, calls = tokens_and_calls(model, monkeypatch)
+    assert calls == 2 and len(seen) >= 12 and torch.equal(found, expected)
 
 
 def test_logits_that_the_model_changes(model, monkeypatch):

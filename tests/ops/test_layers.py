@@ -182,7 +182,7 @@ def test_attention_inside(isa, kind, dtype):
     every = ops.Layers(layers, random_norm(HIDDEN, dtype))
     for B, method in ((1, Dense()), (3, Dense()), (3, H2O(k=2))):
         x, cos, sin = random_tokens(B, dtype, count=2)
-        assert every.fits(x, cos, sin) and every.fits(x, cos.expand(-1, B, 1, D), sin.expand(-1, B, 1, D))
+        assert every.fits(B, cos, sin) and every.fits(B, cos.expand(-1, B, 1, D), sin.expand(-1, B, 1, D))
         with on(isa), torch.no_grad():
             results = []
             for repeated in ((0, 1), (0,), (1,), ()):
@@ -238,7 +238,7 @@ def test_angles_that_do_not_fit_all_layers():
     x, cos = torch.randn(2, 1, HIDDEN), torch.randn(1, 2, 1, D)
     half, more_angles, more_rows = cos[..., : D // 2], cos.repeat(2, 1, 1, 1), cos.repeat(1, 2, 1, 1)
     for bad in (half, more_angles, more_rows, cos.repeat(1, 1, 2, 1), cos[0], cos.bfloat16(), cos.to("meta")):
-        assert not every.fits(x, bad, bad) and not every.fits(x, cos, bad)
+        assert not every.fits(len(x), bad, bad) and not every.fits(len(x), cos, bad)
 
 
 def test_the_library_validates_all_layers_before_the_first_runs():

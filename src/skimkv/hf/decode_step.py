@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 
 from .. import ops
 from ..ops import SoftmaxOptions, matrices
-from .angles import AngleTable, angles, kinds_of_angles
+from .angles import angles, kinds_of_angles
 from .attention_interface import attention
 from .cache_step import attend_as_model
 from .layer import AttentionLayer, LayerAttention
@@ -49,6 +49,16 @@ PLAIN_ARGUMENTS = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
     "cache_position",
 }  # fmt: skip
+
+
+T = TypeVar("T", covariant=True)
+
+
+class Operation(Protocol[T]):
+    """All layers of a model as one operation: ops.Layers, or ops.Decoder."""
+
+    def __call__(self, tokens: Tensor, cos: Tensor, sin: Tensor, steps: Any, attend: Any, /) -> T:
+        """What the layers make of tokens."""
 
 
 class Prepared(NamedTuple):
@@ -136,7 +146,7 @@ class StepForward:
         if positions is None:
             positions = torch.tensor([[cache.get_seq_length()]])
         cos, sin = angles(self.model, x, positions)
-        if not operation.fits(x, cos, sin):
+        if not operation.fits(len(x), cos, sin):
             return None
         step = cache.begin_step(mask, x.shape[0], x.dtype, prepared.attention)
         return None if step is None else self.take_in(step, operation, x, cos, sin)
@@ -161,7 +171,7 @@ class StepForward:
         if cos.shape != sin.shape or cos.ndim != 4 or cos.shape[1:3] not in ((1, n), (B, n)):
             return None
         cos, sin = (one.expand(-1, B, n, -1).reshape(len(one), B * n, 1, -1) for one in (cos, sin))
-        if not operation.fits(x, cos, sin):
+        if not operation.fits(len(x), cos, sin):
             return None
         modules = self.model.layers
         by_block = attend_as_model(cache, prepared.attention, counts, self.model.config._attn_implementation, modules)
@@ -173,11 +183,11 @@ class StepForward:
 
         return operation(x, cos, sin, [None] * operation.count, attend).view(B, n, size)
 
-    def take_in(self, step: Any, operation: ops.Layers, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Take embedded tokens x (B,1,size) through the layers -> (B,1,size), in a step of a cache that has begun."""
+    def take_in(self, step: Any, operation: Operation[T], tokens: Tensor, cos: Tensor, sin: Tensor) -> T:
+        """What an operation of all layers returns for tokens, in a step of a cache that has begun."""
         try:
             attend = step.attend_by(self.model.config._attn_implementation, self.model.layers)
-            y: Tensor = step.take(lambda addresses: operation(x, cos, sin, addresses, attend))
+            y: T = step.take(lambda addresses: operation(tokens, cos, sin, addresses, attend))
             return y
         finally:
             step.release()
@@ -228,35 +238,6 @@ class StepForward:
         return Prepared(form, watch) if attention is None else Prepared(form, watch, operation, attention)
 
 
-class Steps:
-    """Decode steps of one cache that follow one another, between which no code runs but ours.
-
-    What stays as it was in the step before is not prepared anew. first: the step before them.
-    """
-
-    def __init__(self, first: TakenStep) -> None:
-        self.forward, self.prepared = first.forward, first.prepared
-        self._angles = AngleTable(self.forward.model)
-        self._step: Any = None
-
-    def take(self, x: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
-        """Take the token after the last one, as StepForward.take does; the mask has a one more in every row."""
-        operation = cast(ops.Layers, self.prepared.operation)
-        if positions is None:
-            positions = torch.tensor([[cache.get_seq_length()]])
-        cos, sin = self._angles(x, positions)
-        if not operation.fits(x, cos, sin):
-            return None
-        step, self._step = self._step, None
-        if step is None or not cache.continues(step, mask):
-            step = cache.begin_step(mask, x.shape[0], x.dtype, self.prepared.attention)
-            if step is None:
-                return None
-        y = self.forward.take_in(step, operation, x, cos, sin)
-        self._step = step
-        return y
-
-
 def _window(layer: Any) -> int | None:
     """How many tokens a layer of a cache sees; None: all."""
     window: int | None = layer.window if getattr(layer, "attends", False) else getattr(layer, "sliding_window", None)
@@ -294,7 +275,7 @@ def _layer(layer: nn.Module, x: Tensor, converts: bool) -> ops.Layer | None:
         return None
     attention, mlp = parts["self_attn"], parts["mlp"]
     linear = [attention._modules.get(name) for name in PROJECTIONS] + [mlp._modules.get(name) for name in PRODUCTS]
-    matrices = [matrix for one in linear if (matrix := _matrix(one, x, converts)) is not None]
+    matrices = [matrix for one in linear if (matrix := matrix_of(one, x, converts)) is not None]
     names = AROUND if AROUND[-1] in parts else BEFORE
     before, after, *of_sums = [_norm(parts[name], x, converts) for name in names]
     head_norms = [attention._modules[name] for name in ("q_norm", "k_norm") if name in attention._modules]
@@ -318,7 +299,7 @@ def _activation(mlp: Any) -> str | None:
     return next((name for name, expected in formulas.items() if is_close(y, expected)), None)
 
 
-def _matrix(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
+def matrix_of(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
     """The matrix of a linear layer with a product of ours for tokens of x's type; None where PyTorch computes."""
     attributes = {} if layer is None else vars(layer)
     product, forward = attributes.get("_product"), attributes.get("forward")
@@ -406,7 +387,7 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None], n:
     try:
         out = _own_forward(model, given, inputs_embeds=x)
         cos, sin = angles(model, rows, torch.arange(seen, seen + n).repeat(B)[:, None])
-        if type(out) is not BaseModelOutputWithPast or not operation.fits(rows, cos, sin):
+        if type(out) is not BaseModelOutputWithPast or not operation.fits(len(rows), cos, sin):
             return None
         y, expected = operation(rows, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
         is_same = all(same) and close(y.view_as(expected), expected)

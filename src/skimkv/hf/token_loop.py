@@ -19,7 +19,7 @@ from transformers import EosTokenCriteria, GenerationMixin, MaxLengthCriteria, P
 from transformers.generation.configuration_utils import GenerationMode
 
 from .. import ops
-from .next_logits import NextLogits, next_logits
+from .next_logits import NextLogits, NextToken, next_logits
 
 PLAIN_MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
 # What generate() hands on to no loop that is not its own.
@@ -35,15 +35,16 @@ def is_plain(config: Any) -> bool:
 
 
 def choose_tokens(
-    processors: Any, input_ids: Tensor, logits: Tensor, samples: bool, draws: torch.Generator | None = None
+    processors: Any, input_ids: Tensor, found: NextToken, samples: bool, draws: torch.Generator | None = None
 ) -> Tensor:
-    """The next token (B,1) of every row of input_ids (B,n), by the logits (B,V) that the model gives.
+    """The next token (B,1) of every row of input_ids (B,n), by what the model says of it.
 
     processors: of the library, which take the logits in float32, in memory of their own. The token is the most likely
     one or, if `samples`, a random one.
     """
+    logits, most_likely = found
     if not processors and not samples:
-        return ops.argmax(logits)[:, None]
+        return ops.argmax(logits)[:, None] if most_likely is None else most_likely
     scores: Tensor = processors(input_ids, logits.to(torch.float32, copy=True))
     if samples:
         return torch.multinomial(scores.softmax(-1), 1, generator=draws)
@@ -89,19 +90,20 @@ def make_tokens(
         )
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     others = [one for one in [*logits_processor, *stopping_criteria, streamer] if one is not None]
-    make_logits = NextLogits(model) if all(map(_is_known, others)) else partial(_by_model, model)
-    logits = next_logits(model._prefill(input_ids, config, inputs, is_first_iteration=not config.is_assistant))
+    say_next = NextLogits(model) if all(map(_is_known, others)) else partial(_by_model, model)
+    prefilled = model._prefill(input_ids, config, inputs, is_first_iteration=not config.is_assistant)
+    found = NextToken(next_logits(prefilled))
     inputs, n = given, input_ids.shape[1]
     positions = _positions_after(inputs["position_ids"]) if "position_ids" in inputs else None
-    unfinished, end, found = [True] * rows, _end(stopping_criteria), list[Tensor]()
+    unfinished, end, new = [True] * rows, _end(stopping_criteria), list[Tensor]()
     while True:
-        tokens = choose_tokens(logits_processor, input_ids, logits, config.do_sample)
+        tokens = choose_tokens(logits_processor, input_ids, found, config.do_sample)
         if has_end and not all(unfinished):
             tokens = tokens.where(torch.tensor(unfinished)[:, None], config._pad_token_tensor)
-        found.append(tokens)
+        new.append(tokens)
         n += 1
         if logits_processor or end is None:  # which read the text
-            input_ids, found = torch.cat([input_ids, *found], 1), []
+            input_ids, new = torch.cat([input_ids, *new], 1), []
         ended = stopping_criteria(input_ids, None).tolist() if end is None else end.reached(tokens, n)
         unfinished = [is_open and not has_ended for is_open, has_ended in zip(unfinished, ended, strict=True)]
         if streamer is not None:
@@ -113,10 +115,10 @@ def make_tokens(
             inputs["attention_mask"] = torch.cat([mask, mask.new_ones(rows, 1)], 1)
         if positions is not None:
             inputs["position_ids"] = next(positions)
-        logits = make_logits(tokens, **inputs)
+        found = say_next(tokens, **inputs)
     if streamer is not None:
         streamer.end()
-    return torch.cat([input_ids, *found], 1)
+    return torch.cat([input_ids, *new], 1)
 
 
 class _End(NamedTuple):
@@ -158,5 +160,5 @@ def _is_known(one: Any) -> bool:
     return known and not isinstance(one, PrefixConstrainedLogitsProcessor)
 
 
-def _by_model(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
-    return next_logits(model(input_ids=input_ids, return_dict=True, **inputs))
+def _by_model(model: Any, input_ids: Tensor, **inputs: Any) -> NextToken:
+    return NextToken(next_logits(model(input_ids=input_ids, return_dict=True, **inputs)))

@@ -6,7 +6,7 @@ are said in `step.py`.
 
 from .argmax import argmax
 from .backends import BACKENDS, backend, backend_for, forced_backend, graphable, named_backend, select_backend
-from .cpu.layers import Layer, Layers, Norm
+from .cpu.layers import Decoder, Layer, Layers, Norm
 from .cpu.linear import Matrix
 from .fixed_keys import move_fixed
 from .key_scores import key_scores
@@ -16,8 +16,8 @@ from .rms_norm import norm_matrix, rms_norm
 from .step import Backend, KernelStep, SoftmaxOptions, Token
 
 __all__ = [
-    "BACKENDS", "Backend", "KernelStep", "Layer", "Layers", "Matrix", "Norm", "Product", "Rows", "SoftmaxOptions",
-    "Token", "append_block", "argmax", "backend", "backend_for", "causal_attention", "forced_backend", "graphable",
-    "key_scores", "library_multiplies", "linear", "matrix", "move_fixed", "multiply_floats", "named_backend",
-    "norm_matrix", "rms_norm", "select_backend", "tokens_of_prompt",
+    "BACKENDS", "Backend", "Decoder", "KernelStep", "Layer", "Layers", "Matrix", "Norm", "Product", "Rows",
+    "SoftmaxOptions", "Token", "append_block", "argmax", "backend", "backend_for", "causal_attention", "forced_backend",
+    "graphable", "key_scores", "library_multiplies", "linear", "matrix", "move_fixed", "multiply_floats",
+    "named_backend", "norm_matrix", "rms_norm", "select_backend", "tokens_of_prompt",
 ]  # fmt: skip

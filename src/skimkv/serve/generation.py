@@ -23,7 +23,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from .. import ops
 from ..hf.cache import Cache
 from ..hf.joint import can_join, joint_requests
-from ..hf.next_logits import NextLogits, next_logits
+from ..hf.next_logits import NextLogits, NextToken, next_logits
 from ..hf.positions import counts_in_cache, positions_of
 from ..hf.token_loop import choose_tokens, is_plain
 from ..methods.base import Method
@@ -213,27 +213,27 @@ class Generator:
         return Open(self, prompt, cancelled, take) if self.alone is None and is_plain(prompt.config) else None
 
     @torch.no_grad()
-    def step(self, answers: Sequence[Open]) -> Sequence[Tensor]:
+    def step(self, answers: Sequence[Open]) -> list[NextToken]:
         """Give the last tokens of open answers, whose prompts have been read, to the model, all in one call.
 
-        Returns the logits (1,V) of every answer's next token, as the model gives them.
+        Returns what the model says of every answer's next token.
         """
         caches = [answer.cache for answer in answers]
         if len(caches) != len(self._stepped) or any(a is not b for a, b in zip(caches, self._stepped, strict=True)):
             self._joint, self._stepped, self._next_logits = joint_requests(caches), caches, NextLogits(self.model)
         ids = torch.cat([answer.ids[:, -1:] for answer in answers])
         positions = torch.tensor([[cache.get_seq_length()] for cache in caches], device=ids.device)
-        logits = self._next_logits(ids, past_key_values=self._joint, position_ids=positions, **self._options())
-        rows: Sequence[Tensor] = logits.split(1)
-        return rows
+        found = self._next_logits(ids, past_key_values=self._joint, position_ids=positions, **self._options())
+        most_likely = [None] * len(ids) if found.most_likely is None else found.most_likely.split(1)
+        return list(map(NextToken, found.logits.split(1), most_likely))
 
     def _options(self) -> dict[str, Any]:
         return {"use_cache": True, **({"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {})}
 
-    def _read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Tensor:
-        """The model's logits (1,V) after the tokens ids (1,n) at these positions (1,n)."""
+    def _read(self, cache: Cache, ids: Tensor, positions: Tensor) -> NextToken:
+        """What the model says after the tokens ids (1,n) at these positions (1,n)."""
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, **self._options()}
-        return next_logits(self.model(return_dict=True, **inputs))
+        return NextToken(next_logits(self.model(return_dict=True, **inputs)))
 
     def _start(self, prompt: Prompt, may_be_kept: bool = True) -> Start:
         """Find the cache with which a prompt begins: a kept one, or the loaded one where it holds more."""
@@ -329,7 +329,7 @@ class Open:
         positions = torch.arange(start, end, device=self.ids.device)[None]
         cut = ops.tokens_of_prompt.set(len(self.prompt.ids) - self._begun.reused)
         try:
-            logits = self.generator._read(self.cache, self.ids[:, start:end], positions)
+            found = self.generator._read(self.cache, self.ids[:, start:end], positions)
         finally:
             ops.tokens_of_prompt.reset(cut)
         self.read_tokens = end
@@ -337,12 +337,12 @@ class Open:
             return
         if not can_crop(self.cache) and self.generator.conversations.can_keep(self.cache):
             self._after_prompt = copy.deepcopy(self.cache)
-        self.choose(logits)
+        self.choose(found)
 
     @torch.no_grad()
-    def choose(self, logits: Tensor) -> None:
-        """Choose the next token by logits (1,V), as generate() does, and hand it on."""
-        token = choose_tokens(self._processors, self.ids, logits, self._samples, self._draws)
+    def choose(self, found: NextToken) -> None:
+        """Choose the next token by what the model says of it, as generate() does, and hand it on."""
+        token = choose_tokens(self._processors, self.ids, found, self._samples, self._draws)
         self.ids = torch.cat([self.ids, token], 1)
         is_last = bool(self._criteria(self.ids, None).all())
         self.is_complete = self.take(token[0].tolist()) or is_last

@@ -214,14 +214,14 @@ class Worker:
         if not ready:
             return
         try:
-            logits = self.generator.step([running.answer for running in ready])
+            found = self.generator.step([running.answer for running in ready])
         except Exception as error:  # which leaves their caches half updated
             for running in ready:
                 self._running.remove(running)
                 running.request.put(error)
             return
-        for running, row in zip(ready, logits, strict=True):
-            self._go_on(running, partial(running.answer.choose, row))
+        for running, next_token in zip(ready, found, strict=True):
+            self._go_on(running, partial(running.answer.choose, next_token))
         self._step_seconds = time.perf_counter() - start
 
     def _end_those_that_left(self) -> None:

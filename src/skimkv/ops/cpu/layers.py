@@ -1,4 +1,4 @@
-"""The layers of a model as one operation in C++, for a decode step (csrc/layers.cpp: skimkv_layers_run_parts)."""
+"""The layers of a model as one operation in C++, alone or from tokens to logits, for a decode step (layers.cpp)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import library
 from .linear import Matrix, dtype_number
-from .structs import CAttend, CLayer, CLayers, CNorm
+from .structs import CAttend, CDecoder, CLayer, CLayers, CMatrix, CNorm
 
 # Attention of a layer, by its number: q (B,H*G,1,D) · k, v (B,H,1,D) -> (B,1,H*G,D), of the type of the tokens.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -84,17 +84,18 @@ class Layers:
         self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
         self.kinds = {matrix.kind for layer in layers for matrix in layer[:7]}  # of the matrices
         self.angles = 1 + max(layer.angles for layer in layers)
+        self.dtype = layers[0].before.weight.dtype
         final = norm.part(first.inputs, first.op.dtype)
         self.op = CLayers(ctypes.addressof(self.list), self.count, self.angles, final)
         self.address, self.pool = ctypes.addressof(self.op), library.thread_pool()
         self.run = library.library().skimkv_layers_run_parts
 
-    def fits(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether cos and sin are (angles,B,1,D) or (angles,1,1,D) for x (B,1,in), and of its type on its device."""
+    def fits(self, B: int, cos: Tensor, sin: Tensor) -> bool:
+        """Whether cos and sin are (angles,B,1,D) or (angles,1,1,D), of the layers' type, and on the CPU."""
         shape = cos.shape
-        if shape != sin.shape or not cos.dtype == sin.dtype == x.dtype or not (cos.is_cpu and sin.is_cpu):
+        if shape != sin.shape or not cos.dtype == sin.dtype == self.dtype or not (cos.is_cpu and sin.is_cpu):
             return False
-        return shape in ((self.angles, x.shape[0], 1, self.D), (self.angles, 1, 1, self.D))
+        return shape in ((self.angles, B, 1, self.D), (self.angles, 1, 1, self.D))
 
     def __call__(
         self,
@@ -104,37 +105,60 @@ class Layers:
         steps: Sequence[int | None] | None,
         attend: Attend | None = None,
     ) -> Tensor:
-        """Compute all layers of x (B,1,in), which `fits` cos and sin, -> (B,1,in).
+        """Compute all layers of x (B,1,in), whose B `fits` cos and sin, -> (B,1,in).
 
         steps: the address of each layer's step of attention; None for a layer whose attention is `attend`. Where the
         rows are those of several caches, each layer has a step of each, one after the other. Without steps attention
         gives zeros, so that the rest can be timed. Raises what `attend` raises, or ValueError with the library's
         reason: before the first layer runs, unless memory ran out.
         """
-        B = x.shape[0]
+        x = self.checked(x)
+        y = torch.empty_like(x)
+        self.compute(self.run, self.address, x.shape[0], (x.data_ptr(),), cos, sin, (y.data_ptr(),), steps, attend)
+        return y
+
+    def checked(self, x: Tensor) -> Tensor:
+        """Tokens x (B,1,in), contiguous. Raises ValueError if they are not of this size and type, or on the CPU."""
+        size = self.layers[0].q.inputs
+        if x.shape[1:] != (1, size) or x.dtype != self.dtype or not x.is_cpu:
+            raise ValueError(
+                f"tokens are {x.dtype} {tuple(x.shape)} on {x.device}; must be {self.dtype} (B, 1, {size}) on cpu"
+            )
+        return x.contiguous()
+
+    def compute(
+        self,
+        run: Callable[..., bytes | None],
+        op: int,
+        B: int,
+        tokens: tuple[int | None, ...],
+        cos: Tensor,
+        sin: Tensor,
+        results: tuple[int, ...],
+        steps: Sequence[int | None] | None,
+        attend: Attend | None,
+    ) -> None:
+        """Let a function of the library compute an operation of these layers. tokens, results: addresses for it."""
         if cos.shape[1] != B:
             cos, sin = cos.expand(-1, B, 1, self.D), sin.expand(-1, B, 1, self.D)
-        if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
-            x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
         parts, more = (1, 0) if steps is None else divmod(len(steps), self.count)
         if more or not parts:
             assert steps is not None
             raise ValueError(f"there are {len(steps)} steps of attention for {self.count} layers")
-        y = torch.empty_like(x)
         addresses = None if steps is None else (c_void_p * len(steps))(*steps)
         raised: list[BaseException] = []
-        function = CAttend() if attend is None else self._callback(attend, B, x.dtype, raised)
+        function = CAttend() if attend is None else self._callback(attend, B, raised)
         threads = torch.get_num_threads() if self.pool else 1
-        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-        error = self.run(self.address, addresses, parts, function, None, *pointers, B, threads, self.pool)
+        places = *tokens, cos.data_ptr(), sin.data_ptr(), *results
+        error = run(op, addresses, parts, function, None, *places, B, threads, self.pool)
         if raised:
             raise raised[0]
         library.raise_error(error)
-        return y
 
-    def _callback(self, attend: Attend, B: int, dtype: torch.dtype, raised: list[BaseException]) -> object:
+    def _callback(self, attend: Attend, B: int, raised: list[BaseException]) -> object:
         """`attend` as the library calls it. What it raises becomes the first of `raised`."""
-        D = self.D
+        D, dtype = self.D, self.dtype
 
         def copied(address: int, heads: int) -> Tensor:
             """The numbers at an address (B,heads,1,D); attention may keep them, and the library takes others there."""
@@ -161,3 +185,43 @@ class Layers:
             return 0
 
         return CAttend(called)
+
+
+class Decoder:
+    """The layers of a model between an embedding and the matrix of its logits, as one operation.
+
+    embed: its row i stands for token i; None: tokens are given as they are embedded. It keeps the tensors and holds
+    their addresses, as Layers does. Several threads may use it.
+    """
+
+    def __init__(self, layers: Layers, head: Matrix, embed: Matrix | None = None) -> None:
+        self.layers, self.head, self.embed = layers, head, embed
+        self.op = CDecoder(layers.op, CMatrix() if embed is None else embed.op, head.op)
+        self.address, self.run = ctypes.addressof(self.op), library.library().skimkv_decoder_run
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        steps: Sequence[int | None] | None,
+        attend: Attend | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The logits (B,V) after tokens, and where the first of the largest of each row is, (B,1).
+
+        tokens: ids (B,1) where there is an embedding, or else x (B,1,in). The other arguments, and what is raised, are
+        those of Layers; ValueError also for a token that is not one of the embedding.
+        """
+        B = tokens.shape[0]
+        if self.embed is None:
+            tokens = self.layers.checked(tokens)
+        elif tokens.shape != (B, 1) or tokens.is_floating_point() or not tokens.is_cpu:
+            raise ValueError(f"tokens are {tokens.dtype} {tuple(tokens.shape)} on {tokens.device}; must be ids (B, 1)")
+        else:
+            tokens = tokens.to(torch.int64).contiguous()
+        logits = torch.empty(B, self.head.out, dtype=self.layers.dtype)
+        largest = torch.empty(B, 1, dtype=torch.int64)
+        at, results = tokens.data_ptr(), (logits.data_ptr(), largest.data_ptr())
+        places = (None, at) if self.embed is None else (at, None)
+        self.layers.compute(self.run, self.address, B, places, cos, sin, results, steps, attend)
+        return logits, largest

@@ -49,6 +49,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         c_int,
         c_void_p,
     ),
+    "skimkv_decoder_run": (
+        c_char_p,
+        c_void_p,
+        c_void_p,
+        c_int64,
+        CAttend,
+        *[c_void_p] * 7,
+        c_int64,
+        c_int,
+        c_void_p,
+    ),
 }
 
 

@@ -152,6 +152,12 @@ class CLayers(Structure):
     _fields_ = fields(("layers", c_void_p), ("count angles", c_int64), ("norm", CNorm))
 
 
+class CDecoder(Structure):
+    """All layers of a model between an embedding and the matrix of its logits."""
+
+    _fields_ = fields(("layers", CLayers), ("embed head", CMatrix))
+
+
 CAttend = CFUNCTYPE(c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)  # skimkv_attend
 
 
@@ -165,7 +171,7 @@ STRUCTURES: dict[str, type[Structure]] = {
     "skimkv_chunk": CChunk, "skimkv_cache": CCache, "skimkv_paged": CPaged, "skimkv_op": COp,
     "skimkv_tokens": CTokens, "skimkv_turn": CTurn, "skimkv_columns": CColumns, "skimkv_prompt": CPrompt,
     "skimkv_matrix": CMatrix, "skimkv_rms_norm": CRMSNorm, "skimkv_norm": CNorm, "skimkv_layer": CLayer,
-    "skimkv_layers": CLayers, "skimkv_field": CField,
+    "skimkv_layers": CLayers, "skimkv_decoder": CDecoder, "skimkv_field": CField,
 }  # fmt: skip
 
 
