@@ -35,9 +35,10 @@ class NormForward:
         Under autocast, and where x is of another type than the weights, the module itself says of which type the result
         is. more: of modules that compute something else, such as a gate.
         """
-        weight = self.norm._parameters["weight"]
+        weight = self.norm._parameters.get("weight")
         is_plain = (
             not torch.compiler.is_compiling()
+            and weight is not None
             and x.is_cpu
             and not more
             and x.dtype == weight.dtype
@@ -93,10 +94,11 @@ def _is_rms_norm(norm: Any, eps: float, adds_one: bool) -> bool:
     It is asked with weights of ours: with its own, such as ones, w and 1 + w might be of one effect.
     """
     draw = torch.Generator().manual_seed(0)
-    weight = (torch.rand(norm.weight.shape, generator=draw) + 0.5).to(norm.weight.dtype)
+    weight = (torch.rand(norm.weight.shape, generator=draw, dtype=torch.float32) + 0.5).to(norm.weight.dtype)
     norm = copy.copy(norm)
     norm._parameters = {"weight": weight}
-    x = (2 * max(eps, 1e-12) ** 0.5 * torch.randn(4, weight.shape[0], generator=draw)).to(weight.dtype)
+    numbers = torch.randn(4, weight.shape[0], generator=draw, dtype=torch.float32)
+    x = (2 * max(eps, 1e-12) ** 0.5 * numbers).to(weight.dtype)
     normalise = partial(ops.rms_norm, eps=eps, adds_one=adds_one)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if not is_close(normalise(x.float(), weight.float()), type(norm).forward(norm, x.float())):

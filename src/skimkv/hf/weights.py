@@ -114,7 +114,7 @@ def random_linear(in_features: int, out_features: int, generator: torch.Generato
     """An 8-bit layer of uniform random weights that keep the size of activations, for benchmarks."""
     packed = empty_packed(out_features, in_features)
     packed.view(torch.int8).random_(-127, 128, generator=generator)
-    packed[:, :, 0] = torch.tensor(3**0.5 / 127 / in_features**0.5).half().view(torch.int16)
+    packed[:, :, 0] = torch.tensor(3**0.5 / 127 / in_features**0.5, dtype=torch.float16).view(torch.int16)
     return MatrixLinear(packed, matrices.PACKED, out_features, in_features, dtype)
 
 

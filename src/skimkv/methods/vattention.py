@@ -112,7 +112,7 @@ class VAttention(Method[Full]):
             torch.cat(pair, d) for pair, d in zip(zip(*parts, strict=True), (3, 2, 2), strict=True)
         )
         # (4) y = (sum_{I_f} e^l v + n_s/b sum_{sample} e^l v) / (the same without v)
-        stands_for = (n_s / sampled.sum(-1).clamp(min=1)).to(exact.dtype)[..., None, None]
+        stands_for = (n_s.to(exact.dtype) / sampled.sum(-1).clamp(min=1))[..., None, None]
         weights = softmax_with_sinks(torch.where(sampled[:, :, None], exact + stands_for.log(), exact), sinks)
         read_rows = (first | more).sum((1, 2)) - store.shape.H
         store.rows_read = torch.stack([read_rows, read_rows], -1)

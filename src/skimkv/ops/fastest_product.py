@@ -37,7 +37,7 @@ def fastest(dtype: torch.dtype) -> str:
         return PYTORCH
     usual = PYTORCH if dtype == torch.bfloat16 and library.has_bfloat16_instructions() else LIBRARY
     draw = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, COLUMNS, generator=draw).to(dtype) for n in (TOKENS, ROWS))
+    x, w = (torch.randn(n, COLUMNS, generator=draw, dtype=torch.float32).to(dtype) for n in (TOKENS, ROWS))
     seconds: dict[str, list[float]] = {usual: [], FLOAT32: []}
     for _ in range(ROUNDS):
         for way, of_way in seconds.items():

@@ -110,7 +110,7 @@ class ChannelIndex(Part):
         if self.form.group_means:
             means = torch.zeros(B, H, cap // GROUP, R, dtype=self.dtype, device=device)
         # in memory a channel's scales lie together: a step reads those of the chosen channels only
-        scale = torch.empty(B, H, R, 2, cap // GROUP, device=device).permute(0, 1, 4, 3, 2)
+        scale = torch.empty(B, H, R, 2, cap // GROUP, dtype=torch.float32, device=device).permute(0, 1, 4, 3, 2)
         return empty((B, H, R, cap * bits // 8), torch.uint8, device), scale, means
 
     def append(self, chunks: Sequence[Chunk], rows: slice, start: int, k: Tensor, count: Count) -> None:

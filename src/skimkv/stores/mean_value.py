@@ -19,7 +19,7 @@ class MeanValue(Part):
     @classmethod
     def empty(cls, shape: Shape, device: torch.device) -> MeanValue:
         """The mean of a store that has no token yet."""
-        return cls(torch.zeros(shape.B, shape.H, shape.D, device=device))
+        return cls(torch.zeros(shape.B, shape.H, shape.D, dtype=torch.float32, device=device))
 
     def append(self, rows: slice, start: int, v: Tensor) -> int:
         """Take values v (b,H,n,D) after `start` others. Returns how many numbers were read and written."""

@@ -59,7 +59,7 @@ class Slots(Store):
         self.k = self.v = torch.empty(shape.B, shape.H, 0, width, dtype=stored, device=self.device)
         self.fixed_k = self.k if moves_fixed and fixed else None
         self.places = TextPositions(shape.B)
-        self.score = torch.empty(shape.B, shape.H, 0, device=self.device) if scored else None
+        self.score = torch.empty(shape.B, shape.H, 0, dtype=torch.float32, device=self.device) if scored else None
         self.pos = torch.empty(shape.B, shape.H, 0, dtype=torch.int32, device=self.device) if scored else None
 
     def set_budget(self, budget: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class Slots(Store):
             self.fixed_k = empty((B, H, self.fixed, self.row_format.width), self.k.dtype, self.device)
         if self.score is not None:
             with ordinary_tensors():
-                self.score = torch.zeros(B, H, capacity, device=self.device)
+                self.score = torch.zeros(B, H, capacity, dtype=torch.float32, device=self.device)
                 self.pos = torch.full((B, H, capacity), -1, dtype=torch.int32, device=self.device)
         for new, was in zip((self.k, self.v, self.score, self.pos, self.fixed_k), before, strict=True):
             if new is not None and was is not None:
