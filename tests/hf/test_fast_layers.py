@@ -192,3 +192,36 @@ def test_modules_that_are_left_alone():
     narrow, other, patched = nn.Linear(30, 8), Other(32, 8), nn.Linear(32, 8)
     patched.forward = patched.forward
     assert replace_linear([narrow, other, patched]) == []
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"])
+@pytest.mark.parametrize("attached_first", [False, True])
+def test_a_bias_that_is_no_parameter(name, attached_first):
+    """As torch.nn.utils.prune leaves it behind, or somebody who puts a tensor in its place."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, attention_bias=True)).eval()
+    linear = model.get_submodule(name)
+    nn.init.normal_(linear.bias)
+    expected = copy.deepcopy(model)
+    if attached_first:
+        skimkv.attach(model, "Dense()")
+        generate(model)
+    for one in (model, expected):
+        bias = one.get_submodule(name).bias.data
+        del one.get_submodule(name).bias
+        one.get_submodule(name).bias = 2 * bias
+    if not attached_first:
+        skimkv.attach(model, "Dense()")
+    assert torch.equal(generate(model), generate(expected))
+
+
+def test_weights_that_are_transposed_in_place():
+    """Which changes neither their sizes nor where they begin."""
+    model = a_model()
+    expected = copy.deepcopy(model)
+    with skimkv.attach(model, "Dense()"):
+        before = generate(model)
+        for one in (model, expected):
+            weight = one.model.layers[1].self_attn.o_proj.weight
+            weight.data = weight.data.t()
+        found = generate(model)
+    assert torch.equal(found, generate(expected)) and not torch.equal(found, before)

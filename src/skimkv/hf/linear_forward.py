@@ -29,11 +29,12 @@ class LinearForward:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x (...,in) -> (...,out), as the module's own forward does, whose errors these are."""
         linear = self.linear
-        weight = linear._parameters.get("weight")
+        weight = linear._parameters.get("weight")  # a weight or bias that is no parameter, as of pruning, is missing
         if (
             torch.compiler.is_compiling()
             or type(linear) is not nn.Linear
             or weight is None
+            or "bias" not in linear._parameters
             or not x.is_cpu
             or (x.dtype != weight.dtype and not mixes_types.get())
             or torch.is_grad_enabled()
@@ -46,7 +47,9 @@ class LinearForward:
         """What the kernel needs to multiply tokens of x's type, x (B,1,size); None where PyTorch computes."""
         linear = self.linear
         weight = linear._parameters.get("weight")
-        if type(linear) is not nn.Linear or weight is None or (weight.dtype != x.dtype and not mixes_types.get()):
+        if type(linear) is not nn.Linear or weight is None or "bias" not in linear._parameters:
+            return None
+        if weight.dtype != x.dtype and not mixes_types.get():
             return None
         return self._product.matrix(x.new_empty(*x.shape[:-1], weight.shape[1]), weight, linear._parameters["bias"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +64,13 @@ class MatrixLinear(MatrixModule):
 
         Raises ValueError if a gradient is wanted.
         """
-        if is_autocast(x):
-            return with_autocast(self._multiply, x)
-        return self._product(x, self._parameters["weight"], self._parameters["bias"])
+        return with_autocast(self._multiply, x) if is_autocast(x) else self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._product(x, self._parameters["weight"], self._parameters["bias"])
+        parameters = self._parameters
+        if "bias" not in parameters:  # it is no parameter any more, as of pruning
+            return self._product(x, parameters["weight"], cast(Tensor, self.bias))
+        return self._product(x, parameters["weight"], parameters["bias"])
 
 
 class MatrixEmbedding(MatrixModule):

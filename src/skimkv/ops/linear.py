@@ -39,8 +39,7 @@ class Product:
         compute: Callable[..., Tensor],
     ) -> None:
         self._prepare, self._compute = prepare, compute
-        self._matrix: cpu.Matrix | None = None
-        self._form: tuple[object, ...] | None = None
+        self._prepared: tuple[tuple[object, ...], cpu.Matrix] | None = None  # one object, as threads may share it
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Compute x W^T + bias: x (...,in) -> (...,out).
@@ -59,20 +58,21 @@ class Product:
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("weights for inference have no gradient: use torch.no_grad()")
         form = (
-            x.shape, x.dtype, x.is_cpu, weight.shape, weight.dtype, weight.data_ptr(),
+            x.shape, x.dtype, x.is_cpu, weight.shape, weight.stride(), weight.dtype, weight.data_ptr(),
             None if bias is None else bias.data_ptr(), forced_backend.get(), tokens_of_prompt.get(),
         )  # fmt: skip
-        if form == self._form and self._matrix is not None:
-            return self._matrix
+        prepared = self._prepared
+        if prepared is not None and prepared[0] == form:
+            return prepared[1]
         matrix = self._prepare(x, weight, bias=bias)
         if matrix is not None:
             is_lasting = bias is None or matrix.bias is bias
-            self._matrix, self._form = (matrix, form) if is_lasting else (None, None)
+            self._prepared = (form, matrix) if is_lasting else None
         return matrix
 
     def __getstate__(self) -> dict[str, object]:
         """A copy is of other tensors: it is prepared anew."""
-        return {**self.__dict__, "_matrix": None, "_form": None}
+        return {**self.__dict__, "_prepared": None}
 
 
 class Rows:
@@ -80,24 +80,23 @@ class Rows:
 
     def __init__(self, kind: str, columns: int) -> None:
         self._kind, self._columns = kind, columns
-        self._rows: cpu.Rows | None = None
-        self._form: tuple[object, ...] | None = None
+        self._prepared: tuple[tuple[object, ...], cpu.Rows | None] | None = None
 
     def __call__(self, weight: Tensor, index: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The rows of these numbers: (n,columns) in dtype. Raises ValueError or IndexError if one is missing."""
-        form = weight.shape, weight.data_ptr(), dtype, forced_backend.get()
-        if form != self._form:
+        form, prepared = (weight.shape, weight.stride(), weight.data_ptr(), dtype, forced_backend.get()), self._prepared
+        if prepared is None or prepared[0] != form:
             has_kernel = weight.is_contiguous() and dtype in library.DTYPES and is_native(weight)
-            self._rows = cpu.Rows(weight, self._kind, self._columns, dtype) if has_kernel else None
-            self._form = form
+            rows = cpu.Rows(weight, self._kind, self._columns, dtype) if has_kernel else None
+            self._prepared = prepared = form, rows
         # a panel is dequantised as a whole, which is a waste where many of its rows are wanted
-        if self._rows is not None and (self._kind != matrices.PACKED or len(index) <= ROWS):
-            return self._rows(index)
+        if prepared[1] is not None and (self._kind != matrices.PACKED or len(index) <= ROWS):
+            return prepared[1](index)
         return matrices.dequantise(weight, self._kind, torch.tensor(index, device=weight.device)).to(dtype)
 
     def __getstate__(self) -> dict[str, object]:
         """A copy is of other tensors: it is prepared anew."""
-        return {**self.__dict__, "_rows": None, "_form": None}
+        return {**self.__dict__, "_prepared": None}
 
 
 def is_native(x: Tensor) -> bool:

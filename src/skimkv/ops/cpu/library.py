@@ -84,10 +84,10 @@ def library() -> ctypes.CDLL:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
     if lib.skimkv_version() != VERSION:
         raise ValueError(f"{path} has version {lib.skimkv_version()}, this package needs {VERSION}: install again")
+    check_structures(lib)  # first: a library of another installation may lack functions too
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    check_structures(lib)
     return lib
 
 
