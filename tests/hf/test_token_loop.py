@@ -169,12 +169,44 @@ def test_who_watches_the_model_sees_every_token(model, change, monkeypatch):
     assert tokens_and_calls(model, monkeypatch)[1] == 12
 
 
-@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
-def test_a_hook_of_the_first_or_last_layer_sees_every_token(model, name, monkeypatch):
+PARTS = [
+    "lm_head",
+    "model.embed_tokens",
+    "model.rotary_emb",
+    "model.norm",
+    "model.layers.0",
+    "model.layers.1.mlp.act_fn",
+]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_hook_sees_its_part_once_a_token(model, name, monkeypatch):
+    """And no token but those of the text, with its rows: nothing is prepared with others."""
     expected, seen = tokens_and_calls(model, monkeypatch)[0], []
-    model.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
+    model.get_submodule(name).register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
     found, calls = tokens_and_calls(model, monkeypatch)
-    assert calls == 2 and len(seen) >= 12 and torch.equal(found, expected)
+    assert calls == 12 and seen == [1] * 12 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_what_a_hook_changes_between_tokens_counts(model, name, monkeypatch):
+    """It exchanges a weight after some tokens."""
+    original, seen = copy.deepcopy(model), []
+
+    def hook(*_):
+        seen.append(1)
+        if len(seen) == 6:
+            model.model.layers[0].mlp.down_proj.weight.data = -9 * model.model.layers[0].mlp.down_proj.weight
+
+    model.get_submodule(name).register_forward_hook(hook)
+    changed, _ = tokens_and_calls(model, monkeypatch)
+    assert not torch.equal(changed, tokens_and_calls(original, monkeypatch)[0])
+
+
+def test_a_forward_that_somebody_gave_the_last_layer_is_called(model, monkeypatch):
+    head, seen = model.lm_head, []
+    head.forward = lambda x: seen.append(1) or type(head).forward(head, x)
+    assert tokens_and_calls(model, monkeypatch)[1] == 12 and len(seen) == 12
 
 
 def test_logits_that_the_model_changes(model, monkeypatch):
@@ -190,7 +222,7 @@ def test_logits_that_the_model_changes(model, monkeypatch):
     seen = []
     model.lm_head.register_forward_hook(lambda *_: seen.append(1))
     assert tokens_and_calls(model, monkeypatch)[1] == 12
-    assert len(seen) == 13  # one more to compare, and not at every token
+    assert len(seen) == 12
 
 
 def test_what_a_users_code_changes_between_tokens_counts(model, monkeypatch):

@@ -10,7 +10,7 @@ with a hook, an adapter or a gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -31,7 +31,7 @@ from .layer import AttentionLayer, LayerAttention
 from .linear_forward import LinearForward, mixes_types, replace_linear
 from .matrix_modules import MatrixModule
 from .norms import NormForward, adds_one_of, eps_of, is_close, replace_norms
-from .watch import NotesChanges, Watch
+from .watch import NotesChanges, Watch, has_hooks
 
 MOST_TOKENS = 15  # with more rows a call for each product costs little beside the product
 MOST_BLOCK_TOKENS = 64  # of all rows, where each has several: that many are multiplied together
@@ -120,6 +120,9 @@ class StepForward:
             return None
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)) or not self._is_plain(kwargs):
+            return None
+        # Who wants to see a part called sees it in the model's own forward alone, and not when a step is prepared.
+        if rows > (MOST_TOKENS if n == 1 else MOST_BLOCK_TOKENS) or has_hooks(self._first_parts()):
             return None
         x = self.model.embed_tokens(ids) if x is None else x
         windows = [_window(layer) for layer in cache.layers]
@@ -219,8 +222,15 @@ class StepForward:
             return None
         form, prepared = (size, x.dtype, ops.forced_backend.get(), windows), self._prepared
         if prepared is None or prepared.form != form or not prepared.watch.is_unchanged():
+            if has_hooks(part for part in self.model.modules() if part is not self.model):
+                return None
             prepared = self._prepared = self._prepare(form, x, windows)
         return None if prepared.watch.has_hooks() else prepared
+
+    def _first_parts(self) -> Iterator[nn.Module]:
+        """What a model calls before its first layer."""
+        for name in ("embed_tokens", "rotary_emb"):
+            yield from getattr(self.model, name).modules()
 
     def _prepare(self, form: tuple[object, ...], x: Tensor, windows: list[int | None]) -> Prepared:
         model, before = self.model, self._prepared
@@ -290,7 +300,7 @@ def _layer(layer: nn.Module, x: Tensor, converts: bool) -> ops.Layer | None:
 
 def _activation(mlp: Any) -> str | None:
     """What is between the products of a feed-forward part, as ops.Layer names it; None if it is something else."""
-    function, x = getattr(mlp, "act_fn", None), torch.linspace(-4, 4, 64)
+    function, x = getattr(mlp, "act_fn", None), torch.linspace(-4, 4, 64, dtype=torch.float32)
     if function is None:
         return "silu"
     formulas = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
@@ -305,7 +315,7 @@ def matrix_of(layer: Any, x: Tensor, converts: bool) -> ops.Matrix | None:
     product, forward = attributes.get("_product"), attributes.get("forward")
     if isinstance(forward, LinearForward):
         matrix = forward.matrix(x)
-    elif isinstance(product, ops.Product):
+    elif isinstance(product, ops.Product) and "bias" in layer._parameters:
         size = x.new_empty(*x.shape[:-1], layer.in_features)
         matrix = product.matrix(size, layer._parameters["weight"], layer._parameters["bias"])
     else:
@@ -333,7 +343,7 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
         self.draw, self.seen, self.window = draw, seen, window
         self.asked: tuple[Tensor, Tensor, Tensor] | None = None
         self.attention = LayerAttention({"scale": 0.0}, 1)
-        self.answer = torch.empty(0)
+        self.answer = torch.empty(0, dtype=torch.float32)
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
@@ -342,7 +352,7 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
         self.asked, self.attention = (q.flatten(1, 2), k, v), LayerAttention(softmax, q.shape[2])
         if self.draw is None:
             raise _Asked
-        self.answer = torch.randn(q.shape, generator=self.draw)
+        self.answer = torch.randn(q.shape, generator=self.draw, dtype=q.dtype)
         return self.answer
 
 
@@ -364,7 +374,7 @@ def _compare(model: Any, size: int, windows: Sequence[int | None], n: int) -> li
 
 def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None], n: int) -> list[LayerAttention] | None:
     draw, B = torch.Generator().manual_seed(0), 2
-    x = 0.01 * torch.randn(B, n, size, generator=draw)  # so small that eps counts
+    x = 0.01 * torch.randn(B, n, size, generator=draw, dtype=torch.float32)  # so small that eps counts
     rows = x.reshape(B * n, 1, size)
     operation = layers_operation(model, rows, converts=True)
     if operation is None:

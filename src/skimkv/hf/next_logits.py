@@ -14,7 +14,7 @@ from .decode_step import TakenStep, matrix_of, taken_steps
 from .linear_forward import LinearForward
 from .matrix_modules import MatrixEmbedding
 from .supported import decoder_of
-from .watch import Watch
+from .watch import has_hooks
 
 # What a decoder is given, in the loops of ours; all else that it gets must say nothing.
 GIVEN = "input_ids", "attention_mask", "position_ids", "past_key_values"
@@ -90,7 +90,9 @@ class NextLogits:
         hooks = model._forward_hooks, model._forward_pre_hooks, decoder._forward_hooks
         if "forward" in vars(model) or any(hooks) or len(decoder._forward_pre_hooks) != 1:  # which is ours
             return False
-        return isinstance(head, torch.nn.Module) and torch.equal(head(step.y), logits)
+        if not isinstance(head, nn.Module) or not all(map(_is_unseen, (head, decoder.embed_tokens))):
+            return False
+        return torch.equal(head(step.y), logits)
 
 
 class Steps:
@@ -105,8 +107,7 @@ class Steps:
         layers = cast(ops.Layers, self.prepared.operation)
         self._angles, self._layers, self._like = AngleTable(self.forward.model), layers, torch.empty_like(first.y)
         self._embed: Any = self.forward.model.embed_tokens
-        last = None if _is_watched(head) else matrix_of(head, first.y, converts=False)
-        rows = None if _is_watched(self._embed) else _embedding(self._embed, first.y)
+        last, rows = matrix_of(head, first.y, converts=False), _embedding(self._embed, first.y)
         self._decoder = None if last is None else ops.Decoder(layers, last, rows)
         self._embeds = self._decoder is None or rows is None
         self._step: Any = None
@@ -137,9 +138,9 @@ class Steps:
         return found
 
 
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody wants to see a module called, or has replaced its forward."""
-    return Watch([module]).has_hooks() or not isinstance(vars(module).get("forward"), LinearForward | None)
+def _is_unseen(module: nn.Module) -> bool:
+    """Whether nobody wants to see a module called, nor has replaced its forward, and might change the model there."""
+    return not has_hooks(module.modules()) and isinstance(vars(module).get("forward"), LinearForward | None)
 
 
 def _embedding(module: nn.Module, x: Tensor) -> ops.Matrix | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from types import CodeType, FunctionType
 from typing import Any
@@ -55,6 +55,13 @@ class NotesChanges(nn.Module):
         super().__delattr__(name)
 
 
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether a hook wants to see one of the modules called."""
+    if _hooks_of_all or _hooks_before_all:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
 class Watch:
     """All that some modules read: their tensors, parts, attributes and configuration, and the code of their classes.
 
@@ -85,6 +92,7 @@ class Watch:
         self._parts = [(module._modules, dict(module._modules)) for module in modules if module._modules]
         self._tensors = [tensor for *_, tensor in tensors if tensor is not None]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._are_contiguous = [tensor.is_contiguous() for tensor in self._tensors]
         self._hooks = [hooks for module in self.modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
     def is_unchanged(self) -> bool:
@@ -99,6 +107,8 @@ class Watch:
         for now, before in self._parts:
             if now != before:
                 return False
+        if list(map(Tensor.is_contiguous, self._tensors)) != self._are_contiguous:  # one was transposed in place
+            return False
         has_kinds = list(map(type, self._modules)) == self._kinds
         return has_kinds and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
