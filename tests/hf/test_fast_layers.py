@@ -225,3 +225,12 @@ def test_weights_that_are_transposed_in_place():
             weight.data = weight.data.t()
         found = generate(model)
     assert torch.equal(found, generate(expected)) and not torch.equal(found, before)
+
+
+def test_an_attached_model_is_not_pickled():
+    model = a_model()
+    with skimkv.attach(model, "Dense()"):
+        generate(model)
+        with pytest.raises(TypeError, match=r"attached to cannot be pickled: detach\(model\) first"):
+            pickle.dumps(model)
+    assert torch.equal(generate(pickle.loads(pickle.dumps(model))), generate(model))

@@ -261,6 +261,7 @@ def test_a_structure_that_is_not_that_of_c_is_refused(wrong, says):
         check_structures(native.library(), {**STRUCTURES, "skimkv_chunk": Wrong})
 
 
-def test_every_structure_of_the_header_is_written_down():
-    names = re.findall(r"^typedef struct (\w+)", (INCLUDE / "skimkv.h").read_text(), re.M)
+def test_every_structure_of_the_headers_is_written_down():
+    headers = (INCLUDE / "skimkv.h").read_text() + (INCLUDE.parent / "steps.h").read_text()
+    names = re.findall(r"^typedef struct (\w+)", headers, re.M)
     assert sorted(names) == sorted(STRUCTURES) and fields(("a b", int)) == [("a", int), ("b", int)]

@@ -64,6 +64,10 @@ class Installation:
         twin.fast, twin.replaced = self.fast, copy.deepcopy(self.replaced, memo)
         return twin
 
+    def __reduce__(self) -> Any:
+        """Raise TypeError: what is changed on a model belongs to this process."""
+        raise TypeError("a model that skimkv is attached to cannot be pickled: detach(model) first, and attach again")
+
     def all_attached(self) -> Iterator[Attached]:
         """What is attached, and what leaving it will put back, the latest first."""
         attached = self.attached

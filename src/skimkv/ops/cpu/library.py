@@ -86,7 +86,9 @@ def library() -> ctypes.CDLL:
         raise ValueError(f"{path} has version {lib.skimkv_version()}, this package needs {VERSION}: install again")
     check_structures(lib)  # first: a library of another installation may lack functions too
     for name, (result, *arguments) in _FUNCTIONS.items():
-        function = getattr(lib, name)
+        function = getattr(lib, name, None)
+        if function is None:
+            raise ValueError(f"{path} has no {name}, which this package calls: install again")
         function.restype, function.argtypes = result, arguments
     return lib
 
