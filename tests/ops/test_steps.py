@@ -14,6 +14,7 @@ import torch
 from skimkv import ops
 from skimkv.methods import Dense, SparQ, parse
 from skimkv.ops import KernelStep, Token
+from skimkv.ops.cpu import run
 from skimkv.ops.cpu.run import CpuBackend
 from skimkv.stores.base import Shape
 from skimkv.stores.rotation import KeyRotation
@@ -174,6 +175,21 @@ def test_strides_that_change_from_step_to_step_are_followed():
     for i, token in enumerate(steps(12)):
         y, _ = anew(Dense(), store, *token)
         assert torch.equal(Dense().decode(store, *map(forms[i // 2 % 3], token), scale=SCALE), y)
+
+
+def test_keys_and_values_of_two_forms_are_described_once(monkeypatch):
+    """As of a model that makes queries, keys and values by one product: they are copied in every step."""
+    described, describe = [], run._describe
+    monkeypatch.setattr(run, "_describe", lambda *args: described.append(args) or describe(*args))
+    store = read(Dense())
+    B, H, G, D = SHAPE
+    for _ in range(5):
+        q, (k, v) = torch.randn(B, H, G, D), torch.randn(B, H, 2 * D).split(D, -1)
+        y, _ = anew(Dense(), store, q, k.contiguous(), v)
+        described.clear()
+        assert torch.equal(Dense().decode(store, q, k.contiguous(), v, scale=SCALE), y)
+        last = len(described)
+    assert last == 0
 
 
 @pytest.mark.parametrize("spec", ["SparQ(r=4, k=8, mean_value=True)", "LMInfinite(k=12, initial=4)"])

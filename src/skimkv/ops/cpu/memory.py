@@ -51,6 +51,7 @@ class Memory(abc.ABC):
     """The memory of a store as a skimkv_cache, and the operation of its steps.
 
     described: what the operation was last filled in with, apart from addresses and numbers of tokens; None: nothing.
+    copies: whether tensors of this form must be copied for it.
     Raises ValueError if no kernel takes the head size or the type.
     """
 
@@ -61,6 +62,7 @@ class Memory(abc.ABC):
         self.op.cache = ctypes.addressof(self.cache)
         self.address = ctypes.addressof(self.op)
         self.described: object = None
+        self.copies = False
 
     @abc.abstractmethod
     def is_current(self, store: Any) -> bool:

@@ -101,8 +101,10 @@ class CpuBackend:
             q, token = _checked(store, q, token)
             k, v = token or (q, q)
             _describe(memory, step, q.stride(), None if token is None else k.stride(), q.dtype, scale, softcap)
-            if all(a is b for a, b in zip(was, (q, k, v), strict=True)):  # the next step needs no copies either
-                memory.described = described
+            memory.described, memory.copies = described, any(a is not b for a, b in zip(was, (q, k, v), strict=True))
+        elif memory.copies:
+            q, token = _with_rows(q, token)
+            k, v = token or (q, q)
         if sinks is None:
             memory.op.sinks = None
         else:
@@ -179,21 +181,25 @@ def _clear_rows_read(memory: Memory, store: Any) -> None:
 
 
 def _checked(store: Any, q: Tensor, token: Token | None) -> tuple[Tensor, Token | None]:
-    """The query and the token with contiguous rows. Raises ValueError if they do not fit the store."""
+    """The query and the token as `_with_rows` gives them. Raises ValueError if they do not fit the store."""
     B, H, G, D = store.shape
-    if q.stride(-1) != 1:
-        q = q.contiguous()
+    q, token = _with_rows(q, token)
     dtype_number("a query", q.dtype)
     expect("q", q, (B, H, G, D), q.dtype)
-    if token is None:
-        return q, None
-    k, v = token
-    if k.stride() != v.stride() or k.stride(-1) != 1:
-        k, v = k.contiguous(), v.contiguous()
-    dtype = store.dtype if isinstance(store, Store) else store.example.dtype
-    expect("k", k, (B, H, D), dtype)
-    expect("v", v, (B, H, D), dtype)
-    return q, Token(k, v)
+    if token is not None:
+        dtype = store.dtype if isinstance(store, Store) else store.example.dtype
+        expect("k", token.k, (B, H, D), dtype)
+        expect("v", token.v, (B, H, D), dtype)
+    return q, token
+
+
+def _with_rows(q: Tensor, token: Token | None) -> tuple[Tensor, Token | None]:
+    """The query and the token with contiguous rows, and k and v of one form; copies where they must be."""
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if token is not None and (token.k.stride() != token.v.stride() or token.k.stride(-1) != 1):
+        token = Token(token.k.contiguous(), token.v.contiguous())
+    return q, token
 
 
 def _describe(
