@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import skimkv
 from skimkv import serve
+from skimkv.hf import load
 from support.command_line import answer, assert_mistake, run
 from support.command_server import Server
 from support.gguf_files import tiny, write
@@ -21,6 +23,36 @@ from support.gguf_files import tiny, write
 def test_packages_that_are_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "PACKAGES", ("json", "no_such_package"))
     assert_mistake(run(capsys, "serve", "builtin"), "serving needs no_such_package: pip install 'skimkv[serve]'")
+
+
+def test_an_address_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(load, "load", lambda *args, **options: pytest.fail("the model was loaded"))
+    with serve.listen("127.0.0.1", 0) as opened:
+        port = str(opened.getsockname()[1])
+        mistakes = (("--port", port), f"cannot listen at 127.0.0.1, port {port}"), (("--host", ""), "--host is empty")
+        for argv, words in mistakes:
+            assert_mistake(run(capsys, "serve", "builtin", *argv), words)
+
+
+def test_clients_are_refused_while_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is free again when the model cannot be loaded."""
+    pytest.importorskip("uvicorn")
+    with serve.reserve("127.0.0.1", 0) as free:
+        address = free.getsockname()
+
+    def connect(*args: Any, **options: Any) -> None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=30)
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(load, "load", connect)
+    assert_mistake(run(capsys, "serve", "builtin", "--port", str(address[1])), "no such weights")
+    serve.listen(*address).close()
 
 
 def test_a_benchmark_of_vllm_says_that_it_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

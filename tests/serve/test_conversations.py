@@ -66,6 +66,15 @@ def test_a_conversation_that_only_begins_alike_stays():
     assert torch.equal(original.stores[0].uncounted("k"), keys[:, :, : len(first) - LEAST_READ])  # type: ignore[attr-defined]
 
 
+def test_a_prompt_that_was_read_anew_takes_the_place_of_its_conversation():
+    """Otherwise the same conversation would fill the room of others."""
+    first, other = texts(60)
+    kept = Conversations(4, PLENTY)
+    for ids in (other, first[:70], first, first):
+        kept.keep(ids, read(ids))
+    assert len(kept) == 2 and kept.held(first) == kept.held(other) == len(first) - LEAST_READ
+
+
 def test_too_little_in_common_is_not_used():
     first, other = texts(FEW - 1)
     kept = Conversations(4, PLENTY)

@@ -46,16 +46,18 @@ class Served:
         assert self.generator.folder is not None
         return self.generator.folder
 
-    def ask(self, ids: torch.Tensor, new: int = NEW, gone: threading.Event | None = None) -> tuple[list[str], int]:
+    def ask(
+        self, ids: torch.Tensor, new: int = NEW, gone: threading.Event | None = None, **fields: Any
+    ) -> tuple[list[str], int]:
         """The words of the greedy answer to a prompt, ids (n,), and how many tokens of the prompt were reused.
 
         gone: is set at the first piece, with which the client leaves.
         """
-        task = Task(self.generator.prompt(ids.tolist(), {}, new))
+        task = Task(self.generator.prompt(ids.tolist(), fields, new))
 
         async def answer() -> tuple[list[str], int]:
             text = ""
-            async for piece in self.worker.answer(task, gone or threading.Event()):
+            async for _, piece in self.worker.answers([task], gone or threading.Event()):
                 if isinstance(piece, Ended):
                     return text.split(), piece.reused_tokens
                 text += str(piece)
@@ -137,13 +139,13 @@ def test_the_longest_beginning_is_loaded_where_that_pays(serve: Any, tmp_path: P
     first.end()
     assert len(files(tmp_path)) == 3
     again = serve(tmp_path)
+    find = again.folder.find
+    assert find(torch.cat([other[:40], text(30, 3)]), 0).ids.tolist() == other.tolist()
+    assert find(torch.cat([other[:34], text(30, 3)]), 0) is None and find(torch.cat([other, text(9, 3)]), 50) is None
     assert again.ask(torch.cat([short, text(9, 3)]))[1] == 70
     assert again.ask(torch.cat([long[:60], text(30, 3)]))[1] == 50  # which memory has by now
     assert again.ask(torch.cat([other[:60], text(30, 3)]))[1] == 60
     assert again.generator.totals.loaded_tokens == 70 + 60
-    find = again.folder.find
-    assert find(torch.cat([other[:40], text(30, 3)]), 0).ids.tolist() == other.tolist()
-    assert find(torch.cat([other[:34], text(30, 3)]), 0) is None and find(torch.cat([other, text(9, 3)]), 50) is None
 
 
 def test_the_same_prompt_again_is_written_once(serve: Any, tmp_path: Path) -> None:
@@ -158,6 +160,14 @@ def test_the_same_prompt_again_is_written_once(serve: Any, tmp_path: Path) -> No
     assert again.ask(text(60)) == (words, 58)
     again.end()
     assert files(tmp_path) == [name]
+
+
+def test_a_prompt_that_is_read_anew_loads_no_file(serve: Any, tmp_path: Path) -> None:
+    made = serve(tmp_path)
+    words, _ = made.ask(text(60))
+    made.end()
+    again = serve(tmp_path)
+    assert again.ask(text(60), cache_prompt=False) == (words, 0) and again.generator.totals.loaded_tokens == 0
 
 
 @pytest.mark.parametrize("place", ["write", "move", "remove"])

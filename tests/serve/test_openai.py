@@ -134,6 +134,9 @@ HARMLESS = {
     "store": True,
     "metadata": {"a": "b"},
     "service_tier": "auto",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
     "stream_options": {"include_usage": True},
 }
 AS_IF_LEFT_OUT: dict[str, dict[str, Any]] = {
@@ -155,6 +158,26 @@ def test_what_changes_nothing_is_accepted(server: Running, path: str) -> None:
     assert text_of(ask(server, path, **HARMLESS)) == plain
     assert text_of(ask(server, path, **AS_IF_LEFT_OUT[path])) == plain
     assert text_of(ask(server, path, **dict.fromkeys([*UNUSED[path], *HARMLESS, "stop", "seed", "stream"]))) == plain
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_prompt_is_read_anew_where_a_request_says_so(server: Running, path: str) -> None:
+    """The prompt is long enough to be kept."""
+    name = next(field for field in ("prompt", "messages", "input") if field in ROUTES[path])
+    text = f"{path}: " + "stone-7: 10259\n" * 12
+    fields = {name: [{"role": "user", "content": text}] if name == "messages" else text}
+
+    def asked(**more: Any) -> tuple[str, int]:
+        answer = ask(server, path, **fields, **more)
+        usage = answer["usage"]
+        details = usage["prompt_tokens_details" if "prompt_tokens" in usage else "input_tokens_details"]
+        return text_of(answer), details["cached_tokens"]
+
+    first, none = asked()
+    assert none == 0 and asked(cache_prompt=False) == asked(cache_prompt=False) == (first, 0)
+    assert asked(cache_prompt=True)[1] == asked()[1] >= 32  # what was read anew is kept
+    status, answer = server.request(path, {**ROUTES[path], "cache_prompt": "no"})
+    assert (status, answer["error"]["param"]) == (400, "cache_prompt")
 
 
 # ---- valid requests
@@ -290,6 +313,33 @@ def test_errors_are_objects_that_the_client_understands(server: Running, path: s
         raw = server.send(address, b"{}" if method == "POST" else None, method=method)
         assert raw.status == status, address
         assert set(json.loads(raw.read())["error"]) == {"message", "type", "param", "code"}
+
+
+def test_errors_name_the_field_that_is_wrong(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad: dict[str, list[Any]] = {
+        "messages": [[]], "self": [1], "conversation": [[]], "conversations": [[[]]], "documents": [[1], 3, "text"],
+        "bos_token": [3],
+    }  # fmt: skip
+    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ (bos_token or '') + messages[0].content }}")
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        for name, values in bad.items():
+            for value in values:
+                fields = {**ROUTES[path], "chat_template_kwargs": {name: value}}
+                status, answer = server.request(path, fields)
+                assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs"), (name, answer)
+                assert answer["error"]["message"].startswith("chat_template_kwargs "), answer
+        documents = {"chat_template_kwargs": {"documents": [{"title": "a", "text": "b"}]}}
+        assert server.request(path, {**ROUTES[path], **documents})[0] == 200
+
+
+def test_a_response_names_its_own_fields(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.tokenizer, "chat_template", "{{ raise_exception('no') }}")
+    for items, words in (
+        ([{"type": "reasoning", "summary": []}], "input holds reasoning alone"),
+        ([{"role": "user", "content": "a"}], "the model's chat template does not take the input: no"),
+    ):
+        status, answer = server.request("/v1/responses", {"input": items})
+        assert (status, answer["error"]["param"]) == (400, "input") and words in answer["error"]["message"], answer
 
 
 # ---- what a server must survive

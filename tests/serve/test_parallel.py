@@ -21,7 +21,7 @@ from skimkv.hf.cache import Cache
 from skimkv.hf.joint import _JointStep, joint_requests
 from skimkv.serve import worker as worker_module
 from skimkv.serve.conversations import Conversations
-from skimkv.serve.generation import Generator, Open
+from skimkv.serve.generation import ALIKE, Generator, Open
 from skimkv.serve.worker import Ended, Task, Worker
 from support import tiny_models
 from support.kernels import NATIVE
@@ -215,7 +215,7 @@ class Ask:
 
         async def ask() -> tuple[str, Ended | None]:
             answer, gone = "", threading.Event()
-            async for piece in self.worker.answer(task, gone):
+            async for _, piece in self.worker.answers([task], gone):
                 if isinstance(piece, Ended):
                     return answer, piece
                 answer += str(piece)
@@ -259,6 +259,96 @@ def test_a_worker_of_many_requests(method: str) -> None:
     assert totals.new_tokens < 10 * 25 + 60  # the one whose client left did not go on to its end
     for asked in (one, several):
         asked.end()
+
+
+def steps_of(ask: Ask, prompts: list[list[int]], new: int, gone_after: int = 0) -> tuple[list[int], list[Ended]]:
+    """How many answers to the prompts of one request shared each step, and how they ended.
+
+    gone_after: the client leaves after so many pieces.
+    """
+    steps, ended, pieces, step = list[int](), dict[int, Ended](), 0, ask.generator.step
+    tasks = [Task(ask.generator.prompt(ids, {}, new)) for ids in prompts]
+    ask.generator.step = lambda answers: steps.append(len(answers)) or step(answers)  # type: ignore[method-assign]
+
+    async def answer() -> None:
+        nonlocal pieces
+        gone = threading.Event()
+        async for index, piece in ask.worker.answers(tasks, gone):
+            pieces += 1
+            if isinstance(piece, Ended):
+                ended[index] = piece
+            if pieces == gone_after:
+                gone.set()
+                break
+
+    asyncio.run(answer())
+    ask.generator.step = step  # type: ignore[method-assign]
+    return steps, [ended[index] for index in sorted(ended)]
+
+
+def test_the_prompts_of_one_request_share_steps() -> None:
+    ask = Ask("Dense()", 3, count=4)
+    prompts = [tiny_models.prompt(n=20 + i, seed=i)[0].tolist() for i in range(5)]
+    steps, ended = steps_of(ask, prompts, 12)
+    assert [end.prompt_tokens for end in ended] == [20, 21, 22, 23, 24] and max(steps) == 3 and len(steps) < 3 * 12
+    steps, ended = steps_of(ask, prompts, 40, gone_after=4)
+    assert ended == []
+    deadline = time.monotonic() + 60
+    while ask.worker.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ask.worker.running == ask.worker.waiting == 0
+    ask.end()
+
+
+@pytest.mark.parametrize(("method", "reused"), [("Dense()", [0, 50, 50, 50]), ("H2O(k=24)", [0, 0, 0, 0])])
+def test_prompts_of_one_request_that_begin_alike(method: str, reused: list[int]) -> None:
+    """What they have in common is read once, if the method keeps every token, and if the answers are short enough."""
+    beginning, *ends = (tiny_models.prompt(n=n, seed=n)[0].tolist() for n in (50, 10, 11, 12, 13))
+    prompts, most = [beginning + end for end in ends], 50 // ALIKE
+    for new, expected in ((most, reused), (most + 1, [0, 0, 0, reused[-1]])):
+        ask = Ask(method, 3, count=4)
+        ask(20, 2)  # after which it is known what the method keeps
+        steps, ended = steps_of(ask, prompts, new)
+        assert [end.reused_tokens for end in ended] == expected and max(steps) == 3
+        assert (steps[: new - 1] == [1] * (new - 1)) == any(expected[1:3])
+        if any(expected[1:3]):
+            assert len(ask.generator.conversations) == 2  # they are one conversation, beside that of 20 tokens
+        ask.end()
+
+
+def test_clients_that_have_gone_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an answer is made, three others wait; one of their clients leaves."""
+    ask, begun, go_on = Ask("Dense()", 1), threading.Event(), threading.Event()
+    begin = ask.generator.begin
+
+    def wait(*args: Any) -> Open | None:
+        begun.set()
+        assert go_on.wait(60)
+        return begin(*args)
+
+    monkeypatch.setattr(ask.generator, "begin", wait)
+    task, gone = Task(ask.generator.prompt([3, 4, 5], {}, 2)), threading.Event()
+    ended: list[Ended] = []
+
+    async def answer(cancelled: threading.Event) -> None:
+        ended.extend([piece async for _, piece in ask.worker.answers([task], cancelled) if isinstance(piece, Ended)])
+
+    async def several() -> None:
+        asked = [asyncio.create_task(answer(threading.Event()))]
+        assert await asyncio.to_thread(begun.wait, 60)
+        asked += [asyncio.create_task(answer(cancelled)) for cancelled in (threading.Event(), threading.Event())]
+        leaving = asyncio.create_task(answer(gone))
+        await asyncio.sleep(0)
+        assert ask.worker.waiting == 3
+        gone.set()
+        assert ask.worker.waiting == 2
+        go_on.set()
+        await asyncio.gather(*asked)
+        leaving.cancel()
+
+    asyncio.run(several())
+    assert len(ended) == 3 and ask.worker.waiting == 0
+    ask.end()
 
 
 def test_products_know_of_how_many_tokens_a_piece_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +430,7 @@ def test_an_error_in_one_answer_leaves_the_others() -> None:
     bad = Task(prompt.__class__(prompt.ids, prompt.config, None, [Bad()]))
 
     async def fail() -> None:
-        async for _ in ask.worker.answer(bad, threading.Event()):
+        async for _ in ask.worker.answers([bad], threading.Event()):
             pass
 
     with ThreadPoolExecutor(3) as threads:

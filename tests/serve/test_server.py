@@ -67,6 +67,24 @@ def test_the_official_client(server: Running) -> None:
     assert totals["conversations"] == 2 and totals["conversation_bytes"] > 0
 
 
+def test_a_list_of_prompts_is_answered_together(server: Running) -> None:
+    """Choices stand in the order of the prompts, and the pieces of a stream mix."""
+    prompts = [words(20 + i, seed=20 + i) for i in range(4)]
+    body = {"prompt": prompts, "max_tokens": 8}
+    with running(server.generator.model, server.tokenizer, NAME, METHOD, parallel=3) as several:
+        status, whole = several.request("/v1/completions", body)
+        events = several.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+        assert several.generator.totals.requests == 8
+    texts = [server.text(prompt, 8) for prompt in prompts]
+    assert status == 200 and [(one["index"], one["text"]) for one in whole["choices"]] == list(enumerate(texts))
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    pieces = [(choice["index"], choice["text"]) for chunk in chunks for choice in chunk["choices"]]
+    assert ["".join(text for i, text in pieces if i == index) for index in range(4)] == texts
+    order = [index for index, _ in pieces]
+    assert order != sorted(order) and order[-1] == 3
+    assert whole["usage"]["total_tokens"] == chunks[-1]["usage"]["total_tokens"] == sum(range(20, 24)) + 4 * 8
+
+
 def numbers(server: Running) -> dict[str, float]:
     """What /metrics tells."""
     answer = server.send("/metrics")
@@ -235,6 +253,23 @@ def test_a_library_that_moved(server: Running, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=r"tested with transformers 5.20 up to 5.24, and this is .*import of"):
         serve.build_application(server.generator, server.tokenizer, NAME)
+
+
+def test_an_address_is_reserved_before_it_answers() -> None:
+    """A client that connects before the server listens is refused, and does not wait."""
+    with serve.reserve("127.0.0.1", 0) as reserved:
+        address = reserved.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=30)
+        with serve.reserve(*address) as second:  # which the system lets two have that do not listen
+            assert serve.listen(*address, reserved) is reserved
+            socket.create_connection(address, timeout=30).close()
+            with pytest.raises(ValueError, match=r"cannot listen at 127\.0\.0\.1, port"):
+                serve.listen(*address, second)
+            assert second.fileno() == -1
+    for host, reason in (("", "--host is empty; give an address"), ("256.0.0.1", "cannot listen at 256.0.0.1")):
+        with pytest.raises(ValueError, match=reason):
+            serve.reserve(host, 0)
 
 
 def test_a_port_that_is_taken() -> None:

@@ -152,6 +152,12 @@ def check_model(model: str, name: str = "--model ") -> None:
             load.check_source(model)
 
 
+def check_formats(model: str, dtype: str | None, weights: str | None = None) -> None:
+    """Raise ValueError if a model cannot be given the formats of --dtype and --weights."""
+    with named("--"):
+        load.check_formats(model, dtype, weights)
+
+
 def check_method(text: str) -> None:
     """Raise ValueError if the spec of a method has a mistake. PyTorch is not imported for it.
 

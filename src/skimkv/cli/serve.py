@@ -131,6 +131,7 @@ def serve(
     """
     from ..hf.load import load
 
+    options.check_formats(model, dtype, weights)
     largest = None if max_body is None else options.number_of_bytes("--max-body", max_body)
     if largest == 0:
         raise ValueError("--max-body 0 refuses every request; give a number of bytes such as 1M")
@@ -159,6 +160,7 @@ def serve(
         print(line, file=sys.stderr, flush=True)
 
     with contextlib.ExitStack() as stack:
+        reserved = stack.enter_context(server.reserve(host, port))  # before a model is loaded, which may take minutes
         if cache_dir is not None:
             stack.enter_context(claim(cache_dir))
         network, tokenizer = load(model, dtype=dtype, weights=weights, device=options.resolve_device(device), fast=fast)
@@ -166,7 +168,7 @@ def serve(
         if cache_dir is not None:
             generator.folder = Folder(cache_dir, disk, memory, network, parsed, generator.max_tokens, log)
         app = server.build_application(generator, tokenizer, model, cors or (), largest, parallel, api_key)
-        opened = server.listen(host, port)
+        opened = server.listen(host, port, reserved)
         shown = f"[{host}]" if ":" in host else host
         print(f"skimkv serves {model} with {parsed} at http://{shown}:{opened.getsockname()[1]}/v1", flush=True)
         if parallel > 1 and generator.alone:

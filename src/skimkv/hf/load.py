@@ -66,9 +66,11 @@ def load(
 
     model: "builtin", a folder, a GGUF file, or a hub id such as "Qwen/Qwen3-0.6B".
     dtype: of weights, activations and cache, as torch.dtype or as a name: "float32", "bfloat16", "float16", "fp32",
-    "bf16", "fp16", "half". None: the checkpoint's own, for a GGUF file bfloat16.
+    "bf16", "fp16", "half"; without `weights` and for no GGUF file "float64" too. None: the checkpoint's own, for a GGUF
+    file bfloat16.
     weights: "int8" quantises matrices to Q8_0 while they are read, "int4" to Q4_0; no full-precision copy of the model
-    exists. "bfloat16" and "float32" keep them as such numbers, whatever `dtype` is. None: the checkpoint's own.
+    exists. "bfloat16" and "float32" keep them as such numbers, whatever `dtype` is. None: the checkpoint's own, which a
+    GGUF file always keeps.
     device: where the model runs: "cpu" (the default), "cuda", "cuda:1" or "mps". With `weights` it runs on a CPU only.
     device_map: the transformers library's way to place a model, such as "auto" for all GPUs; it needs accelerate.
     fast: on a CPU, decode steps multiply with kernels of ours, which read the weights at the memory's speed. False:
@@ -88,6 +90,7 @@ def load(
             raise ValueError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
         _check_device_map(device_map)
     source = check_source(model)
+    check_formats(model, None if dtype is None else str(dtype), weights)
     if weights or source.kind == "gguf":
         what = source.location if source.kind == "gguf" else f'weights="{weights}"'
         _check_place(what, device, device_map)
@@ -106,7 +109,7 @@ def load(
 
         return load_gguf(source.location, number_format)
     if source.kind == "folder":
-        _check_counts(Path(source.location), _check_weights(Path(source.location)))
+        check_counts(Path(source.location), _check_weights(Path(source.location)))
     network, tokenizer = _from_pretrained(source, number_format, trust_remote_code, weights, device_map)
     if weights is not None and getattr(torch, weights, None) == network.config.dtype:
         warnings.warn(
@@ -133,6 +136,18 @@ def check_dtype(name: str) -> str | None:
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; known are float32 (fp32), bfloat16 (bf16) and float16 (fp16, half)")
     return DTYPES[name]
+
+
+def check_formats(model: str | Path, dtype: str | None, weights: str | None) -> None:
+    """Raise ValueError for number formats that a model cannot be given; only its name is looked at.
+
+    dtype: PyTorch's name. The message begins with the argument that is wrong.
+    """
+    if weights is not None and _is_gguf(model):
+        raise ValueError(f"weights={weights!r}: {model} has formats of its own; leave it out")
+    if dtype == "float64" and (weights is not None or _is_gguf(model)):
+        what = model if weights is None else f"weights={weights!r}"
+        raise ValueError(f"dtype={dtype!r} is not possible with {what}; write float32, bfloat16 or float16")
 
 
 def check_device(device: object) -> None:
@@ -196,7 +211,7 @@ def check_source(model: str | Path) -> Source:
     if name == "builtin":
         return Source("folder", str(BUILTIN))
     path = Path(model).expanduser()
-    if name.endswith(".gguf") and not path.is_dir():
+    if _is_gguf(model):
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
         return Source("gguf", str(path))
@@ -206,6 +221,11 @@ def check_source(model: str | Path) -> Source:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name):
         raise ValueError(f"{name!r}: no such folder")
     return _check_hub(name)
+
+
+def _is_gguf(model: str | Path) -> bool:
+    """Whether the name of a model is that of a GGUF file, which need not be there."""
+    return str(model).endswith(".gguf") and not Path(model).expanduser().is_dir()
 
 
 def _check_folder(folder: Path) -> None:
@@ -236,9 +256,10 @@ def _check_weights(folder: Path) -> int:
     return tensors
 
 
-def _check_counts(folder: Path, tensors: int) -> None:
-    """Raises ValueError if config.json is no JSON object, or asks for more parts than a checkpoint of `tensors` has.
+def check_counts(folder: Path, tensors: int | None = None) -> None:
+    """Raise ValueError if config.json is no JSON object, or has a count of parts that is negative or too large.
 
+    tensors: how many the checkpoint has, and so the most layers that there can be; None where nobody has counted them.
     The library makes a part for each layer before it reads a weight, and would make two thousand million of them.
     """
     path = folder / "config.json"
@@ -249,8 +270,11 @@ def _check_counts(folder: Path, tensors: int) -> None:
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
         for name, value in part.items():
-            most = max(tensors, MOST_PARTS.get(name, tensors))
-            if (name in LAYER_COUNTS or name in MOST_PARTS) and isinstance(value, int | float) and value > most:
+            if not ((name in LAYER_COUNTS or name in MOST_PARTS) and isinstance(value, int | float)):
+                continue
+            if value < 0:
+                raise ValueError(f"{path}: {name} = {value} must be at least 0")
+            if tensors is not None and value > max(tensors, MOST_PARTS.get(name, tensors)):
                 raise ValueError(f"{path}: {name} = {value} is too many; the checkpoint has {tensors} tensors")
 
 

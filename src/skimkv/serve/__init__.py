@@ -55,13 +55,41 @@ def build_application(
     return Server(generator, tokenizer, name, max_body, parallel).application(cors, api_key)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the socket of a server; port 0 takes a free one. Raises ValueError, in one line, if that is not possible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def reserve(host: str, port: int) -> socket.socket:
+    """Take an address for the socket of a server; port 0 takes a free one. Clients are refused until it listens.
+
+    Raises ValueError, in one line, if that is not possible.
+    """
+    if not host:
+        raise ValueError("--host is empty; give an address such as 127.0.0.1, or 0.0.0.0 to let other machines in")
+    opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        return socket.create_server((host, port), family=family)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last server's connections may be open
+        if opened.family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from None
+        opened.close()
+        raise _unusable(host, port, error) from None
+    return opened
+
+
+def listen(host: str, port: int, reserved: socket.socket | None = None) -> socket.socket:
+    """Open the socket of a server. reserved: what `reserve` returned for this address; None: nothing was reserved.
+
+    Raises ValueError, in one line, if that is not possible: another server may have begun to listen there meanwhile.
+    """
+    opened = reserve(host, port) if reserved is None else reserved
+    try:
+        opened.listen()
+    except OSError as error:
+        opened.close()
+        raise _unusable(host, port, error) from None
+    return opened
+
+
+def _unusable(host: str, port: int, error: Exception) -> ValueError:
+    return ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port")
 
 
 def run(app: Starlette, opened: socket.socket, ending_seconds: int = 5) -> None:

@@ -61,14 +61,14 @@ class Server:
     def chat_tasks(self, body: Body) -> list[Task]:
         """Return the task of a chat."""
         new_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
-        return [self._chat_task(body["messages"], body, new_tokens)]
+        return [self._chat_task(body["messages"], body, new_tokens, "messages")]
 
     def response_tasks(self, body: Body) -> list[Task]:
         """Return the task of a response."""
-        return [self._chat_task(response_messages(body), body, body.get("max_output_tokens"))]
+        return [self._chat_task(response_messages(body), body, body.get("max_output_tokens"), "input")]
 
-    def _chat_task(self, messages: list[dict[str, Any]], body: Body, new_tokens: int | None) -> Task:
-        ids, tools = chat_tokens(self.tokenizer, messages, body), used_tools(body)
+    def _chat_task(self, messages: list[dict[str, Any]], body: Body, new_tokens: int | None, field: str) -> Task:
+        ids, tools = chat_tokens(self.tokenizer, messages, body, field), used_tools(body)
         prompt = self.generator.prompt(ids, body, new_tokens)
         return Task(prompt, _stops(body), response_parser(self.tokenizer, self.generator.model, ids, tools))
 
@@ -99,20 +99,18 @@ class Server:
             gone.set()
 
     async def _whole(self, form: Any, tasks: Sequence[Task], gone: threading.Event) -> Response:
-        for index, task in enumerate(tasks):
-            async for piece in self.worker.answer(task, gone):
-                for _ in form.add(index, piece):
-                    pass
+        async for index, piece in self.worker.answers(tasks, gone):
+            for _ in form.add(index, piece):
+                pass
         return JSONResponse(form.whole())
 
     async def _events(self, form: Any, tasks: Sequence[Task], gone: threading.Event) -> AsyncIterator[str]:
         try:
             for event in form.start():
                 yield form.write(event)
-            for index, task in enumerate(tasks):
-                async for piece in self.worker.answer(task, gone):
-                    for event in form.add(index, piece):
-                        yield form.write(event)
+            async for index, piece in self.worker.answers(tasks, gone):
+                for event in form.add(index, piece):
+                    yield form.write(event)
             for event in form.finish():
                 yield form.write(event)
             yield form.last_words

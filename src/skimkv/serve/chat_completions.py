@@ -31,7 +31,7 @@ class ChatCompletion(Form):
     def add(self, index: int, piece: Piece | Ended) -> Iterator[Event]:
         """Take the next piece of the answer, and yield its events. A chat has one answer, so the index is 0."""
         if isinstance(piece, Ended):
-            self.ends.append(piece)
+            self.ends[index] = piece
             yield self._event({}, self._reason())
         elif isinstance(piece, ToolCall):
             self.calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": piece._asdict()})
@@ -52,7 +52,7 @@ class ChatCompletion(Form):
         if self.calls:
             message["tool_calls"] = self.calls
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason()}
-        return {**self.head, "object": "chat.completion", "choices": [choice], "usage": usage(self.ends)}
+        return {**self.head, "object": "chat.completion", "choices": [choice], "usage": usage(self.ends.values())}
 
     def _reason(self) -> str:
         return "length" if self.ends[0].by_length else "tool_calls" if self.calls else "stop"

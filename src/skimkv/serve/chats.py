@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .requests import TEXT_PARTS, Refused
 
 Message = dict[str, Any]
+# Beside the arguments of apply_chat_template: names under which the library gives something to the template.
+TAKEN = {"messages", "conversations", "self"}
 
 
-def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any]) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any], field: str) -> list[int]:
     """Return the tokens of a prompt for the next message, with the tools of a request.
 
-    Raises Refused if the model has no chat template, if the template does not take these messages, or if it says
-    nothing of the tools.
+    field: the one of the request that the messages come from.
+
+    Raises Refused if the model has no chat template, if the template does not take these messages or the request's
+    chat_template_kwargs, or if it says nothing of the tools.
     """
     if not tokenizer.chat_template:
         raise Refused("this model has no chat template: use /v1/completions")
     options = body.get("chat_template_kwargs", {})
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+    own = (inspect.signature(tokenizer.apply_chat_template).parameters.keys() | TAKEN) - {"documents"}
     if taken := sorted(own & options.keys()):
-        raise Refused(f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs", "invalid_value")
+        raise _refused_options(f"must not have {taken[0]}")
+    documents = options.get("documents")
+    if not (documents is None or (isinstance(documents, list) and all(isinstance(one, dict) for one in documents))):
+        raise _refused_options("has documents that are no list of objects")
     said, tools = [_for_template(message) for message in messages], used_tools(body)
 
-    def render(tools: list[Any] | None) -> str:
+    def render(tools: list[Any] | None, options: dict[str, Any] = options) -> str:
         """Write the conversation by the model's template, with these tools."""
         text: str = tokenizer.apply_chat_template(
             said, tools=tools, add_generation_prompt=True, tokenize=False, **options
@@ -37,11 +44,25 @@ def chat_tokens(tokenizer: Any, messages: list[Message], body: Mapping[str, Any]
         text = render(tools)
         is_told_of_tools = tools is None or text != render(None)
     except Exception as error:  # a template is a program that comes with the model
-        raise Refused(f"the model's chat template does not take these messages: {error}", "messages") from None
+        if options and _succeeds(lambda: render(tools, {})):
+            raise _refused_options(f"is not what the model's chat template takes: {error}") from None
+        raise Refused(f"the model's chat template does not take the {field}: {error}", field) from None
     if not is_told_of_tools:
         raise Refused("tools are not supported by this model, whose chat template does not name them", "tools")
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
+
+
+def _refused_options(reason: str) -> Refused:
+    return Refused(f"chat_template_kwargs {reason}", "chat_template_kwargs", "invalid_value")
+
+
+def _succeeds(work: Callable[[], Any]) -> bool:
+    try:
+        work()
+    except Exception:
+        return False
+    return True
 
 
 def used_tools(body: Mapping[str, Any]) -> list[Any] | None:
@@ -72,7 +93,7 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def response_messages(body: Mapping[str, Any]) -> list[Message]:
-    """Return the messages that the input and the instructions of a response stand for."""
+    """Return the messages that the input and the instructions of a response stand for. Raises Refused if it is none."""
     items = body["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -109,4 +130,6 @@ def response_messages(body: Mapping[str, Any]) -> list[Message]:
             system = _for_template(messages.pop(0))["content"]
             instructions = f"{instructions}\n\n{system}"
         messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise Refused("input holds reasoning alone: add a message or a function's output", "input", "invalid_value")
     return messages

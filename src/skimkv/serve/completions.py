@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from .pieces import Piece, Text
@@ -19,7 +19,7 @@ def sse(event: Event) -> str:
     return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
-def usage(ends: list[Ended]) -> dict[str, Any]:
+def usage(ends: Collection[Ended]) -> dict[str, Any]:
     """Return the numbers of tokens of all prompts of a request, and of the answers so far."""
     read, new = sum(end.prompt_tokens for end in ends), sum(end.new_tokens for end in ends)
     return {
@@ -31,7 +31,7 @@ def usage(ends: list[Ended]) -> dict[str, Any]:
 class Form:
     """What the answers to completions and to chats have in common: an end, counts where the request asks for them.
 
-    head: of every object and event.
+    head: of every object and event. ends: how the answers ended, by their indices.
     """
 
     last_words = "data: [DONE]\n\n"
@@ -39,12 +39,12 @@ class Form:
     def __init__(self, head: Event, body: Mapping[str, Any]) -> None:
         self.head = head
         self.counts_in_stream = bool(body.get("stream_options", {}).get("include_usage"))
-        self.ends: list[Ended] = []
+        self.ends: dict[int, Ended] = {}
 
     def finish(self) -> Iterator[Event]:
         """Yield the events after all answers."""
         if self.counts_in_stream:
-            yield {**self.head, "choices": [], "usage": usage(self.ends)}
+            yield {**self.head, "choices": [], "usage": usage(self.ends.values())}
 
     def fail(self, error: dict[str, Any]) -> Iterator[Event]:
         """Yield the events that tell of an error."""
@@ -69,29 +69,25 @@ class Completion(Form):
     def __init__(self, model: str, body: Mapping[str, Any]) -> None:
         made = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         super().__init__({**made, "model": model}, body)
-        self.texts: list[str] = []
+        self.texts: dict[int, str] = {}
 
     def start(self) -> Iterator[Event]:
         """Yield the events before the first piece."""
         yield from ()
 
     def add(self, index: int, piece: Piece | Ended) -> Iterator[Event]:
-        """Take the next piece of the answer to a prompt, and yield its events."""
-        if len(self.texts) <= index:
-            self.texts.append("")
+        """Take the next piece of the answer to a prompt, and yield its events. Those of several answers may mix."""
         if isinstance(piece, Ended):
-            self.ends.append(piece)
+            self.ends[index] = piece
             yield self.event_of(_choice(index, "", _reason(piece)))
         elif isinstance(piece, Text):
-            self.texts[index] += piece
+            self.texts[index] = self.texts.get(index, "") + piece
             yield self.event_of(_choice(index, piece, None))
 
     def whole(self) -> dict[str, Any]:
         """Return the answers as one object."""
-        choices = [
-            _choice(i, text, _reason(end)) for i, (text, end) in enumerate(zip(self.texts, self.ends, strict=True))
-        ]
-        return {**self.head, "choices": choices, "usage": usage(self.ends)}
+        choices = [_choice(i, self.texts.get(i, ""), _reason(end)) for i, end in sorted(self.ends.items())]
+        return {**self.head, "choices": choices, "usage": usage(self.ends.values())}
 
 
 def _reason(end: Ended) -> str:

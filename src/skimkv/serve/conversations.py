@@ -60,30 +60,36 @@ class Conversations:
         """How many tokens of a prompt, ids (n,), a kept cache can stand for."""
         return max((conversation.usable(ids) for conversation in self._kept), default=0)
 
-    def take(self, ids: Tensor) -> Cache | None:
+    def take(self, ids: Tensor, stays: bool = False) -> Cache | None:
         """Find the kept cache that shares the longest beginning with a prompt, ids (n,), and cut it to that beginning.
 
         The caller may change the result. None if nothing that is kept helps. The conversation that the prompt continues
-        is kept no longer; one that only begins like it stays, and a copy of its cache is the result.
+        is kept no longer; one that only begins like it stays, and a copy of its cache is the result. stays: any stays.
         """
         best = max(self._kept, key=lambda conversation: conversation.usable(ids), default=None)
         if best is None or (tokens := best.usable(ids)) < FEW:
             return None
         self._kept.remove(best)
-        is_continued = len(best.ids) - tokens <= FEW
-        if not is_continued:
+        stays |= len(best.ids) - tokens > FEW
+        if stays:
             self._kept.append(best)
-        return cut(copy.deepcopy(best.cache) if best.in_use or not is_continued else best.cache, tokens)
+        return cut(copy.deepcopy(best.cache) if best.in_use or stays else best.cache, tokens)
 
     def can_keep(self, cache: Cache) -> bool:
         """Whether a cache is worth keeping: there is room for it, and it can go on with a block of several tokens."""
         return self.count > 0 and cache.allocated <= self.limit and not keeps_states(cache)
 
-    def keep(self, ids: Tensor, cache: Cache) -> Conversation | None:
-        """Keep a cache that holds exactly the tokens ids (n,), and drop what then is too much; None if it cannot be."""
+    def keep(self, ids: Tensor, cache: Cache, is_alike: bool = False) -> Conversation | None:
+        """Keep a cache that holds exactly the tokens ids (n,), and drop what then is too much; None if it cannot be.
+
+        A conversation with whose tokens these begin, as one that was read anew does, is kept no longer. is_alike: nor
+        is one that `take` would see as continued, if that had not been told to let it stay.
+        """
         if not self.can_keep(cache):
             return None
         conversation = Conversation(ids, cache)
+        crops = is_alike and can_crop(cache)
+        self._kept = [other for other in self._kept if not continues(ids, crops, other.ids)]
         self._kept.append(conversation)
         while len(self._kept) > self.count or self.nbytes > self.limit:
             del self._kept[0]
@@ -109,6 +115,15 @@ def usable(own: Tensor, ids: Tensor, can_crop: bool) -> int:
     """
     n = min(shared(own, ids), len(ids) - LEAST_READ)
     return max(n, 0) if can_crop or n == len(own) else 0
+
+
+def continues(ids: Tensor, can_crop: bool, older: Tensor) -> bool:
+    """Whether the tokens ids (n,) are of a later turn of the conversation older (m,), as Conversations.take sees it.
+
+    can_crop: whether their caches can be cropped.
+    """
+    least = max(len(older) - FEW, min(FEW, len(older))) if can_crop else len(older)
+    return shared(ids, older) >= least
 
 
 def shared(a: Tensor, b: Tensor) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..hf import saved_cache
 from ..hf.cache import Cache
 from ..methods.base import Method
-from .conversations import FEW, Conversation, can_crop, shared, usable
+from .conversations import FEW, Conversation, can_crop, continues, shared, usable
 
 OURS = "skimkv-*.safetensors"  # no other file of the folder is read or removed
 # A file is loaded where that spares the reading of more than this share of the tokens that it holds.
@@ -138,7 +138,7 @@ class Folder:
         with self._changed:
             conversation.in_use = True
             for older in self._queue[1:]:  # the first one is being written, perhaps
-                if _continues(conversation.ids, crops, older.ids):
+                if continues(conversation.ids, crops, older.ids):
                     self._drop(older)
             self._queue.append(conversation)
             while len(self._queue) > 2 and sum(one.cache.allocated for one in self._queue) > self.queue_limit:
@@ -220,7 +220,7 @@ class Folder:
             self._files[path] = Stored(path, ids, crops)
             self._sizes[path] = path.stat().st_size
             for older in files:
-                if older.path != path and _continues(ids, crops, older.ids):
+                if older.path != path and continues(ids, crops, older.ids):
                     self._remove(older.path)
             self._make_room()
 
@@ -238,11 +238,6 @@ class Folder:
         """Remove the files that were used longest ago until the others are within the limit."""
         while sum(self._sizes.values()) > self.limit:
             self._remove(next(iter(self._sizes)))
-
-
-def _continues(ids: Tensor, can_crop: bool, older: Tensor) -> bool:
-    """Whether the tokens ids (n,) are of a later turn of the conversation older (m,), as Conversations.take sees it."""
-    return shared(ids, older) >= len(older) - (FEW if can_crop else 0)
 
 
 def _tokens(header: dict[str, str]) -> Tensor | None:

@@ -14,7 +14,7 @@ def text(generator: Generator, worker: Worker) -> str:
     """Write every number with what it means."""
     totals, kept, folder = generator.totals, generator.conversations, generator.folder
     numbers: list[tuple[str, str, str, Any]] = [
-        ("requests_total", "counter", "Requests that have been answered.", totals.requests),
+        ("requests_total", "counter", "Prompts that have been answered.", totals.requests),
         ("prompt_tokens_total", "counter", "Tokens of their prompts.", totals.prompt_tokens),
         ("reused_tokens_total", "counter", "Tokens of prompts that a kept cache stood for.", totals.reused_tokens),
         ("loaded_tokens_total", "counter", "Those of them that came from a file.", totals.loaded_tokens),

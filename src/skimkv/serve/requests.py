@@ -271,7 +271,9 @@ def _only(*values: Any) -> Check:
 
 
 # What changes no answer here, and is ignored.
-HARMLESS = "user", "store", "metadata", "service_tier"
+HARMLESS = (
+    "user", "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+)  # fmt: skip
 
 # What the field generation_config may set: settings of the Transformers library for one answer of one prompt.
 _REAL_SETTINGS: dict[str, tuple[float, float]] = {
@@ -305,6 +307,7 @@ _EVERYWHERE: dict[str, Check] = {
     "top_p": _number(0, 1),
     "seed": _whole(-(2**63), 2**63 - 1),
     "generation_config": _generation_config,
+    "cache_prompt": _flag,
 }
 _SCORES: dict[str, Check] = {
     "frequency_penalty": _number(-2, 2),

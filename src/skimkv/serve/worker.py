@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import queue
 import threading
 import time
@@ -84,14 +85,15 @@ class Worker:
         self._step_seconds = 0.0  # that the last step took
         self._running: list[_Running] = []
         self._loading: list[_Loading] = []
-        self._waiting: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._waiting: queue.Queue[_Request | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="skimkv-worker", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait until an answer before them has ended."""
-        return self._waiting.qsize()
+        """How many tasks wait until an answer before them has ended, without those whose clients have gone."""
+        with self._waiting.mutex:
+            return sum(one is not None and not one.cancelled.is_set() for one in self._waiting.queue)
 
     @property
     def running(self) -> int:
@@ -103,26 +105,42 @@ class Worker:
         """Bytes that the caches of open answers have allocated."""
         return sum(running.answer.cache.allocated for running in list(self._running))
 
-    async def answer(self, task: Task, cancelled: threading.Event) -> AsyncIterator[Piece | Ended]:
-        """Yield the pieces of the answer to a task, and at last how it ended.
+    async def answers(
+        self, tasks: Sequence[Task], cancelled: threading.Event
+    ) -> AsyncIterator[tuple[int, Piece | Ended]]:
+        """Yield the pieces of the answers to some tasks as they come, and how each answer ended, with the task's index.
 
-        The task is given up when `cancelled` is set; nothing more comes then. Raises what the generation raises.
+        As many of the tasks as are answered together wait at a time, and the next one comes when one has ended, so that
+        a request with many prompts lets others in between. Where the prompts begin alike, the first one is answered
+        before the others, which start from its cache. All are given up when `cancelled` is set; nothing more comes
+        then. Raises what the generation of one raises; the caller then sets `cancelled`, which ends the others.
         """
         loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[Piece | Ended | Exception] = asyncio.Queue()
+        pieces: asyncio.Queue[tuple[int, Piece | Ended | Exception]] = asyncio.Queue()
+        if begin_alike := self.generator.begin_alike([task.prompt for task in tasks]):
+            tasks = [task._replace(prompt=replace(task.prompt, is_alike=True)) for task in tasks]
+        waiting = iter(enumerate(tasks))
 
-        def put(piece: Piece | Ended | Exception) -> None:
+        def put(index: int, piece: Piece | Ended | Exception) -> None:
             """Hand a piece to the event loop, unless nobody waits for it."""
             if not cancelled.is_set():
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
-        self._waiting.put(_Request(task, cancelled, put))
-        piece: Any = None
-        while not isinstance(piece, Ended):
-            piece = await pieces.get()
+        def send(count: int) -> None:
+            """Let the next tasks wait for the worker."""
+            for index, task in itertools.islice(waiting, count):
+                self._waiting.put(_Request(task, cancelled, partial(put, index)))
+
+        send(1 if begin_alike else self.parallel)
+        ended = 0
+        while ended < len(tasks):
+            index, piece = await pieces.get()
             if isinstance(piece, Exception):
                 raise piece
-            yield piece
+            if isinstance(piece, Ended):
+                ended += 1
+                send(self.parallel if begin_alike and ended == 1 else 1)
+            yield index, piece
 
     def end(self) -> None:
         """End the thread, whatever it does: native code in it must not outlive the interpreter.
