@@ -130,6 +130,29 @@ def test_what_fits_and_how_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.speed(model, SparQ(r=4, k=16), 65536, 1e9).status == GOOD
 
 
+@pytest.mark.parametrize(
+    ("weights", "free", "fits", "speed"),
+    [
+        ("bfloat16", 2.0, "--weights int8 or int4, or a shorter text", "longer texts or --weights int8 gain"),
+        ("bfloat16", 1.4, "--weights int4, or a shorter text", "longer texts or --weights int8 gain"),
+        ("bfloat16", 0.7, "--weights int8 and a shorter text", "longer texts or --weights int8 gain"),
+        ("int8", 1.5, "a shorter text", "longer texts or --weights int4 gain"),
+        ("int8", 1.9, "--weights int4, or a shorter text", "longer texts or --weights int4 gain"),
+        ("int4", 1.9, "a shorter text", "longer texts gain"),
+        ("Q4_1, Q6_K", 1.9, "a shorter text", "longer texts gain"),
+        ("Q4_1, Q6_K", 0.9, "a smaller model", "longer texts gain"),
+    ],
+)
+def test_weights_are_advised_only_where_they_help(
+    monkeypatch: pytest.MonkeyPatch, weights: str, free: float, fits: str, speed: str
+) -> None:
+    """Weights of 1 MB and a cache of 1.05 MB; free is in MB."""
+    model = Subject("", meta_model("llama"), weights, 10**6)
+    monkeypatch.setattr("skimkv.bench.machine.Cpu.free_bytes", lambda self: int(free * 1e6))
+    assert doctor.fits(model, Dense(), 4096).advice == fits
+    assert f": {speed} more" in doctor.speed(model, Dense(), 8, 1e9).advice
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cpu, "best_bandwidth", lambda self: 40e9)
     told = answer(capsys, "doctor", "--model", "builtin", "--weights", "int8", "--length", "4096")

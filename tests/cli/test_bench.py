@@ -167,9 +167,11 @@ def test_a_gguf_file_excludes_what_it_has_itself(command, tmp_path: Path, capsys
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"GGUF")
     args = ["bench", command, "--model", str(model)]
-    for option in ("--shape=tiny", "--layers=2", "--weights=int8"):
+    for option in ("--shape=tiny", "--layers=2"):
         name = option.partition("=")[0]
         assert_mistake(run(capsys, *args, option), f"{name}: a GGUF file has its own; give either --model or {name}")
+    mistake = run(capsys, *args, "--weights=int8")
+    assert_mistake(mistake, f"--weights='int8': {model} has formats of its own; leave it out")
     assert_mistake(run(capsys, *args, "--device", "cuda"), "quantised weights run on a CPU only, not on --device cuda")
     assert_mistake(run(capsys, *args), f"{model}: truncated or damaged")
 

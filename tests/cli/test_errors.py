@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
+import warnings
 
 import pytest
 import torch
 
+from skimkv.cli import output
 from skimkv.cli.errors import carry_out
 from skimkv.cli.help import App
 from support.command_line import SKIMKV
@@ -34,6 +39,9 @@ def ended(error: BaseException) -> int:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "CUDA out of memory"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes. Error code 12"), 2,
          "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+        (ValueError("x.gguf: blk.0\x1b]0;title\x07.weight\x9b2J\u202e is a\xa0\udcff"), 2,
+         r"x.gguf: blk.0\x1b]0;title\x07.weight\x9b2J\u202e is a \udcff"),
+        (ValueError("KL(dense ‖ method) of 你好 is 5 µs …"), 2, "KL(dense ‖ method) of 你好 is 5 µs …"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )  # fmt: skip
@@ -68,3 +76,49 @@ def test_closed_streams(redirection: str, status: int) -> None:
     assert (done.returncode, done.stderr) == (
         status, "skimkv: stdin is closed; give --prompt or --prompt-file\n" if status else "",
     )  # fmt: skip
+
+
+def test_an_interrupt_that_a_library_turns_into_another_error(capsys):
+    """As the imports of transformers do."""
+    app, before = App(), signal.getsignal(signal.SIGINT)
+
+    @app.command()
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except BaseException as error:
+            raise ValueError("cannot import a module") from error
+
+    assert carry_out(app, "test", []) == 130
+    assert capsys.readouterr().err == "skimkv: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
+    assert ended(ValueError("bad")) == 2
+
+
+def test_a_warning_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    app = App()
+
+    @app.command()
+    def command() -> None:
+        warnings.warn("two\nlines of \x1b[31mred", stacklevel=1)
+
+    assert carry_out(app, "test", []) == 0
+    assert capsys.readouterr().err == "skimkv: warning: two lines of \\x1b[31mred\n"
+
+
+def test_a_progress_bar_is_shown_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> str:
+        """What is on stderr when a command with a progress bar ends with a mistake."""
+        with contextlib.suppress(ValueError), output.progress_bar() as bar:
+            bar.add_task("reads", total=None)
+            raise ValueError("a mistake")
+        return capsys.readouterr().err
+
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert interrupted() == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # how rich is told that it writes to a terminal
+    assert "reads" in interrupted()

@@ -54,6 +54,13 @@ def test_prompt_from_file_and_from_stdin(capsys: pytest.CaptureFixture[str], tmp
     assert process.stderr.count("\n") == 1  # the figures: no warning, no progress bar
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("\ufeffThe king".encode())
+    argv = "generate", "--max-new-tokens", "1"
+    marked = answer(capsys, *argv, "--prompt-file", str(tmp_path / "p.txt"))
+    assert marked["prompt_tokens"] == answer(capsys, *argv, "--prompt", "The king")["prompt_tokens"]
+
+
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "generate", "--prompt", "The king and the queen", "--compare", "--max-new-tokens", "20"
     same = answer(capsys, *argv, "--method", "SparQ(r=64, k=4096)")

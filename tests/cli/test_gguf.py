@@ -63,6 +63,28 @@ def test_tune_and_analyse(capsys: pytest.CaptureFixture[str], model: Path, tmp_p
 
 
 @pytest.mark.parametrize(
+    "command",
+    ["generate --prompt x --model", "serve", "doctor --model", "bench token --model", "bench generate --model"],
+)
+def test_a_format_of_weights_is_refused_in_the_same_words(
+    capsys: pytest.CaptureFixture[str], model: Path, command: str
+) -> None:
+    words = f"--weights='int8': {model} has formats of its own; leave it out"
+    assert_mistake(run(capsys, *command.split(), str(model), "--weights", "int8"), words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate --prompt x --model", "serve", "eval --task record --method Dense() --model", "tune --text TEXT --model",
+     "analyse --model"],
+)  # fmt: skip
+def test_64_bits_are_refused_by_name(capsys: pytest.CaptureFixture[str], model: Path, command: str) -> None:
+    words = f"--dtype='float64' is not possible with {model}; write float32, bfloat16 or float16"
+    argv = [str(model) if word == "TEXT" else word for word in command.split()]
+    assert_mistake(run(capsys, *argv, str(model), "--dtype", "double"), words)
+
+
+@pytest.mark.parametrize(
     ("option", "words"),
     [
         ("--device cuda", "device 'cuda' is not possible; it runs on a CPU only"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 
 from skimkv import METHODS, Dense, Method, attach, spec
 from skimkv.cli.options import check_method
-from support.command_line import answer, run
+from skimkv.hf.load import BUILTIN
+from support.command_line import answer, assert_mistake, run
 from support.random_models import random_model, tiny_configuration
 
 
@@ -115,3 +117,16 @@ def test_the_layers_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 1}')
     status, _, error = run(capsys, "info", "--model", str(tmp_path))
     assert status == 2 and "BloomForCausalLM is not supported: it does not take another attention function" in error
+
+
+def test_a_damaged_model_is_named_with_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(3))
+    for command in ("info", "doctor"):
+        assert_mistake(run(capsys, command, "--model", str(file)), f"skimkv: {file}: truncated or damaged: ")
+    config = json.loads((BUILTIN / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": -1}))
+    (tmp_path / "model.safetensors").touch()
+    for command in ("info", "doctor", "roofline"):
+        mistake = run(capsys, command, "--model", str(tmp_path))
+        assert_mistake(mistake, f"{tmp_path}/config.json: num_hidden_layers = -1 must be at least 0")

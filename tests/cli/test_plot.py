@@ -356,3 +356,17 @@ def test_the_demo_where_no_method_has_a_kernel(tmp_path):
     points = [figures.DemoPoint(name, 1.0, 1.0, 4.0, True, False) for name in ("Dense", "SparQ")]
     figures.demo(points, tmp_path / "d.png", 1000, "title", "subtitle")
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("target", [0.002, 0.01, 0.05, 0.3, 0.99])
+@pytest.mark.parametrize("values", [(0.001, 0.004, 0.02), (-0.04, 0.1, 0.5), (0.2, 0.9, 1.9)])
+def test_the_labels_of_tuning_do_not_meet(target: float, values: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
+    points = [("SparQ", 0.1 * (i + 1), value, None, None) for i, value in enumerate(values)]
+    figures.tuning(points, target, None, "a text", tmp_path / "f.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    labels = [label for label in figure.axes[0].get_yticklabels() if label.get_text()]
+    assert not overlap([(label.get_text(), label.get_window_extent()) for label in labels])
+    assert len(labels) >= 3 and "0%" in [label.get_text() for label in labels]

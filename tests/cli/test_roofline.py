@@ -60,3 +60,15 @@ def test_a_gguf_file_counts_the_bytes_of_its_own_blocks(tmp_path: Path, capsys):
     assert "weights Q8_0, Q4_K" in " ".join(run(capsys, *argv)[1].split())
     path.write_bytes(b"GGUF")
     assert_mistake(run(capsys, *argv), f"--model {path}: truncated or damaged")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--model=missing.gguf", "--model missing.gguf: no such file"),
+        ("--sizes=64,64,4,3,2,9", "--sizes 64,64,4,3,2,9: heads = 4 must be a multiple of kv_heads = 3"),
+        ("--sizes=64,64,4", "--sizes 64,64,4: the sizes must be hidden,intermediate,heads,kv_heads,layers,vocabulary"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_by_the_name_of_the_option(capsys, option: str, words: str):
+    assert_mistake(run(capsys, "roofline", option), words)

@@ -93,6 +93,10 @@ def test_a_model_that_exceeds_the_number_format_is_one_line():
     model.lm_head.weight.data *= 1e9
     with pytest.raises(ValueError, match=r"logits exceed the range of float16 .* such as bfloat16"):
         dense_logits(recorded, ids[:, 4:])
+    recorded = record_prompt(model.bfloat16(), ids[:, :4])
+    model.lm_head.weight.data *= float("nan")
+    with pytest.raises(ValueError, match=r"logits exceed the range of bfloat16 or are not numbers$"):
+        dense_logits(recorded, ids[:, 4:])
 
 
 def test_divergence_falls_with_the_budget(documents):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from skimkv.cli.tune import KNOWN
 from skimkv.eval import tune
 from skimkv.eval.divergence import measure_divergence
 from skimkv.eval.plan import Setup
 from skimkv.eval.results import Results
 from skimkv.methods import Dense, Skim, SnapKV, SparQ
+from support.refusals import refuses
 from support.tiny_models import family, prompt, tokenizer
 
 
@@ -42,6 +45,30 @@ def test_the_search_finds_the_cheapest(seed):
     for line in lines:
         tried = [method for method in asked if method in line]
         assert not tried or error(tried[0]) <= bound or len(tried) == 1
+
+
+def test_sizes_that_a_method_refuses_are_left_out(tmp_path):
+    """LMInfinite keeps 16 tokens and so takes no k up to 16; every other name gives its lines too."""
+    with Results(tmp_path / "t.jsonl", "cpu") as results:
+        setup = Setup(family("llama"), tokenizer(), "m", batch=2)
+        pieces = tune.Pieces(setup, results, prompt(2, 128).tolist(), 100, "x", is_kl=False)
+        (line,) = pieces.lines(["LMInfinite"], [])
+        assert [method.k for method in line] == [24, 32, 48, 64, 96]
+        assert all(any(pieces.lines([name], ["int8"])) for name in KNOWN)
+
+
+def test_lines_are_made_before_anything_is_tried(pieces, monkeypatch):
+    monkeypatch.setattr(tune.Pieces, "trial", lambda *args: pytest.fail("it is tried"))
+    with pytest.raises(KeyError):
+        tune.tune(pieces, ["Nothing"], [], 1.0)
+
+
+def test_no_finer_number_format_is_named_where_there_is_none(pieces, monkeypatch):
+    monkeypatch.setattr(tune.Pieces, "lines", lambda *args: [])
+    monkeypatch.setattr(tune.Pieces, "trial", lambda *args: SimpleNamespace(value=0.5))
+    for dtype, advice in ((torch.float32, "$"), (torch.bfloat16, ", or --dtype float32$")):
+        pieces.setup = pieces.setup._replace(model=SimpleNamespace(dtype=dtype))
+        refuses(lambda: tune.tune(pieces, [], [], 0.1), f"itself: give a larger target{advice}")
 
 
 @pytest.fixture

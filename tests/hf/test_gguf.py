@@ -187,6 +187,12 @@ def key(name, value, kind):
     return lambda writer: writer.add_key_value(name, value, kind)
 
 
+def moved_by_a_byte(content):
+    """The file with another offset of a vector: after its name come a count, a size and a type."""
+    at = content.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight") + 4 + 8 + 4
+    return content[:at] + bytes([content[at] + 1]) + content[at + 1 :]
+
+
 Q8_K = tensor("blk.0.ffn_gate.scale", np.zeros((96, 292), np.uint8), raw_dtype=Kind.Q8_K)
 # The file of a model, with an edit, or what becomes of its bytes; and the reason of the refusal.
 DAMAGED = [
@@ -216,6 +222,18 @@ DAMAGED = [
         r"ffn_gate.weight is \(160, 96\); the metadata say \(192, 96\)",
     ),
     ((lambda: configured(hidden_size=6 * 2**29), None), r"token_embd.weight is \(263, 96\); .* \(263, 3221225472\)"),
+    (
+        (tiny, key("tokenizer.ggml.padding_token_id", 263, gguf.GGUFValueType.UINT32)),
+        "tokenizer.ggml.padding_token_id = 263 is no token; there are 263",
+    ),
+    ((tiny, key("general.alignment", 0, gguf.GGUFValueType.UINT32)), "general.alignment = 0 must be a power of two"),
+    ((tiny, key("general.alignment", 48, gguf.GGUFValueType.UINT32)), "general.alignment = 48 must be a power of two"),
+    ((tiny, key("general.alignment", True, gguf.GGUFValueType.BOOL)), "general.alignment = True must be a power of"),
+    (
+        lambda content: content.replace(b"blk.1.ffn_up", b"blk.0.ffn_up"),
+        "damaged: two tensors have the name blk.0.ffn_up.weight",
+    ),
+    (moved_by_a_byte, r"damaged: blk.0.attn_norm.weight begins at byte \d+ of the data, no multiple of 32"),
     ((lambda: configured(hidden_size=0), None), "llama.embedding_length = 0 must be a whole number of at least 1"),
 ]
 

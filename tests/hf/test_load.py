@@ -256,6 +256,13 @@ def test_sizes_far_beyond_the_weights_are_refused_before_they_are_allocated(fold
         refused(folder, r"it describes a model of [\d,]+ numbers, the weights have [\d,]+ bytes")
 
 
+def test_fewer_than_no_parts(folder):
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("num_hidden_layers", "num_experts"):
+        (folder / "config.json").write_text(json.dumps({**config, name: -1}))
+        refused(folder, f"config.json: {name} = -1 must be at least 0")
+
+
 def test_a_damaged_tokenizer_is_refused_in_one_line(folder):
     path = folder / "tokenizer.json"
     content, draw, messages = json.loads(path.read_text()), random.Random(0), []
@@ -317,6 +324,26 @@ def test_a_place_or_format_that_cannot_be(monkeypatch, arguments, reason):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch", None)
         refuses(lambda: load("builtin", **arguments), reason)
+
+
+FORMATS = [
+    ({"weights": "int4"}, "^weights='int4': {} has formats of its own; leave it out$"),
+    ({"weights": "bfloat16"}, "^weights='bfloat16': {} has formats of its own"),
+    ({"dtype": "fp64"}, "^dtype='float64' is not possible with {}; write float32, bfloat16 or float16$"),
+    ({"dtype": "float64", "weights": "int8"}, "^weights='int8': {} has formats of its own"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), FORMATS, ids=[str(arguments) for arguments, _ in FORMATS])
+def test_number_formats_that_a_gguf_file_cannot_be_given(tmp_path, arguments, reason):
+    path = tmp_path / "m.gguf"
+    path.touch()
+    refuses(lambda: skimkv.load(path, **arguments), reason.format(path))
+
+
+def test_weights_that_are_quantised_cannot_be_computed_with_in_64_bits():
+    reason = "^dtype='float64' is not possible with weights='int8'; write float32, bfloat16 or float16$"
+    refuses(lambda: skimkv.load("builtin", dtype=torch.float64, weights="int8"), reason)
 
 
 def test_a_device_that_is_not_here(monkeypatch):

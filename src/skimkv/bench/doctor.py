@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .. import ops
 from ..hf.attach import attach
 from ..hf.decode_step import step_forward
-from ..hf.load import check_source
+from ..hf.load import check_formats, check_source
 from ..hf.structure import empty_model
 from ..hf.supported import decoder_of, describe_layers, model_layers
 from ..hf.tiny_sizes import SIZES
@@ -150,13 +150,12 @@ def memory(bandwidth: float, huge_pages: Path = HUGE_PAGES) -> Finding:
 
 def subject(name: str, weights: str | None) -> Subject:
     """The model of that name, as `skimkv.load` names it. Raises ValueError, in one line, if it cannot be read."""
+    check_formats(name, None, weights)
     source, model = check_source(name), empty_model(name)
     model_layers(model)
     if source.kind == "gguf":
         from ..hf.gguf_model import read_contents
 
-        if weights is not None:
-            raise ValueError(f"weights={weights!r}: {name} has formats of its own")
         contents = read_contents(source.location)
         return Subject(name, model, contents.weights, contents.nbytes)
     format = weights or str(model.config.dtype or torch.float32).removeprefix("torch.")
@@ -242,9 +241,25 @@ def fits(model: Subject, method: Method, length: int) -> Finding:
     held, _ = cache_bytes(model.model, method, length)
     free = Cpu().free_bytes()
     found = f"weights {_gb(model.weight_bytes)} and a cache of {length:,} tokens {_gb(held)}"
-    if model.weight_bytes + held > free:
-        return Finding("fits", BAD, f"{found}: more than {_gb(free)} free", "--weights int8 or int4, or a shorter text")
-    return Finding("fits", GOOD, found)
+    if model.weight_bytes + held <= free:
+        return Finding("fits", GOOD, found)
+    smaller = smaller_formats(model)
+    fitting = [name for name, nbytes in smaller.items() if nbytes + held <= free]
+    advice = [f"--weights {' or '.join(fitting)}"] if fitting else []
+    if model.weight_bytes < free:
+        advice.append("a shorter text")
+    if not advice:
+        with_less = next((name for name, nbytes in smaller.items() if nbytes < free), None)
+        advice.append("a smaller model" if with_less is None else f"--weights {with_less} and a shorter text")
+    return Finding("fits", BAD, f"{found}: more than {_gb(free)} free", ", or ".join(advice))
+
+
+def smaller_formats(model: Subject) -> dict[str, int]:
+    """The formats that --weights can give the model in fewer bytes, with these; none for a GGUF file."""
+    if model.weights not in BYTES:
+        return {}
+    share = {name: BYTES[name] / BYTES[model.weights] for name in ("int8", "int4")}
+    return {name: int(model.weight_bytes * part) for name, part in share.items() if part < 1}
 
 
 def speed(model: Subject, method: Method, length: int, bandwidth: float) -> Finding:
@@ -257,7 +272,8 @@ def speed(model: Subject, method: Method, length: int, bandwidth: float) -> Find
         f"at {length:,} tokens at most {rates[0]:,.3g} tokens per second with {method}, {rates[1]:,.3g} with Dense()"
     )
     if rates[0] < 1.1 * rates[1]:
-        return Finding("speed", SLOW, found, "weights are most of the bytes: longer texts or --weights int8 gain more")
+        smaller = next((f" or --weights {name}" for name in smaller_formats(model)), "")
+        return Finding("speed", SLOW, found, f"weights are most of the bytes: longer texts{smaller} gain more")
     return Finding("speed", GOOD, found)
 
 

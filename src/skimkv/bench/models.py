@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 
 from ..hf.cache import Cache
 from ..hf.layer import Layer
-from ..hf.load import check_source, load
+from ..hf.load import check_formats, check_source, load
 from ..hf.matrix_modules import MatrixEmbedding
 from ..hf.next_logits import NextLogits
 from ..hf.positions import positions_of
@@ -87,11 +87,10 @@ def loaded_subject(model: str, weights: str | None = None, device: torch.device 
     Raises ValueError, in one line with the name, if it cannot be read, or if no method decodes it.
     """
     source = check_source(model)
+    check_formats(model, None, weights)
     if source.kind == "gguf":
         from ..hf.gguf_model import load_gguf_model, read_contents
 
-        if weights is not None:
-            raise ValueError(f"weights={weights!r}: {model} has formats of its own")
         path = Path(source.location)
         subject = Subject(load_gguf_model(path), model, read_contents(path).weights, path, is_loaded=True)
     else:

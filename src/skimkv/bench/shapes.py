@@ -71,7 +71,7 @@ def reads_of_sizes(name: str, sizes: Sequence[int]) -> ModelReads:
     Raises ValueError if the sizes fit no model.
     """
     if len(sizes) not in (6, 7) or min(sizes) < 1:
-        raise ValueError(f"sizes = {','.join(map(str, sizes))} must be {FIELDS}[,head_dim], each at least 1")
+        raise ValueError(f"the sizes must be {FIELDS}[,head_dim], each at least 1")
     hidden, intermediate, heads, kv_heads, layers, vocabulary, *given = sizes
     if heads % kv_heads:
         raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
@@ -110,8 +110,10 @@ def reads_of_folder(path: Path) -> ModelReads:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ..hf.load import check_counts
     from ..hf.supported import model_layers
 
+    check_counts(path)
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):

@@ -90,6 +90,7 @@ def analyse(
         raise ValueError(f"--tokens {tokens} must be at least {LEAST_TOKENS}")
     if method and steps >= tokens:
         raise ValueError(f"--steps {steps} must be below --tokens {tokens}")
+    options.check_formats(model, dtype)
     if not all(map(importlib.util.find_spec, ("sklearn", "scipy"))):
         raise ValueError("skimkv analyse needs scikit-learn: pip install 'skimkv[analyse]'")
     options.check_environment()

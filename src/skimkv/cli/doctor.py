@@ -38,6 +38,7 @@ def doctor(
     if weights is not None and model is None:
         raise ValueError(f"--weights {weights} belongs to --model")
     if model is not None:
+        options.check_formats(model, None, weights)
         options.quiet(model)
     from ..bench import doctor as checks
     from ..bench.machine import Cpu

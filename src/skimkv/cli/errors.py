@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,9 +30,11 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
     ValueError, OSError, a wrong command line and a lack of memory become one line on stderr. Whoever reads stdout may
     close it early, as `head` does: that ends the command without a line. Any other exception is a defect of the
     program and is raised with its traceback; those of the libraries that read models are ValueErrors by hf/errors.py.
+    After Ctrl-C any of them only says that it came at a bad moment, as in the middle of an import.
     """
+    interrupts: list[int] = []
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _noted_interrupts(interrupts):
             warnings.showwarning = _print_warning
             status = commands(argv, prog_name=name, standalone_mode=False)
             if sys.stdout is not None:  # it is None where the shell closed it
@@ -38,9 +44,11 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still flushes at its end
         return CLOSED
-    except (ValueError, OSError) as error:
-        return fail(str(error))
     except Exception as error:
+        if interrupts:
+            return fail("interrupted", INTERRUPTED)
+        if isinstance(error, (ValueError, OSError)):
+            return fail(str(error))
         # newer versions of typer have their own copy of click: its errors are known by their names and methods
         kind = type(error).__name__
         if kind == "Abort":
@@ -56,6 +64,25 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
             return MISTAKE
         return fail(_wrong_value(error) or error.format_message())
     return status if isinstance(status, int) else 0
+
+
+@contextlib.contextmanager
+def _noted_interrupts(interrupts: list[int]) -> Iterator[None]:
+    """Note every Ctrl-C, besides the KeyboardInterrupt that it raises, which a library may turn into another error."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_usual = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_usual:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if is_usual:
+            signal.signal(signal.SIGINT, before)
 
 
 def _wrong_value(error: Any) -> str | None:
@@ -76,8 +103,14 @@ def _wrong_value(error: Any) -> str | None:
 
 def fail(message: str, status: int = MISTAKE) -> int:
     """Print the message as one line on stderr, and return the exit status."""
-    print("skimkv:", " ".join(message.split()), file=sys.stderr)
+    print("skimkv:", _one_line(message), file=sys.stderr)
     return status
+
+
+def _one_line(message: str) -> str:
+    """The message on one line. What a file's names have of a terminal's control characters is written out, as \\x1b."""
+    line = " ".join(message.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
 
 
 def fail_interrupted(records: int, out: object) -> int:
@@ -88,4 +121,4 @@ def fail_interrupted(records: int, out: object) -> int:
 
 def _print_warning(message: Warning | str, *where: Any, **more: Any) -> None:
     """Print a warning as one line on stderr, without the place in the source."""
-    print("skimkv: warning:", " ".join(str(message).split()), file=sys.stderr)
+    print("skimkv: warning:", _one_line(str(message)), file=sys.stderr)

@@ -122,6 +122,7 @@ def evaluate(
         parsed_tasks += [tasks.parse(text)] if suite is None else suite.tasks
     parsed_tasks = list({parsed_task.spec: parsed_task for parsed_task in parsed_tasks}.values())
     _check_tasks(parsed_tasks, suites, data, seed)
+    options.check_formats(model, dtype)
     options.check_environment()
     options.quiet(model)
 

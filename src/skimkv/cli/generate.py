@@ -92,6 +92,7 @@ def generate(
         options.check_writable("--prompt-cache", prompt_cache)
     from ..hf.load import load
 
+    options.check_formats(model, dtype, weights)
     if compile and (weights is not None or model.endswith(".gguf")):
         raise ValueError("--compile: a model with --weights or of a GGUF file cannot be compiled")
     text = _read_prompt(prompt, prompt_file)
@@ -171,7 +172,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         if file is None and sys.stdin.isatty():
             print("Type the prompt; Ctrl-D on an empty line ends it.", file=sys.stderr)
         try:
-            prompt = (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode()
+            prompt = (file.read_bytes() if file is not None else sys.stdin.buffer.read()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             where = f"{error.reason} at byte {error.start}"
             raise ValueError(f"{file or 'stdin'}: not UTF-8 text ({where})") from None

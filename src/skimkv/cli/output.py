@@ -51,7 +51,8 @@ def progress_bar(*more: progress.ProgressColumn, keep: bool = False) -> progress
     """Make the progress bar of every command, on stderr. Use it in a `with` statement, and add a task to it.
 
     A task without a total shows how much is done and for how long it has run. `more` are columns after the usual
-    ones. With `keep` the bar stays on the screen when it has ended.
+    ones. With `keep` the bar stays on the screen when it has ended. Nothing is shown where stderr is no terminal; what
+    is printed on the bar's console is.
     """
     from rich import progress
 
@@ -59,4 +60,5 @@ def progress_bar(*more: progress.ProgressColumn, keep: bool = False) -> progress
         progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), *more,
     )  # fmt: skip
-    return progress.Progress(*columns, console=Console(stderr=True), transient=not keep)
+    terminal = Console(stderr=True)
+    return progress.Progress(*columns, console=terminal, transient=not keep, disable=not terminal.is_terminal)

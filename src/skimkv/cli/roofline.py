@@ -184,7 +184,7 @@ def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
             numbers = [int(x) for x in sizes.split(",")]
         except ValueError:
             raise ValueError(f"--sizes {sizes!r} must be numbers, {FIELDS}[,head_dim]") from None
-        with options.named("--"):
+        with options.named(f"--sizes {sizes}: "):
             return reads_of_sizes(f"sizes {sizes}", numbers), ""
     if name in MODELS:
         return reads_of_sizes(name, MODELS[name]), ""
@@ -193,6 +193,7 @@ def _model(name: str, sizes: str | None) -> tuple[ModelReads, str]:
 
         return reads_of_folder(BUILTIN)._replace(name=name), ""
     if name.endswith(".gguf"):
+        options.check_model(name)
         with options.named("--model "):
             return reads_of_gguf(Path(name))
     if Path(name).is_dir():

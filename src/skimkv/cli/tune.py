@@ -131,6 +131,7 @@ def tune(
     """
     target = _parse_target(target_loss, target_kl)
     ways = list(dict.fromkeys(kind.value for kind in channels or (Channels.int4, Channels.int8, Channels.copy)))
+    options.check_formats(model, dtype)
     options.check_environment()
     options.quiet(model)
     place = options.resolve_device(device)

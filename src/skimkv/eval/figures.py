@@ -15,6 +15,7 @@ from .. import plotting
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LEAST_GAP = 0.05  # between two labels of an axis, of its length
 SHARE_LABEL = "bytes read per step, as a share of dense attention's (log scale)"
 
 LengthPoint = tuple[float, float, float | None, float | None]  # (tokens, mean, low, high)
@@ -295,7 +296,12 @@ def _increase_axis(ax: Axes, target: float, increases: Sequence[float]) -> None:
     """Make y an axis of increases of the loss in percent, logarithmic beyond the target."""
     ax.set_yscale("symlog", linthresh=max(target, 0.1))
     low, high = min(0.0, *increases), 1.3 * max(target, *increases)
-    marks = [m for m in (-5, -2, -1, -0.5, 0, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if 1.5 * low <= m <= high]
-    ax.set_yticks(marks, [f"{m:g}%" for m in marks])
-    ax.set_ylim(1.5 * low - 0.15 * max(target, 0.1), high)
+    ax.set_ylim(bottom := 1.5 * low - 0.15 * max(target, 0.1), high)
+    heights = ax.yaxis.get_transform().transform([bottom, high])
+    marks: dict[float, float] = {}  # each with its place on the axis, from 0 to 1
+    for mark in (0, 200, 100, 50, 20, 10, 5, 2, 1, 0.5, 0.2, -5, -2, -1, -0.5):
+        place = float((ax.yaxis.get_transform().transform([mark])[0] - heights[0]) / (heights[1] - heights[0]))
+        if 1.5 * low <= mark <= high and all(abs(place - other) > LEAST_GAP for other in marks.values()):
+            marks[mark] = place
+    ax.set_yticks(list(marks), [f"{mark:g}%" for mark in marks])
     ax.axhline(0, color="0.7", linewidth=1, zorder=0)

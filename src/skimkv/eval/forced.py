@@ -20,7 +20,7 @@ from ..hf.joint import joint_cache
 from ..hf.layer import Layer
 from ..hf.states import keeps_states
 from ..methods import Dense
-from .generate import encode
+from .generate import check_logits, encode
 from .shared_prompt import RecordedPrompt, forward
 from .tasks import Example
 from .traffic import Cost, RowCosts, depends_on_data
@@ -111,7 +111,7 @@ def dense_logits(prompt: RecordedPrompt, ids: Tensor) -> Tensor:
     """Dense attention's logits after each of the tokens ids (B,m) that follow the prompts -> (B,m,V).
 
     The tokens are read in one block, as the rest of a prompt is; one at a time where layers keep states. Raises
-    ValueError where a logit is no number or infinite: a model can exceed the range of float16.
+    ValueError where a logit is no number or infinite.
     """
     cache = prompt.cache(Dense())
     for layer in cache.layers:
@@ -119,12 +119,7 @@ def dense_logits(prompt: RecordedPrompt, ids: Tensor) -> Tensor:
             layer.prefill_until = None
     at_once = 1 if keeps_states(cache) else ids.shape[1]
     logits = torch.cat([forward(prompt.model, cache, block, None) for block in ids.split(at_once, 1)], 1)
-    if (logits.isnan() | (logits == math.inf)).any():
-        number_format = str(prompt.model.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"the model's logits exceed the range of {number_format} or are not numbers: choose another number format, "
-            "such as bfloat16"
-        )
+    check_logits(logits, prompt.model.dtype)
     return logits
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 
 from ..hf.attach import attach
 from ..hf.cache import Cache
+from ..hf.errors import as_value_error
 from ..hf.positions import positions_of
 from ..hf.saved_cache import contents
 from ..hf.states import KeepsStates, is_state_layer
@@ -82,7 +84,7 @@ class _Stream:
 def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     """Token ids of a prompt; chat: the prompt is a user's turn of a chat.
 
-    Raises ValueError if the prompt is empty or the tokenizer has no chat template.
+    Raises ValueError if the prompt is empty, and for a chat as `chat_text` does.
     """
     if not prompt.strip():
         raise ValueError("the prompt is empty")
@@ -96,11 +98,15 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 
 
 def chat_text(tokenizer: Any, prompt: str) -> str:
-    """A user's turn of a chat as text, up to where the answer begins. Raises ValueError without a chat template."""
+    """A user's turn of a chat as text, up to where the answer begins.
+
+    Raises ValueError if the tokenizer has no chat template, or if the template does not take this prompt.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("--chat: this model's tokenizer has no chat template")
     turn = [{"role": "user", "content": prompt}]
-    text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    with as_value_error("--chat: the model's chat template does not take this prompt"):  # it is a program of the model
+        text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     return text
 
 
@@ -117,6 +123,44 @@ def encode_pieces(tokenizer: Any, text: str, size: int, count: int) -> list[list
     return [first + rest[start : start + step] for start in range(0, len(rest) - step + 1, step)][:count]
 
 
+def check_logits(logits: torch.Tensor, number_format: torch.dtype) -> None:
+    """Raise ValueError where a logit is no number or infinite: a model can exceed the range of float16.
+
+    number_format: of the model. A logit of minus infinity excludes a token, and is no mistake.
+    """
+    if (logits.isnan() | (logits == math.inf)).any():
+        raise _wrong_logits(number_format)
+
+
+def _wrong_logits(number_format: torch.dtype) -> ValueError:
+    name = str(number_format).removeprefix("torch.")
+    advice = ": choose another number format, such as bfloat16" if number_format == torch.float16 else ""
+    return ValueError(f"the model's logits exceed the range of {name} or are not numbers{advice}")
+
+
+@contextlib.contextmanager
+def checked_logits(model: Any) -> Iterator[None]:
+    """Check what the model says after the first tokens that it reads in the `with`, and nothing that follows.
+
+    Raises ValueError as `check_logits` does, and where tokens that follow cannot be sampled for the same reason.
+    """
+
+    def check(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Check the logits after the prompt, once: a hook on every step would slow down decoding."""
+        hook.remove()
+        check_logits(output.logits[:, -1], model.dtype)
+
+    hook = model.register_forward_hook(check)
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):  # how torch.multinomial refuses them
+            raise
+        raise _wrong_logits(model.dtype) from error
+    finally:
+        hook.remove()
+
+
 LEAST_READ = 2  # tokens of a prompt after what a file holds: a single one would be decoded with the method
 
 
@@ -124,7 +168,8 @@ def read_once(path: Path, model: Any, ids: list[int], method: Method, max_tokens
     """A cache with the beginning of a prompt from a file; where there is none, it is read now, and written there.
 
     The prompt's last LEAST_READ tokens are left to be read; one where a model keeps states, of which some begin anew in
-    a block. Raises ValueError if the file is of another use, or if its tokens are not the beginning of this prompt.
+    a block. Raises ValueError if the file is of another use, if its tokens are not the beginning of this prompt, or if
+    the model's logits after them are not numbers.
     """
     if path.exists():
         _, count = contents(path)
@@ -136,7 +181,7 @@ def read_once(path: Path, model: Any, ids: list[int], method: Method, max_tokens
     beginning = ids[: -1 if has_states else -LEAST_READ]
     if beginning:
         prompt = torch.tensor([beginning], device=model.device)
-        with torch.inference_mode():  # the one token that it generates is not fed
+        with torch.inference_mode(), checked_logits(model):  # the one token that it generates is not fed
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=1, do_sample=False
             )
@@ -152,7 +197,7 @@ def run(
 
     temperature = 0 is greedy. write is called with each new piece of the text. compile is that of `attach`. Ctrl-C ends
     the text early. prompt_cache: the file of `read_once`. Raises ValueError as that does, if `ids` exceed a learned
-    table of positions, or if the model cannot be compiled.
+    table of positions, if the model cannot be compiled, or if its logits after the prompt are not numbers.
     """
     positions = positions_of(model)
     positions.check_table(len(ids), None)
@@ -168,7 +213,8 @@ def run(
     torch.manual_seed(seed)
     interrupted = False
     try:
-        with torch.inference_mode(), attach(model, method, compile) if compile else contextlib.nullcontext():
+        attached = attach(model, method, compile) if compile else contextlib.nullcontext()
+        with torch.inference_mode(), attached, checked_logits(model):
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=stream,
                 max_new_tokens=limit, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, **sampling,

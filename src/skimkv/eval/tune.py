@@ -7,10 +7,11 @@ mean of -log p of those tokens, over dense attention's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -116,8 +117,8 @@ class Pieces:
     def lines(self, names: Sequence[str], channels: Sequence[str]) -> list[list[Method]]:
         """The settings that are tried of methods of these names: each line has one r, or none, and its k grow.
 
-        channels: how SparQ stores its channels. Settings that do not fit the model, or read more than dense attention,
-        are left out.
+        channels: how SparQ stores its channels. Settings that are not possible, do not fit the model, or read more than
+        dense attention, are left out.
         """
         limit, lines = self.step_bytes(Dense()), list[list[Method]]()
         for name in names:
@@ -132,9 +133,18 @@ class Pieces:
                     sizes = [{"k": size["k"] - size["k"] // 4, "recent": size["k"] // 4} for size in sizes]
                 if "page" in required:
                     sizes = [{"page": PAGE, "k": size["k"]} for size in sizes if size["k"] % PAGE == 0]
-                line, _ = supported_methods(self.setup, [method(**variant, **size) for size in sizes])
+                line, _ = supported_methods(self.setup, _possible(method, [{**variant, **size} for size in sizes]))
                 lines.append([method for method in line if self.step_bytes(method) < limit])
         return lines
+
+
+def _possible(method: Callable[..., Method], settings: Sequence[Mapping[str, Any]]) -> list[Method]:
+    """The methods with those of the settings that it takes: LMInfinite's k must be more than what it keeps anyway."""
+    methods: list[Method] = []
+    for setting in settings:
+        with contextlib.suppress(ValueError):
+            methods.append(method(**setting))
+    return methods
 
 
 def search(
@@ -171,6 +181,7 @@ def tune(
     (0.01 for 1%). on_trial is called before each trial, and after it with what it found. Raises ValueError if the
     target is below what rounding does to dense attention itself.
     """
+    lines = pieces.lines(names, channels)  # before the first trial: a mistake in them takes no time
     trials: dict[Method, Trial] = {}
 
     def trial(method: Method) -> Trial:
@@ -188,10 +199,11 @@ def tune(
     floor = trial(Dense()).value
     if target < floor:
         name = str(pieces.setup.model.dtype).removeprefix("torch.")
+        other = ", or --dtype float32" if pieces.setup.model.dtype.itemsize < 4 else ""
         raise ValueError(
             f"the target {target:g} is below {floor:.2g}, which is what rounding in {name} does to dense attention "
-            "itself: give a larger target, or --dtype float32"
+            f"itself: give a larger target{other}"
         )
-    chosen = search(pieces.lines(names, channels), cost, lambda method: trial(method).value <= target)
+    chosen = search(lines, cost, lambda method: trial(method).value <= target)
     del trials[Dense()]
     return None if chosen is None else trials[chosen], list(trials.values())

@@ -59,7 +59,8 @@ class GGUFFile:
     lists: the keys of those lists of strings that metadata contains; the others are skipped.
 
     The first part of a model that is split over several files opens the others. Raises ValueError if a file is damaged,
-    shorter than its tensors, of a version other than 2 and 3, or if a part is missing.
+    shorter than its tensors, of a version other than 2 and 3, or if a part is missing. So it does for two tensors of
+    one name, and for one that does not begin at a multiple of general.alignment, which must be a power of two.
     """
 
     def __init__(self, path: Path, lists: Container[str] = ()) -> None:
@@ -77,9 +78,10 @@ class GGUFFile:
             self.metadata: dict[str, Any] = {key: value for key, value in pairs if value is not None}
             entries = [self._entry() for _ in range(n_tensors)]
             alignment = self.metadata.get("general.alignment", 32)
-            if not isinstance(alignment, int) or alignment < 1:
-                raise ValueError(f"general.alignment = {alignment} is damaged")
+            if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+                raise ValueError(f"damaged: general.alignment = {alignment!r} must be a power of two")
             start = -(-self.file.tell() // alignment) * alignment
+            _check_places(entries, alignment)
             self.tensors = {entry.name: entry._replace(offset=start + entry.offset) for entry in entries}
             for entry in self.tensors.values():
                 end = entry.offset + entry.nbytes
@@ -236,6 +238,19 @@ def check_types(entries: Iterable[TensorEntry]) -> None:
             )
         except NotImplementedError:
             raise ValueError(f"{entry.name} is of type {name}, which the package gguf does not dequantise") from None
+
+
+def _check_places(entries: Iterable[TensorEntry], alignment: int) -> None:
+    """Raises ValueError for two tensors of one name, or one whose offset is no multiple of the alignment."""
+    names = set[str]()
+    for entry in entries:
+        if entry.name in names:
+            raise ValueError(f"damaged: two tensors have the name {entry.name}")
+        if entry.offset % alignment:
+            raise ValueError(
+                f"damaged: {entry.name} begins at byte {entry.offset} of the data, no multiple of {alignment}"
+            )
+        names.add(entry.name)
 
 
 def _mapped(entry: TensorEntry, dtype: torch.dtype) -> Tensor:

@@ -267,6 +267,9 @@ def read_configuration(file: GGUFFile) -> PretrainedConfig:
         "tie_word_embeddings": "output.weight" not in tensors,
         "vocab_size": tensors["token_embd.weight"].shape[0],
     }
+    padding, tokens = settings["pad_token_id"], settings["vocab_size"]
+    if padding is not None and not (isinstance(padding, int) and 0 <= padding < tokens):
+        raise ValueError(f"tokenizer.ggml.padding_token_id = {padding!r} is no token; there are {tokens}")
     config: PretrainedConfig = AutoConfig.for_model(settings.pop("model_type", architecture.model), **settings)
     return config
 

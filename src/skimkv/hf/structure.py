@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .errors import as_value_error
-from .load import check_source
+from .load import check_counts, check_source
 
 
 def empty_model(model: str) -> PreTrainedModel:
@@ -20,12 +21,15 @@ def empty_model(model: str) -> PreTrainedModel:
     source = check_source(model)
     auto_config: Any = AutoConfig
     auto_model: Any = AutoModelForCausalLM
-    with as_value_error(f"{model}: its configuration describes no causal model"), torch.device("meta"):
-        if source.kind == "gguf":
-            from .gguf_model import read_config
+    if source.kind == "gguf":
+        from .gguf_model import read_config
 
+        with as_value_error(model):
             config = read_config(source.location)
-        else:
+    elif source.kind == "folder":
+        check_counts(Path(source.location))
+    with as_value_error(f"{model}: its configuration describes no causal model"), torch.device("meta"):
+        if source.kind != "gguf":
             only_local = source.kind == "folder" or source.only_cached
             config = auto_config.from_pretrained(source.location, local_files_only=only_local)
         empty: PreTrainedModel = auto_model.from_config(config)

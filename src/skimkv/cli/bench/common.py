@@ -106,9 +106,10 @@ def check_loaded(context: typer.Context, model: str, weights: str, device: str) 
     }
     is_gguf = model.endswith(".gguf")
     what = "a GGUF file" if is_gguf else "a model that is loaded"
-    for option in ("shape", "layers", "weights") if is_gguf else ("shape", "layers"):
+    for option in ("shape", "layers"):
         if given[option]:
             raise ValueError(f"--{option}: {what} has its own; give either --model or --{option}")
+    options.check_formats(model, None, weights if given["weights"] else None)
     if is_gguf and not device.startswith("cpu"):
         raise ValueError(f"--model {model}: quantised weights run on a CPU only, not on --device {device}")
     formats = DTYPES.get(weights, weights) if given["weights"] else None

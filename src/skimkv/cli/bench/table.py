@@ -68,9 +68,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 @contextmanager
 def progress() -> Iterator[Callable[[], None]]:
     """Show how many rounds were measured; yields what counts one more."""
-    bar = output.progress_bar()
-    bar.disable = not bar.console.is_terminal
-    with bar:
+    with output.progress_bar() as bar:
         task = bar.add_task("measuring", total=None)
         yield lambda: bar.advance(task)
 
