@@ -62,7 +62,7 @@ def test_an_attached_model_steps_on_its_own_weights_until_detach(method, batch, 
     for name in linear:
         layer = model.get_submodule(name)
         matrix = layer.forward.matrix(torch.zeros(1, 1, 8))
-        assert matrix.weights[0].data_ptr() == layer.weight.data_ptr(), "no copy of the weights"
+        assert matrix.memory[0].data_ptr() == layer.weight.data_ptr(), "no copy of the weights"
     skimkv.detach(model)
     assert not ours_in(model)
     assert torch.equal(generate(model, batch), expected) and len(steps) == GREEDY["max_new_tokens"] - 1

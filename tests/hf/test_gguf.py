@@ -290,3 +290,12 @@ def test_damaged_metadata_is_refused_or_harmless(tmp_path):
         except ValueError as error:
             refused.append(str(error))
     assert len(refused) > 10 and all(str(path) in line and "\n" not in line for line in refused)
+
+
+def test_lists_in_lists_end(tmp_path):
+    """A list that is nested thousands of times is one line, and no error of recursion."""
+    path = tmp_path / "nested.gguf"
+    metadata = b"\1\0\0\0\0\0\0\0a" + b"\x09\0\0\0" + (b"\x09\0\0\0" + b"\1\0\0\0\0\0\0\0") * 3000
+    path.write_bytes(b"GGUF\3\0\0\0" + bytes(8) + b"\1\0\0\0\0\0\0\0" + metadata)
+    with pytest.raises(ValueError, match=r"nested\.gguf: damaged: lists of metadata are nested more than 8 deep"):
+        load_gguf(path)

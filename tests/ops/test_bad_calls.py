@@ -271,3 +271,18 @@ def test_an_instruction_set_or_backend_that_is_not_there(monkeypatch):
             steps.append(store, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
     finally:
         native.library.cache_clear()
+
+
+@pytest.mark.parametrize("channels", ["int8", "int4"])
+def test_a_store_whose_parts_contradict_each_other_is_refused(channels):
+    """As a cache from a file that somebody changed may be: sizes are those of the tensors, whatever else it says."""
+    q, store = filled(16, [300, 20], torch.float32, 2, channels)
+    method, (k, v) = parse(f"SparQ(r=4, k=8, channels='{channels}')"), torch.randn(2, 2, 2, 16)
+    with on(None), torch.no_grad():
+        chunks, bits = store.chunks, store.bits
+        store.chunks = (replace(chunks[0], cap=chunks[0].cap // 2), *chunks[1:])
+        with pytest.raises(ValueError, match=r"a chunk of \d+ positions from 0 has \d+, and begins at 0"):
+            method.decode(store, q, k, v, scale=0.25)
+        store.chunks, store.bits = chunks, 12 - bits
+        with pytest.raises(ValueError, match=rf"an index of channels='{channels}' has {12 - bits} bits"):
+            method.decode(store, q, k, v, scale=0.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -151,14 +152,14 @@ def test_results_do_not_depend_on_threads():
     assert all(map(torch.equal, *results))
 
 
-def test_it_keeps_the_tensors_whose_addresses_it_holds():
-    layers, (embed, rows), (head, of_logits) = (
-        layers_of(torch.float32),
-        *(matrix(kind, VOCABULARY, torch.float32) for kind in ("packed", "blocks")),
-    )
-    alive = [weakref.ref(tensor) for tensor in (rows, of_logits)]
-    decoder = ops.Decoder(layers, head, embed)
-    del layers, embed, rows, head, of_logits
-    assert all(one() is not None for one in alive)
+def test_it_keeps_the_memory_whose_addresses_it_holds():
+    x, arrays = torch.ones(1, 1, SIZE), [torch.randn(VOCABULARY, SIZE).numpy() for _ in range(2)]
+    alive = [weakref.ref(array) for array in arrays]
+    head, embed = (linear.matrix(x, torch.from_numpy(array), "floats", VOCABULARY) for array in arrays)
+    decoder = ops.Decoder(layers_of(torch.float32), head, embed)
+    del arrays, head, embed
+    gc.collect()
+    assert all(array() is not None for array in alive)
     del decoder
-    assert all(one() is None for one in alive)
+    gc.collect()
+    assert all(array() is None for array in alive)

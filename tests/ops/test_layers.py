@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import partial
 
@@ -239,6 +240,8 @@ def test_angles_that_do_not_fit_all_layers():
     half, more_angles, more_rows = cos[..., : D // 2], cos.repeat(2, 1, 1, 1), cos.repeat(1, 2, 1, 1)
     for bad in (half, more_angles, more_rows, cos.repeat(1, 1, 2, 1), cos[0], cos.bfloat16(), cos.to("meta")):
         assert not every.fits(len(x), bad, bad) and not every.fits(len(x), cos, bad)
+        with pytest.raises(ValueError, match=r"cos is torch.*; must be torch.float32 \(1, 2 or 1, 1, 16\) on cpu"):
+            every(x, cos, bad, None)
 
 
 def test_the_library_validates_all_layers_before_the_first_runs():
@@ -269,7 +272,7 @@ def test_the_library_validates_all_layers_before_the_first_runs():
         (12, "the outputs of q, k and v must be heads of D"),
     ):
         with pytest.raises(ValueError, match=message):
-            ops.Layers([changed(D=D_bad)], norm)(x, cos, cos, None)
+            ops.Layers([changed(D=D_bad)], norm)(x, cos[..., :D_bad], cos[..., :D_bad], None)
     misaligned = cos.data_ptr() + 1
     for message, change in {
         "there must be at least one layer": lambda every: setattr(every.op, "count", 0),
@@ -339,7 +342,8 @@ def test_an_operation_keeps_the_tensors_whose_addresses_it_holds():
     packed = torch.zeros(packed_weights.packed_shape(HIDDEN, HIDDEN), dtype=torch.int16)
     rows = block_weights.quantise_int4(torch.randn(HIDDEN, HIDDEN))
     tensors = [packed, rows, torch.arange(HIDDEN, dtype=torch.int32), torch.randn(HIDDEN, HIDDEN), torch.ones(HIDDEN)]
-    alive = [weakref.ref(tensor) for tensor in tensors]
+    arrays = [tensor.numpy().copy() for tensor in tensors]  # the memory of a tensor, as something that can be watched
+    tensors, alive = [torch.from_numpy(array) for array in arrays], [weakref.ref(array) for array in arrays]
     matrices = [
         linear.matrix(x, tensors[0], "packed", HIDDEN),
         linear.matrix(x, tensors[1], "Q4_0", HIDDEN, order=tensors[2]),
@@ -348,8 +352,9 @@ def test_an_operation_keeps_the_tensors_whose_addresses_it_holds():
     norm = ops.Norm(tensors[4], 1e-5)
     every = ops.Layers([ops.Layer(*matrices, *matrices, matrices[0], norm, norm, D)], norm)
     expected = every(x, angles, angles, None)
-    del packed, rows, tensors, matrices, norm
-    assert all(tensor() is not None for tensor in alive)
+    del packed, rows, tensors, arrays, matrices, norm
+    assert all(array() is not None for array in alive)
     assert torch.equal(expected, every(x, angles, angles, None))
     del every
-    assert all(tensor() is None for tensor in alive)
+    gc.collect()
+    assert all(array() is None for array in alive)

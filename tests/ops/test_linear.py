@@ -414,3 +414,24 @@ def test_the_library_refuses_what_does_not_fit(kind):
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
+
+
+def test_tokens_that_do_not_fit_a_matrix_are_refused():
+    """Before a pointer is passed: of another type, size or device."""
+    matrix = ops.matrix(torch.ones(1, 64), torch.randn(8, 64), "floats")
+    assert matrix.multiply(torch.ones(3, 64)).shape == (3, 8)
+    for bad in (torch.ones(1, 64).bfloat16(), torch.ones(1, 32), torch.ones(1, 64, device="meta")):
+        with pytest.raises(ValueError, match=r"x is torch.*; must be torch.float32 \(\.\.\., 64\) on cpu"):
+            matrix.multiply(bad)
+
+
+def test_weights_that_get_other_memory_while_they_are_multiplied():
+    """As model.to() does in another thread: a matrix keeps the memory that it reads."""
+    weight = torch.nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    x, norm = torch.randn(1, 64), torch.nn.Parameter(torch.rand(64), requires_grad=False)
+    matrix, of_norm = ops.matrix(x, weight, "floats"), ops.norm_matrix(x, norm, eps=1e-5)
+    expected, normed = matrix.multiply(x), of_norm.multiply(x)
+    weight.data, norm.data = torch.full((64, 64), torch.nan), torch.full((64,), torch.nan)
+    memory = [torch.full((64, 64), torch.nan) for _ in range(50)]  # which would take the place of what is freed
+    assert torch.equal(matrix.multiply(x), expected) and torch.equal(of_norm.multiply(x), normed)
+    assert len(memory) == 50

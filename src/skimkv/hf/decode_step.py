@@ -147,7 +147,7 @@ class StepForward:
         """
         operation = cast(ops.Layers, prepared.operation)
         if positions is None:
-            positions = torch.tensor([[cache.get_seq_length()]])
+            positions = torch.tensor([[cache.get_seq_length()]], device="cpu")
         cos, sin = angles(self.model, x, positions)
         if not operation.fits(len(x), cos, sin):
             return None
@@ -168,7 +168,7 @@ class StepForward:
         if counts is None:
             return None
         if positions is None:
-            positions = torch.arange(n)[None] + cache.get_seq_length()
+            positions = torch.arange(n, device="cpu")[None] + cache.get_seq_length()
         x = x.reshape(B * n, 1, size)
         cos, sin = angles(self.model, x, positions)
         if cos.shape != sin.shape or cos.ndim != 4 or cos.shape[1:3] not in ((1, n), (B, n)):
@@ -300,7 +300,7 @@ def _layer(layer: nn.Module, x: Tensor, converts: bool) -> ops.Layer | None:
 
 def _activation(mlp: Any) -> str | None:
     """What is between the products of a feed-forward part, as ops.Layer names it; None if it is something else."""
-    function, x = getattr(mlp, "act_fn", None), torch.linspace(-4, 4, 64, dtype=torch.float32)
+    function, x = getattr(mlp, "act_fn", None), torch.linspace(-4, 4, 64, dtype=torch.float32, device="cpu")
     if function is None:
         return "silu"
     formulas = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
@@ -343,7 +343,7 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
         self.draw, self.seen, self.window = draw, seen, window
         self.asked: tuple[Tensor, Tensor, Tensor] | None = None
         self.attention = LayerAttention({"scale": 0.0}, 1)
-        self.answer = torch.empty(0, dtype=torch.float32)
+        self.answer = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, *, pad: list[int] | None, **softmax: Unpack[SoftmaxOptions]
@@ -352,7 +352,7 @@ class _Given(AttentionLayer):  # type: ignore[no-untyped-call]
         self.asked, self.attention = (q.flatten(1, 2), k, v), LayerAttention(softmax, q.shape[2])
         if self.draw is None:
             raise _Asked
-        self.answer = torch.randn(q.shape, generator=self.draw, dtype=q.dtype)
+        self.answer = torch.randn(q.shape, generator=self.draw, dtype=q.dtype, device="cpu")
         return self.answer
 
 
@@ -374,7 +374,7 @@ def _compare(model: Any, size: int, windows: Sequence[int | None], n: int) -> li
 
 def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None], n: int) -> list[LayerAttention] | None:
     draw, B = torch.Generator().manual_seed(0), 2
-    x = 0.01 * torch.randn(B, n, size, generator=draw, dtype=torch.float32)  # so small that eps counts
+    x = 0.01 * torch.randn(B, n, size, generator=draw, dtype=torch.float32, device="cpu")  # so small that eps counts
     rows = x.reshape(B * n, 1, size)
     operation = layers_operation(model, rows, converts=True)
     if operation is None:
@@ -396,7 +396,7 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None], n:
 
     try:
         out = _own_forward(model, given, inputs_embeds=x)
-        cos, sin = angles(model, rows, torch.arange(seen, seen + n).repeat(B)[:, None])
+        cos, sin = angles(model, rows, torch.arange(seen, seen + n, device="cpu").repeat(B)[:, None])
         if type(out) is not BaseModelOutputWithPast or not operation.fits(len(rows), cos, sin):
             return None
         y, expected = operation(rows, cos, sin, [None] * len(given), attend), cast(Tensor, out.last_hidden_state)
@@ -410,7 +410,7 @@ def _compare_in_float32(model: Any, size: int, windows: Sequence[int | None], n:
 
 def _only_embeds(model: Any, seen: int, windows: Sequence[int | None]) -> bool:
     """Whether a model's own forward does with ids of tokens nothing but embed them, before its first layer attends."""
-    ids, found = torch.tensor([[0], [1]]), list[Tensor]()
+    ids, found = torch.tensor([[0], [1]], device="cpu"), list[Tensor]()
     for tokens in ({"input_ids": ids}, {"inputs_embeds": model.embed_tokens(ids)}):
         first, *others = [_Given(torch.Generator().manual_seed(0), seen, window) for window in windows]
         for layer in others:

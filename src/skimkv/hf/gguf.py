@@ -27,6 +27,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Metadata: the number of a type -> its format for struct, and the numbers of the two types that are no scalars.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, LIST = 8, 9
+MOST_DEPTH = 8  # of lists in lists, of which no file that is known has any
 
 
 class TensorEntry(NamedTuple):
@@ -142,8 +143,8 @@ class GGUFFile:
         key = self._string()
         return key, self._value(self._number("I"), key in self._lists)
 
-    def _value(self, kind: int, keep: bool = False) -> Any:
-        """A value of the metadata; None for a list of strings, unless they are to be kept."""
+    def _value(self, kind: int, keep: bool = False, depth: int = 0) -> Any:
+        """A value of the metadata; None for a list of strings, unless they are to be kept. depth: lists around it."""
         if kind == STRING:
             return self._string()
         if kind in SCALARS:
@@ -156,8 +157,10 @@ class GGUFFile:
             return list(struct.unpack(f"<{n}{SCALARS[kind]}", self._bytes(n * itemsize)))
         if kind == STRING:
             return self._strings(n, keep)
+        if depth == MOST_DEPTH:
+            raise ValueError(f"damaged: lists of metadata are nested more than {MOST_DEPTH} deep")
         for _ in range(n):
-            self._value(kind)
+            self._value(kind, depth=depth + 1)
         return None
 
     def _strings(self, n: int, keep: bool) -> list[str] | None:

@@ -118,7 +118,7 @@ class Steps:
         mask, positions: as StepForward.take has them; the mask has a one more in every row.
         """
         if positions is None:
-            positions = torch.tensor([[cache.get_seq_length()]])
+            positions = torch.tensor([[cache.get_seq_length()]], device="cpu")
         tokens, like = (self._embed(ids),) * 2 if self._embeds else (ids, self._like)
         if len(like) != len(ids):
             self._like = like = like.new_empty(len(ids), *like.shape[1:])

@@ -94,10 +94,11 @@ def _is_rms_norm(norm: Any, eps: float, adds_one: bool) -> bool:
     It is asked with weights of ours: with its own, such as ones, w and 1 + w might be of one effect.
     """
     draw = torch.Generator().manual_seed(0)
-    weight = (torch.rand(norm.weight.shape, generator=draw, dtype=torch.float32) + 0.5).to(norm.weight.dtype)
+    numbers = torch.rand(norm.weight.shape, generator=draw, dtype=torch.float32, device="cpu")
+    weight = (numbers + 0.5).to(norm.weight.dtype)
     norm = copy.copy(norm)
     norm._parameters = {"weight": weight}
-    numbers = torch.randn(4, weight.shape[0], generator=draw, dtype=torch.float32)
+    numbers = torch.randn(4, weight.shape[0], generator=draw, dtype=torch.float32, device="cpu")
     x = (2 * max(eps, 1e-12) ** 0.5 * numbers).to(weight.dtype)
     normalise = partial(ops.rms_norm, eps=eps, adds_one=adds_one)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -99,7 +99,7 @@ def make_tokens(
     while True:
         tokens = choose_tokens(logits_processor, input_ids, found, config.do_sample)
         if has_end and not all(unfinished):
-            tokens = tokens.where(torch.tensor(unfinished)[:, None], config._pad_token_tensor)
+            tokens = tokens.where(torch.tensor(unfinished, device=tokens.device)[:, None], config._pad_token_tensor)
         new.append(tokens)
         n += 1
         if logits_processor or end is None:  # which read the text

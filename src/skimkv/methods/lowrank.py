@@ -38,7 +38,7 @@ class LowRank(Method[Full]):
         """An empty store of every token, with an index of K @ P. Raises ValueError if r exceeds the head size."""
         check_whole("r", self.r, 1, shape.D)
         draw = torch.Generator().manual_seed(self.seed)
-        normal = torch.randn(shape.H, shape.D, shape.D, generator=draw, dtype=torch.float64)
+        normal = torch.randn(shape.H, shape.D, shape.D, generator=draw, dtype=torch.float64, device="cpu")
         projection = torch.linalg.qr(normal).Q[..., : self.r].float().contiguous().to(device)
         return Full(shape, dtype, device, "copy", projection=projection, kv=self.kv)
 

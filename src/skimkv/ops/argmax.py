@@ -16,8 +16,10 @@ def argmax(x: Tensor) -> Tensor:
     """
     if x.shape[1] == 0:
         raise ValueError(f"x is {tuple(x.shape)}; a row must have a number")
-    if x.dtype not in library.DTYPES or x.stride(1) != 1 or not is_native(x):
+    start, size = x.data_ptr(), x.element_size()
+    if x.dtype not in library.DTYPES or x.stride(1) != 1 or start % size or not is_native(x):
         return x.argmax(1)
     find, (rows, n), dtype = library.library().skimkv_argmax, x.shape, library.DTYPES[x.dtype]
-    start, distance = x.data_ptr(), x.stride(0) * x.element_size()
-    return torch.tensor([find(start + row * distance, dtype, n) for row in range(rows)], dtype=torch.int64)
+    distance = x.stride(0) * size
+    found = [find(start + row * distance, dtype, n) for row in range(rows)]
+    return torch.tensor(found, dtype=torch.int64, device="cpu")

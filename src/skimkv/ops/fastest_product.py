@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,8 @@ def fastest(dtype: torch.dtype) -> str:
         return PYTORCH
     usual = PYTORCH if dtype == torch.bfloat16 and library.has_bfloat16_instructions() else LIBRARY
     draw = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, COLUMNS, generator=draw, dtype=torch.float32).to(dtype) for n in (TOKENS, ROWS))
+    kind: Any = {"generator": draw, "dtype": torch.float32, "device": "cpu"}
+    x, w = (torch.randn(n, COLUMNS, **kind).to(dtype) for n in (TOKENS, ROWS))
     seconds: dict[str, list[float]] = {usual: [], FLOAT32: []}
     for _ in range(ROUNDS):
         for way, of_way in seconds.items():

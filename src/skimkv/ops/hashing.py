@@ -24,7 +24,8 @@ def hash_words(*parts: Tensor | int) -> Tensor:
 
     parts: integers, or int64 tensors that broadcast -> int64 tensor of words from 0 to 2^32 - 1.
     """
-    first, *rest = (torch.as_tensor(part) for part in parts)
+    device = next((part.device for part in parts if isinstance(part, Tensor)), "cpu")
+    first, *rest = (part if isinstance(part, Tensor) else torch.tensor(part, device=device) for part in parts)
     h = mix(first & WORD)
     for part in rest:
         h = mix((h * GOLDEN + part) & WORD)

@@ -19,14 +19,16 @@ class KeyRotation:
     """
 
     def __init__(self, frequencies: Sequence[float] | Tensor, interleaved: bool = False) -> None:
-        self.frequencies = torch.as_tensor(frequencies, dtype=torch.float64).cpu()
+        if not isinstance(frequencies, Tensor):
+            frequencies = torch.tensor(frequencies, dtype=torch.float64, device="cpu")
+        self.frequencies = frequencies.to("cpu", torch.float64)
         self.interleaved = interleaved
         self._last: tuple[object, tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def llama(cls, head_size: int, theta: float = 10000.0) -> KeyRotation:
         """The rotation of Llama's keys: all channels, paired by halves, frequencies theta^(-2f/D)."""
-        return cls(theta ** (-torch.arange(0, head_size - 1, 2, dtype=torch.float64) / head_size))
+        return cls(theta ** (-torch.arange(0, head_size - 1, 2, dtype=torch.float64, device="cpu") / head_size))
 
     def __call__(self, keys: Tensor, distances: Sequence[int]) -> Tensor:
         """Turn keys (B,H,n,D) on by distances[b] positions in row b of the batch.
@@ -47,7 +49,8 @@ class KeyRotation:
         """Cosine and sine of the angles, (B,1,1,F) each; the layers of a model ask for the same ones in turn."""
         last, key = self._last, (distances, dtype, device)
         if last is None or last[0] != key:
-            angles = torch.tensor(distances, dtype=torch.float64)[:, None, None, None] * self.frequencies
+            turned = torch.tensor(distances, dtype=torch.float64, device=self.frequencies.device)
+            angles = turned[:, None, None, None] * self.frequencies
             cos, sin = (x.to(device, dtype) for x in (angles.cos(), angles.sin()))
             self._last = last = key, (cos, sin)
         return last[1]

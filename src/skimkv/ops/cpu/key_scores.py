@@ -35,12 +35,12 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None,
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap = {softcap} must be positive")
     if not n:
-        return torch.zeros(H, m, dtype=torch.float32)
+        return torch.zeros(H, m, dtype=torch.float32, device="cpu")
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     sinks = None if sinks is None else sinks.contiguous()
     threads, pool = library.threads()
     parts = parts_of(H, G * n)
-    sums = torch.empty(H, parts, m, dtype=torch.float32)
+    sums = torch.empty(H, parts, m, dtype=torch.float32, device="cpu")
     op = CColumns(
         H, G, D, dtype, parts, scale, softcap or 0, n, m, q.data_ptr(), k.data_ptr(),
         *q.stride()[:3], *k.stride()[:2], sums.data_ptr(), None if sinks is None else sinks.data_ptr(),

@@ -28,6 +28,10 @@ class Norm(NamedTuple):
     eps: float
     adds_one: bool = False
 
+    def held(self) -> Norm:
+        """It with a tensor of its own, which shares the memory: see Matrix."""
+        return self._replace(weight=self.weight.detach())
+
     def part(self, size: int, dtype: int) -> CNorm:
         """It as a part of an operation. Raises ValueError if it is not one of `size` numbers of the type `dtype`."""
         weight = self.weight
@@ -62,6 +66,12 @@ class Layer(NamedTuple):
     activation: str = "silu"
     angles: int = 0
 
+    def held(self) -> Layer:
+        """It with normalisations that are `held`."""
+        of_heads, of_sums = (pair and (pair[0].held(), pair[1].held()) for pair in (self.head_norms, self.sum_norms))
+        before, after = self.before.held(), self.after.held()
+        return self._replace(before=before, after=after, head_norms=of_heads, sum_norms=of_sums)
+
     def part(self) -> CLayer:
         """It as a part of an operation. Raises ValueError if the weights of a normalisation do not fit."""
         size, dtype, D = self.q.inputs, self.q.op.dtype, self.D
@@ -74,11 +84,12 @@ class Layer(NamedTuple):
 class Layers:
     """All layers of a model, with attention inside, prepared for one token of one type in every row of a batch.
 
-    norm: of the last layer's tokens. It keeps the tensors and holds their addresses: it is right as long as each stays
-    where it was. Several threads may use it. Raises ValueError if the weights of a normalisation do not fit.
+    norm: of the last layer's tokens. It holds addresses of memory that it keeps, as Matrix does. Several threads may
+    use it. Raises ValueError if the weights of a normalisation do not fit.
     """
 
     def __init__(self, layers: Sequence[Layer], norm: Norm) -> None:
+        layers, norm = [layer.held() for layer in layers], norm.held()
         first = layers[0].q
         self.layers, self.norm, self.count, self.D = layers, norm, len(layers), layers[0].D
         self.list = (CLayer * self.count)(*(layer.part() for layer in layers))
@@ -138,7 +149,15 @@ class Layers:
         steps: Sequence[int | None] | None,
         attend: Attend | None,
     ) -> None:
-        """Let a function of the library compute an operation of these layers. tokens, results: addresses for it."""
+        """Let a function of the library compute an operation of these layers. tokens, results: addresses for it.
+
+        Raises ValueError if cos and sin do not fit, and otherwise as a call does.
+        """
+        if not self.fits(B, cos, sin):
+            raise ValueError(
+                f"cos is {cos.dtype} {tuple(cos.shape)} on {cos.device}, sin likewise or not; must be {self.dtype} "
+                f"({self.angles}, {B} or 1, 1, {self.D}) on cpu"
+            )
         if cos.shape[1] != B:
             cos, sin = cos.expand(-1, B, 1, self.D), sin.expand(-1, B, 1, self.D)
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -162,7 +181,7 @@ class Layers:
 
         def copied(address: int, heads: int) -> Tensor:
             """The numbers at an address (B,heads,1,D); attention may keep them, and the library takes others there."""
-            x = torch.empty(B, heads, 1, D, dtype=dtype)
+            x = torch.empty(B, heads, 1, D, dtype=dtype, device="cpu")
             ctypes.memmove(x.data_ptr(), address, x.nbytes)
             return x
 
@@ -219,8 +238,8 @@ class Decoder:
             raise ValueError(f"tokens are {tokens.dtype} {tuple(tokens.shape)} on {tokens.device}; must be ids (B, 1)")
         else:
             tokens = tokens.to(torch.int64).contiguous()
-        logits = torch.empty(B, self.head.out, dtype=self.layers.dtype)
-        largest = torch.empty(B, 1, dtype=torch.int64)
+        logits = torch.empty(B, self.head.out, dtype=self.layers.dtype, device="cpu")
+        largest = torch.empty(B, 1, dtype=torch.int64, device="cpu")
         at, results = tokens.data_ptr(), (logits.data_ptr(), largest.data_ptr())
         places = (None, at) if self.embed is None else (at, None)
         self.layers.compute(self.run, self.address, B, places, cos, sin, results, steps, attend)

@@ -18,6 +18,7 @@ from .structs import CAttend, check_structures
 VERSION = 22
 MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {number: dtype for dtype, number in DTYPES.items()}
 
 # What the functions return, and what they take. A text that is returned says what is wrong; None, that nothing is.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {

@@ -17,8 +17,9 @@ from .structs import CMatrix
 class Matrix:
     """A matrix, and perhaps a bias, as the library is told of it: the same for every token.
 
-    It keeps the tensors and holds their addresses: it is right as long as each stays where it was. The library does not
-    change it, so several threads may multiply with it at the same time.
+    It holds addresses, and keeps `memory`, tensors of its own that share it: a parameter may get other memory
+    meanwhile, and then the matrix is of the old numbers. The library does not change it, so several threads may
+    multiply with it at the same time. bias: the tensor that it is of, or a copy. kind: of ops/matrices.py.
     """
 
     def __init__(
@@ -27,17 +28,24 @@ class Matrix:
         run: Callable[..., bytes | None],
         out: int,
         inputs: int,
-        weights: tuple[Tensor | None, ...],
+        memory: tuple[Tensor | None, ...],
         bias: Tensor | None = None,
         kind: str = "",
     ) -> None:
-        self.kind = kind  # of ops/matrices.py
+        self.kind, self.memory, self.bias = kind, memory, bias
         self.op, self.address, self.run = op, ctypes.addressof(op), run
-        self.weights, self.bias = weights, bias  # so that they live as long
+        self.dtype = library.TYPES[op.dtype]
         self.out, self.inputs, self.pool = out, inputs, library.thread_pool()
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Multiply x (...,in) -> (...,out) in the type of x. Raises ValueError with the library's reason."""
+        """Multiply x (...,in) -> (...,out) in the type of x, which must be that of the matrix.
+
+        Raises ValueError with the library's reason.
+        """
+        if x.shape[-1] != self.inputs or x.dtype != self.dtype or not x.is_cpu:
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; must be {self.dtype} (..., {self.inputs}) on cpu"
+            )
         if not x.is_contiguous():
             x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], self.out))
@@ -67,8 +75,10 @@ def matrix(
             raise ValueError(f"bias is {tuple(bias.shape)} on {bias.device}; must be ({rows},) on {x.device}")
         bias = bias.to(x.dtype).contiguous()
     columns, number = x.shape[-1], matrices.number(weight, kind)
-    op = CMatrix(weight.data_ptr(), rows, columns, _address(bias), _address(order), number, dtype)
-    return Matrix(op, library.library().skimkv_product_run, rows, columns, (weight, order), bias, kind)
+    memory = tuple(None if tensor is None else tensor.detach() for tensor in (weight, bias, order))
+    at_weight, at_bias, at_order = map(_address, memory)
+    op = CMatrix(at_weight, rows, columns, at_bias, at_order, number, dtype)
+    return Matrix(op, library.library().skimkv_product_run, rows, columns, memory, bias, kind)
 
 
 def expand(
@@ -79,7 +89,7 @@ def expand(
     order: as of `matrix`. Raises ValueError if the library has no kernel for it.
     """
     matrices.check(weight, kind, rows, columns)
-    y = torch.empty(rows, columns, dtype=dtype)
+    y = torch.empty(rows, columns, dtype=dtype, device="cpu")
     number = matrices.number(weight, kind)
     op = CMatrix(weight.data_ptr(), rows, columns, None, _address(order), number, dtype_number(y))
     library.raise_error(library.library().skimkv_matrix_expand(ctypes.addressof(op), y.data_ptr(), *library.threads()))
@@ -98,15 +108,15 @@ class Rows:
         matrices.check(weight, kind, self.stored * weight.shape[0], columns)
         if not weight.is_contiguous() or not weight.is_cpu:
             raise ValueError(f"weights must be contiguous and on cpu; they are on {weight.device}")
-        self.weight, self.columns, self.dtype, self.count = weight, columns, dtype, self.stored * weight.shape[0]
-        self.start, self.distance = weight.data_ptr(), weight.stride(0) * weight.element_size()
+        self.weight, self.columns, self.dtype, self.count = weight.detach(), columns, dtype, self.stored * len(weight)
+        self.start, self.distance = self.weight.data_ptr(), weight.stride(0) * weight.element_size()
         self.number = dtype_number(weight.new_empty(0, dtype=dtype))
         self.kind, self.expand = matrices.number(weight, kind), library.library().skimkv_matrix_expand
 
     def __call__(self, index: Sequence[int]) -> Tensor:
         """The rows of these numbers: (n,columns). Raises ValueError if one is missing."""
         stored, columns = self.stored, self.columns
-        y = torch.empty(len(index) * stored, columns, dtype=self.dtype)
+        y = torch.empty(len(index) * stored, columns, dtype=self.dtype, device="cpu")
         to, distance = y.data_ptr(), stored * columns * y.element_size()
         op = CMatrix(self.start, stored, columns, None, None, self.kind, self.number)
         for i, row in enumerate(index):
@@ -119,7 +129,7 @@ class Rows:
         if len(index) == 1:
             row = index[0] % stored
             return y[row : row + 1]
-        return y[torch.tensor([i * stored + row % stored for i, row in enumerate(index)])]
+        return y[torch.tensor([i * stored + row % stored for i, row in enumerate(index)], device="cpu")]
 
 
 def _address(tensor: Tensor | None) -> int | None:

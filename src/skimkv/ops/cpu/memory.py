@@ -18,7 +18,7 @@ from torch import Tensor
 from ...stores.blocks import Blocks
 from ...stores.full import CHANNELS, Full
 from ...stores.pages import PageBounds
-from ...stores.quantise import GROUP
+from ...stores.quantise import BITS, GROUP
 from ...stores.slot_blocks import SlotBlocks
 from ...stores.slots import Slots
 from . import library
@@ -146,9 +146,16 @@ class StoreMemory(Memory):
 
     def _full(self, store: Full) -> list[CChunk]:
         B, H, _, D = store.shape
-        R, c, chunks = store.R, self.cache, []
+        R, c, chunks = store.R, self.cache, list[CChunk]()
         c.R, c.channels = R, CHANNEL_NUMBERS[store.channels]
+        if store.bits != BITS.get(store.channels):
+            raise ValueError(f"an index of channels={store.channels!r} has {store.bits} bits")
         for chunk in store.chunks:
+            start = chunks[-1].start + chunks[-1].cap if chunks else 0
+            if chunk.start != start or chunk.cap != chunk.k.shape[2]:
+                raise ValueError(
+                    f"a chunk of {chunk.cap} positions from {chunk.start} has {chunk.k.shape[2]}, and begins at {start}"
+                )
             to = self._rows(store, chunk.start, chunk.k, chunk.v)
             if chunk.index is not None:
                 width = chunk.cap * store.bits // 8 if store.bits else chunk.cap

@@ -77,7 +77,7 @@ def _run(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if sinks is None else sinks.contiguous()
     y = q.new_empty(B, n, H, G, D).permute(0, 2, 3, 1, 4)
-    received = torch.empty(B, H, parts, m, dtype=torch.float32)
+    received = torch.empty(B, H, parts, m, dtype=torch.float32, device="cpu")
     op = CPrompt(
         B, H, G, D, library.DTYPES[q.dtype], parts, scale, softcap or 0, n, m,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(),

@@ -15,7 +15,8 @@ def norm_matrix(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -
     Raises ValueError if a type, a stride or a device has no kernel.
     """
     dtype, size = dtype_number(x), weight.shape[0]
-    if not weight.is_contiguous():
-        raise ValueError("weights must be contiguous")
+    if not weight.is_contiguous() or weight.dtype != x.dtype or not weight.is_cpu:
+        raise ValueError(f"weights are {weight.dtype} on {weight.device}; must be contiguous {x.dtype} on cpu")
+    weight = weight.detach()  # see Matrix
     op = CRMSNorm(weight.data_ptr(), size, eps, dtype, adds_one)
     return Matrix(op, library.library().skimkv_rms_norm_run, size, size, (weight,))

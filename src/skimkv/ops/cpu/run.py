@@ -53,6 +53,15 @@ OPERATIONS = {
 }
 
 
+class Prepared(NamedTuple):
+    """What an operation was prepared for that somebody else runs."""
+
+    step: KernelStep
+    dtype: torch.dtype
+    scale: float
+    softcap: float | None
+
+
 class CpuBackend:
     """The operations of C++, for float32, bfloat16 and float16 and D up to 576.
 
@@ -113,7 +122,7 @@ class CpuBackend:
             check_sinks(sinks, store.shape.H, store.shape.G, store.device)
             sinks = sinks.contiguous()  # a name for it, so that the memory lives as long as the step
             memory.op.sinks = sinks.data_ptr()
-        y = torch.empty(q.shape, dtype=q.dtype)
+        y = torch.empty(q.shape, dtype=q.dtype, device="cpu")
         new = (None, None) if token is None else (k.data_ptr(), v.data_ptr())
         take = operation.step or library.library().skimkv_step
         library.raise_error(
@@ -131,7 +140,7 @@ class CpuBackend:
         `runs_in_library`.
         """
         memory = self._placed(step, store, 1)
-        described = (step, dtype, scale, softcap)
+        described = Prepared(step, dtype, scale, softcap)
         if described != memory.described:
             _, H, G, D = store.shape
             _describe(memory, step, (H * G * D, G * D, D, 1), (H * D, D, 1), dtype, scale, softcap)
@@ -144,7 +153,7 @@ class CpuBackend:
     def prepare_next(self, step: KernelStep, store: Any) -> bool:
         """Prepare the operation of the last `prepare` for the next token; False where it must be made anew."""
         memory = store.view
-        if type(memory) is not StoreMemory or memory.described is None or not memory.is_current(store):
+        if type(memory) is not StoreMemory or type(memory.described) is not Prepared or not memory.is_current(store):
             return False
         if step.operation == "skim":
             _clear_rows_read(memory, store)
@@ -169,7 +178,7 @@ class CpuBackend:
             if not store.group_means:
                 raise ValueError("Skim needs a store with the means of its groups, and this one has none")
             if store.rows_read is None or store.rows_read.shape[0] != store.shape.B:
-                store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64)
+                store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64, device="cpu")
         memory = placed_memory(store, step.recent, more)
         if step.operation == "skim":
             _clear_rows_read(memory, store)
