@@ -125,7 +125,7 @@ def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
     """The snapshot and the log: back by any number of tokens since the last crop, and no further."""
     ids, later = prompt(1, N), prompt(1, 12, 1)
     cache = new(spec, ids)
-    with pytest.raises(ValueError, match="has dropped tokens; 1 cannot be forgotten, 0 are on record"):
+    with pytest.raises(ValueError, match="drops tokens; 1 cannot be forgotten, 0 are on record"):
         cache.crop(-1)
     cache.crop(0)
     before = cache.nbytes
@@ -162,11 +162,22 @@ def test_crop_takes_a_tensor(name):
     skimkv.detach(model)
 
 
+def test_rows_that_are_too_short_are_not_cropped():
+    """Rows of six and two tokens: three cannot be forgotten, and the sliding layer, which could, forgets nothing."""
+    model, batch = family("gemma3"), padded([6, 2])
+    cache = skimkv.Cache(model, "Dense()")
+    model(**batch, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"cannot forget 3 tokens of rows that have \[6, 2\]"):
+        cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [6, 6]
+    skimkv.detach(model)
+
+
 @pytest.mark.parametrize("spec", ["Dense()", "H2O(k=10)"])
 def test_what_cannot_be_cropped_leaves_the_cache_as_it_is(spec):
     """Where one kind of layer can forget and the other cannot, none does: the text goes on."""
     model = family("gemma3")  # a sliding layer of 8 tokens and one of full attention
-    for n, back, reason in [(5, 2, "H2O.* has dropped tokens"), (20, 2, "has dropped tokens"), (20, 0, None)]:
+    for n, back, reason in [(5, 2, "H2O.* drops tokens"), (20, 2, "has dropped|drops tokens"), (20, 0, None)]:
         ids = prompt(1, n + 1)
         cache = skimkv.Cache(model, spec)
         model(ids[:, :n], past_key_values=cache)

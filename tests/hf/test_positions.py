@@ -30,7 +30,18 @@ def test_drafts_and_crop():
         assert drafted.tolist() == tokens.tolist()
     cache = skimkv.Cache(model, CACHE)
     model(ids, past_key_values=cache)
-    refuses(lambda: cache.crop(-1), "has dropped tokens")
+    refuses(lambda: cache.crop(-1), "drops tokens; 1 cannot be forgotten")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["StreamingLLM(k=1.0)", "LMInfinite(k=1.0, positions='cache')"])
+def test_a_budget_of_the_whole_prompt_counts_in_the_cache_too(spec):
+    """It drops its first token after the prompt, and turns keys from there on as any other budget does."""
+    model, ids = build("llama", **GROUPED), prompt(1, 24)
+    same = spec.replace("1.0", "24")
+    expected = model.generate(ids, past_key_values=skimkv.Cache(model, same), **GREEDY)
+    assert model.generate(ids, past_key_values=skimkv.Cache(model, spec), **GREEDY).tolist() == expected.tolist()
+    refuses(lambda: skimkv.Cache(build("gpt2"), spec), "no rotary position embeddings")
 
 
 def test_models_that_cannot_turn_their_keys_are_refused():

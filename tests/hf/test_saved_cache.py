@@ -186,6 +186,24 @@ def test_a_write_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch):
         cache.save(tmp_path / "none" / "c")
 
 
+def test_after_an_interrupted_call_it_is_refused(tmp_path):
+    """One layer has taken a token that the other never saw."""
+    model = family("llama")
+    cache, token = read(model, "H2O(k=16)", 1)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    try:
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(token, past_key_values=cache)
+    finally:
+        hook.remove()
+    refuses(lambda: cache.save(tmp_path / "c"), f"was interrupted: its layers have seen {N} to {N + 1} tokens")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_in_the_middle_of_a_draft_it_is_refused(tmp_path):
     model = family("llama")
     cache, token = read(model, "H2O(k=16)", 1)

@@ -156,6 +156,10 @@ def test_a_stream_refuses_what_it_cannot_do():
         method.prefill(store, q, k, v, scale=0.3, pad=[1, 0])
     with pytest.raises(ValueError, match=r"softcap|cap logits"):
         method.decode(store, q[..., 0, :], k[:, :, 0], v[:, :, 0], scale=0.3, softcap=5.0)
+    first = method.store(store.shape, store.dtype)
+    with pytest.raises(ValueError, match=r"softcap|cap logits"):
+        method.prefill(first, q, k, v, scale=0.3, softcap=5.0)
+    assert not any(first.lengths)
 
 
 @pytest.mark.parametrize("method", [m for m in EACH if not hasattr(m.store(SHAPE, torch.float32), "chunks")], ids=repr)

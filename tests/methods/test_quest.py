@@ -62,3 +62,13 @@ def test_a_store_that_shares_a_prompt_has_bounds_of_its_own():
     y = [decode(method, each, x.tokens(300, 310)) for each in (store, shared, whole)]
     torch.testing.assert_close(y[0], y[2], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(y[1], y[2], atol=0, rtol=0)
+
+
+def test_a_share_with_more_room_gives_the_original_none():
+    """After 5000 tokens an eighth more is more than the store itself has allocated."""
+    store = Quest(page=8, k=16).store(Shape(1, 1, 1, 8), torch.float32)
+    store.append(*torch.randn(2, 1, 1, 5000, 8))
+    before = store.allocated
+    shared = store.share([0])
+    assert store.allocated == before
+    assert all(torch.equal(*pair) for pair in zip(shared.read_page_bounds(), store.read_page_bounds(), strict=True))

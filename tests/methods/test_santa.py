@@ -21,6 +21,13 @@ def test_shares_by_hand():
     torch.testing.assert_close(shares(with_sink, u, sinks=True)[0, 0, 0], torch.tensor([1, 1, 1, 0]) / 4)
 
 
+def test_a_number_that_rounds_to_one_meets_the_last_row_with_a_weight():
+    """The greatest number below 1 of float64 that is drawn is 1 in float32: no draw is lost, and no row of weight 0."""
+    u = torch.tensor([[[1 - 2.0**-27, 0.1]]], dtype=torch.float64).float()
+    p = torch.tensor([[[[0.125] * 8 + [0.0]]]])
+    assert shares(p, u, sinks=False).tolist() == [[[[0.5, 0, 0, 0, 0, 0, 0, 0.5, 0]]]]
+
+
 def test_a_step_by_hand():
     """Five tokens with equal keys but one, four stratified draws: the numbers are those of the hash, looked up here."""
     weights = [0.1, 0.3, 0.15, 0.25, 0.2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skimkv import ops
-from skimkv.methods import Dense
+from skimkv.methods import Dense, SnapKV
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from support.kernels import NATIVE, held
@@ -98,3 +98,29 @@ def test_a_scale_below_zero(pad):
         empty = Full(SHAPE, torch.float32)
         y = ops.causal_attention(empty, q, k, v, scale=-0.2, pad=pad, **softmax)
         torch.testing.assert_close(y, ops.causal_attention(empty, -q, k, v, scale=0.2, pad=pad, **softmax))
+
+
+@pytest.mark.usefixtures("backend")
+def test_rows_that_keep_other_numbers_of_tokens():
+    """Both rows have seen ten tokens, of which they keep six and four: each attends to its own alone."""
+    draw = torch.Generator().manual_seed(0)
+    method, scale = SnapKV(k=4), 0.125
+    k, v, *q = torch.randn(4, 2, 2, 21, 64, generator=draw)
+    q = torch.stack(q, 2)
+    store, alone = method.store(SHAPE, torch.float32), method.store(SHAPE._replace(B=1), torch.float32)
+
+    def prefill(start, stop, pad):
+        block = q[..., start:stop, :], k[:, :, start:stop], v[:, :, start:stop]
+        y = method.prefill(store, *block, scale=scale, pad=pad)
+        if pad is None or not pad[1]:
+            return y[1:], method.prefill(alone, *(x[1:] for x in block), scale=scale)
+        return None
+
+    prefill(0, 8, [0, 8])
+    for i in (8, 9):
+        token = q[..., i, :], k[:, :, i], v[:, :, i]
+        method.decode(store, *token, scale=scale)
+        method.decode(alone, *(x[1:] for x in token), scale=scale)
+    prefill(10, 18, [8, 0])
+    assert (store.lengths, store.filled) == ([10, 10], [6, 4])
+    torch.testing.assert_close(*prefill(18, 21, None))

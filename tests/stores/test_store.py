@@ -7,10 +7,11 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, SubGen, SubGenStream, TopK
+from skimkv.methods import H2O, Dense, LMInfinite, LowRank, SparQ, StreamingLLM, SubGen, SubGenStream, TopK
 from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.slots import Slots
+from skimkv.stores.text_positions import runs
 from skimkv.testing import Sequences, decode, empty_store, prompt
 from support import steps
 from support.specs import EACH
@@ -207,6 +208,23 @@ def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, b
             steps.sparq(store, other, 0.25, None, 4, 40, 8, "coverage", True)
     for x, y in zip((view.uncounted("k"), view.v_mean), (copied.uncounted("k"), copied.v_mean), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_no_rows_are_shared():
+    store = Full(Shape(2, 2, 1, 16), torch.float32)
+    store.append(*torch.randn(2, 2, 2, 300, 16))
+    empty = store.share([])
+    assert (empty.shape.B, empty.lengths, empty.nbytes) == (0, [], 0)
+
+
+def test_a_fork_has_positions_of_its_own():
+    """A text that is told to go on elsewhere in one store goes on where it was in its fork."""
+    method = StreamingLLM(k=4, sinks=1)
+    store = method.store(Shape(2, 1, 1, 8), torch.float32)
+    store.append(*torch.randn(2, 2, 1, 5, 8))
+    fork = store.fork()
+    store.places.place(0, 5, runs([100]), [])
+    assert (store.places.of(0, 5), fork.places.of(0, 5), fork.places.of(1, 5)) == (100, 5, 5)
 
 
 def test_a_store_that_adopts_another_allocates_no_rows():

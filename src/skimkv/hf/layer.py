@@ -452,9 +452,11 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"cannot forget {n} tokens of {self.seen}")
         if n and self.prompt is not None:
             raise ValueError(f"cannot forget {n} tokens of a prompt whose last chunk has not been read")
+        if isinstance(store, Full) and n > min(store.lengths):
+            raise ValueError(f"cannot forget {n} tokens of rows that have {store.lengths}")
         if n and not isinstance(store, Full) and n > len(self.log):
             raise ValueError(
-                f"{self.method} has dropped tokens; {n} cannot be forgotten, {len(self.log)} are on record "
+                f"{self.method} drops tokens; {n} cannot be forgotten, {len(self.log)} are on record "
                 "(call activate_past_recording() first)"
             )
 

@@ -91,8 +91,8 @@ def _table_size(model: PreTrainedModel) -> int | None:
 
 
 def counts_in_cache(method: Method) -> bool:
-    """Whether the method counts positions in its cache: however long the text, it uses a bounded number of them."""
-    return method.positions_used(GREATEST_POSITION) < GREATEST_POSITION
+    """Whether the method counts positions in its cache: it uses at most as many as it keeps tokens, and one more."""
+    return method.counts_in_cache
 
 
 class GivenPositions:

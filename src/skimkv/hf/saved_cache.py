@@ -30,6 +30,7 @@ from ..stores.saved import pack_fields, unpack_fields
 from ..stores.slots import Slots
 from . import fingerprint
 from .layer import Layer
+from .states import is_state_layer
 
 FORMAT = "3"
 # Of a layer of ours: its store is saved by itself; the others belong to the cache, or to one call of the model.
@@ -47,6 +48,12 @@ def save(
 ) -> None:
     """Write a cache of this model to a file: see Cache.save. more: what the file's header says besides."""
     path, tensors, layers = Path(path), list[Tensor](), []
+    seen = [layer.get_seq_length() for layer in cache.layers if not is_state_layer(layer)]
+    if len(set(seen)) > 1:
+        raise ValueError(
+            f"a call of the model was interrupted: its layers have seen {min(seen)} to {max(seen)} tokens; read the "
+            "prompt again, or crop the cache to an earlier length of all layers"
+        )
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, Layer):
             if layer.pending is not None or layer.prompt is not None or layer.log or layer.snapshot is not None:

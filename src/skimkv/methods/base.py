@@ -239,6 +239,11 @@ class Method(abc.ABC, Generic[S]):
         """How many of the model's positions a step uses after n tokens; n + 1 where keys stay at theirs in the text."""
         return n + 1
 
+    @property
+    def counts_in_cache(self) -> bool:
+        """Whether positions are counted in the cache, which needs the model's rotation, and not in the text."""
+        return False
+
     @classmethod
     @functools.cache
     def functions_without_sinks(cls) -> str:

@@ -119,6 +119,8 @@ def shares(p: Tensor, u: Tensor, sinks: bool) -> Tensor:
     total = p.cumsum(-1)
     u = u[:, :, None].expand(-1, -1, p.shape[2], -1)
     met = torch.searchsorted(total, (u if sinks else u * total[..., -1:]).contiguous(), right=True)
+    if not sinks:  # a number that is 1 in this type meets the row at which the running sum comes to its end
+        met = met.minimum(torch.searchsorted(total, total[..., -1:].contiguous()))
     counts = torch.zeros(*p.shape[:-1], p.shape[-1] + 1, dtype=p.dtype, device=p.device)
     counts.scatter_add_(-1, met.clamp(max=p.shape[-1]), torch.ones_like(u))
     return counts[..., :-1] / u.shape[-1]

@@ -150,8 +150,9 @@ class SubGenStream(Method[Clusters]):
     ) -> Tensor:
         """Dense causal attention of the first block; later blocks are decoded token by token.
 
-        Raises ValueError if a later block is padded, because no history is kept.
+        Raises ValueError if a later block is padded, because no history is kept, or if logits are capped.
         """
+        refuse_softcap(softcap)
         if not any(store.lengths):
             return super().prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap, sinks=sinks)
         if pad is not None and any(pad):

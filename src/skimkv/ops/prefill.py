@@ -127,7 +127,7 @@ def causal_attention(
     """
     B = q.shape[0]
     if not pad or not any(pad):
-        if len(set(store.lengths)) == 1:
+        if store.has_even_rows:
             return _attend_even_rows(store, slice(0, B), q, k, v, scale, softcap, sinks, scores)
         pad = [0] * B
     y = torch.zeros_like(q)

@@ -239,6 +239,11 @@ class Store(Part, abc.ABC):
         """Take the store's numbers back to a mark; what was written since stays in memory and is ignored."""
         self.lengths = list(mark)
 
+    @property
+    def has_even_rows(self) -> bool:
+        """Whether all rows hold equally many tokens, so that `history` may be asked for all of them together."""
+        return len(set(self.lengths)) == 1
+
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The cached keys and values of these rows, which all have one length: (b,H,m,D) twice; not counted.
 

@@ -244,7 +244,7 @@ class Full(Store):
         """
         twin, n = copy.copy(self), len(rows)
         if n == 0 or not (list(rows) == list(range(self.shape.B)) or len(set(rows)) == 1):
-            twin.select(torch.tensor(rows))
+            twin.select(torch.tensor(rows, dtype=torch.int64))
             return twin
         first = slice(rows[0], rows[0] + (n if rows[0] != rows[-1] else 1))
 
@@ -260,14 +260,14 @@ class Full(Store):
             k, v, *index = (t if t is None else expanded(t) for t in c.tensors(there))
             assert k is not None and v is not None
             twin.chunks += (Chunk(c.start, there.stop, k, v, *index),)
+        with ordinary_tensors():
+            for name in ("index", "mean", "pages", "rows_read"):
+                setattr(twin, name, map_tensors(getattr(self, name), lambda t: expanded(t).clone()))
         twin._reserve_total(stop)
         for c, there, here in spans(self.chunks, closed, stop):
             for to, t in zip(twin.chunks[-1].tensors(here), c.tensors(there), strict=True):
                 if to is not None and t is not None:
                     to.copy_(expanded(t))
-        with ordinary_tensors():
-            for name in ("index", "mean", "pages", "rows_read"):
-                setattr(twin, name, map_tensors(getattr(self, name), lambda t: expanded(t).clone()))
         return twin
 
     def crop(self, n: int) -> None:

@@ -346,6 +346,11 @@ class Slots(Store):
         """A row as a later step will read it: x (...,D), rounded as the form of rows rounds it."""
         return self.row_format.decode(self.row_format.encode(x), compute_dtype(self.dtype))
 
+    @property
+    def has_even_rows(self) -> bool:
+        """Whether all rows have seen equally many tokens, and keep equally many of them."""
+        return super().has_even_rows and len(set(self.filled)) == 1
+
     def history(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The kept keys and values of these rows, which all have one number of them: (b,H,m,D) twice; not counted."""
         self.move_fixed()
@@ -363,6 +368,13 @@ class Slots(Store):
             pages = (PageBounds.nbytes(n, self.pages.page, self.shape.D, self.dtype) for n in self.filled)
             total += self.shape.H * sum(pages)
         return total
+
+    def fork(self) -> Slots:
+        """An independent copy: every tensor, every list of numbers, and the positions of the tokens."""
+        clone = super().fork()
+        assert isinstance(clone, Slots)
+        clone.places = self.places.select(range(self.shape.B))
+        return clone
 
     def select(self, index: Tensor) -> None:
         """Replace the batch by its rows index (B',): reorders, repeats and drops rows in one step."""
