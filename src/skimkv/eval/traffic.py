@@ -19,23 +19,38 @@ from ..hf.sliding_layer import SlidingLayer
 from ..hf.states import state_tensors
 from ..methods import Dense
 from ..methods.base import Method, Traffic
+from ..methods.slots import SlotMethod
 from ..stores.base import Shape, Store
+from ..stores.slots import Slots
 
 Observed = tuple[tuple[str, int], ...]  # what `Store.observed` gives of one row
+
+
+def method_in(method: Method, store: Store, row: int) -> Method:
+    """The method whose closed form tells a step of this row: a share of the prompt is tokens there (`as_in`)."""
+    return method.as_in(store, row) if isinstance(method, SlotMethod) and isinstance(store, Slots) else method
 
 
 def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) -> Traffic:
     """The traffic of one decode step of the whole batch over these layers' stores.
 
+    Rows of different lengths are added one by one, so that what they share, as LowRank's projection, counts in each.
     steps_ago: 0 for the next step, 1 for the last one that was taken.
     """
-    layers = []
+    parts = []
     for store in stores:
-        observed = store.observed()
+        observed, lengths, shape = store.observed(), store.lengths, store.shape
         if not steps_ago:  # what the last append wrote says nothing of the next one
             observed.pop("accepted_rows", None)
-        layers.append(method.traffic(max(store.lengths) - steps_ago, store.shape, store.dtype, **observed))
-    return Traffic(*(sum(getattr(x, name) for x in layers) for name in ("elements", "bytes", "paper")))
+        are_alike = store.has_even_rows and (not isinstance(store, Slots) or len(set(store.budget)) == 1)
+        if are_alike or "accepted_rows" in observed:  # which is known of the whole batch only
+            own = method_in(method, store, 0)
+            parts.append(own.traffic(max(lengths) - steps_ago, shape, store.dtype, **observed))
+            continue
+        for row, n in enumerate(lengths):
+            own, of_row = method_in(method, store, row), store.observed(row)
+            parts.append(own.traffic(n - steps_ago, shape._replace(B=1), store.dtype, **of_row))
+    return Traffic(*(sum(getattr(x, name) for x in parts) for name in ("elements", "bytes", "paper")))
 
 
 class SlidingCost(NamedTuple):
@@ -67,11 +82,15 @@ def state_traffic(cache: Cache) -> Traffic:
 def cache_traffic(cache: Cache, steps_ago: int = 0) -> Traffic:
     """The traffic of one decode step of the whole batch over all layers, the library's own included.
 
+    Rows of different lengths count as of step_traffic, in the library's layers too.
     steps_ago: as of step_traffic.
     """
     own = step_traffic(cache.method, cache.stores, steps_ago)
-    n = max((length for store in cache.stores for length in store.lengths), default=0) - steps_ago
-    sliding = [Dense().traffic(min(n, layer.rows), layer.shape, layer.dtype) for layer in sliding_layers(cache)]
+    sliding = []
+    for layer in sliding_layers(cache):
+        lengths = cache.stores[0].lengths if cache.stores else [steps_ago] * layer.shape.B
+        for n in lengths:
+            sliding.append(Dense().traffic(min(n - steps_ago, layer.rows), layer.shape._replace(B=1), layer.dtype))
     parts = [own, *sliding, state_traffic(cache)]
     return Traffic(*(sum(getattr(x, name) for x in parts) for name in ("elements", "bytes", "paper")))
 
@@ -110,23 +129,25 @@ class RowCosts:
         elements, data = states.elements // B, states.bytes // B
         self._states = Cost(elements, data, elements, elements, data)
         self._depends_on_data = depends_on_data(cache)
-        self._known: dict[int, Cost] = {}  # by the number of cached tokens, where nothing else matters
+        # where data do not matter: by the number of cached tokens and the budgets, which may be shares of prompts
+        self._known: dict[tuple[int, ...], Cost] = {}
 
     def step(self, row: int, steps_later: int = 0) -> Cost:
         """The cost of the last step that was taken in this row, or of the one before which `steps_later` were taken."""
         n = self._stores[0].lengths[row] - 1 - steps_later if self._stores else 0
-        if n in self._known:
-            return self._known[n]
-        layers: Counter[tuple[Shape, torch.dtype, Observed]] = Counter()  # most layers are alike
+        known = n, *(store.budget[row] for store in self._stores if isinstance(store, Slots))
+        if known in self._known:
+            return self._known[known]
+        layers: Counter[tuple[Method, Shape, torch.dtype, Observed]] = Counter()  # most layers are alike
         for store in self._stores:
             observed = tuple(store.observed(row).items())
-            layers[store.shape._replace(B=1), store.dtype, observed] += 1
+            layers[method_in(self._method, store, row), store.shape._replace(B=1), store.dtype, observed] += 1
         cost = Cost()
-        for layer, times in layers.items():
-            cost = cost.plus(_layer_cost(self._method, n, *layer), times)
+        for (method, *layer), times in layers.items():
+            cost = cost.plus(_layer_cost(method, n, *layer), times)
         cost = cost.plus(self._library_cost(n))
         if not self._depends_on_data:
-            self._known[n] = cost
+            self._known[known] = cost
         return cost
 
     def library_layers(self, row: int, steps: int) -> Cost:

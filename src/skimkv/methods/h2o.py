@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from .. import ops
 from ..ops import KernelStep, SoftmaxOptions, Token
@@ -66,6 +66,10 @@ class H2O(ChoosingMethod):
             return default if self.local is None else int(self.local)
         share = 0.5 if self.local is None else self.local / self.k
         return min(budget, math.ceil(round(share * budget, 6)))
+
+    def in_tokens(self, budget: int) -> Self:
+        """The method with both k and local in tokens."""
+        return replace(self, k=budget, local=self.recent(budget))
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Slots:
         """An empty store of scored slots; `take` sets their number."""
@@ -142,8 +146,9 @@ class H2O(ChoosingMethod):
         return torch.isin(pos, torch.tensor(order.kept(seen), dtype=pos.dtype, device=pos.device))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
-        """Count 2kD + 2D elements and the scores. For a fractional budget, n is also taken as the length of the
-        prompt.
+        """Count 2kD + 2D elements and the scores.
+
+        For a fractional budget, n is also taken as the length of the prompt; `as_in` gives the method after it.
         """
         k, D = self.budget(n), shape.D
         kept = min(k, n)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from ..ops import KernelStep, SoftmaxOptions, Token
 from ..ops.blocks import attend_rows
@@ -47,6 +47,17 @@ class SlotMethod(Method[Slots]):
         """How a store finds the budget of a row where k is a share of the prompt; None where k counts tokens."""
         return self.budget if isinstance(self.k, float) else None
 
+    def as_in(self, store: Slots, row: int = 0) -> Self:
+        """The method with k in tokens, as a row of a store has decided it: its `traffic` holds after the prompt too.
+
+        It is this method itself where k counts tokens, and where the store grows: then `Store.observed` tells more.
+        """
+        return self.in_tokens(store.budget[row]) if isinstance(self.k, float) and not store.grows else self
+
+    def in_tokens(self, budget: int) -> Self:
+        """The method that decodes as this one does with a budget of so many tokens, where k is a share."""
+        return replace(self, k=budget)
+
     def slots(self, prompt: int) -> int:
         """How many tokens the store keeps of a prompt of this length."""
         return self.budget(prompt)
@@ -65,7 +76,8 @@ class SlotMethod(Method[Slots]):
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements for k slots, of which min(k, n) are in use.
 
-        Where k is a share, n is also taken as the length of the prompt; so it is in `bound`.
+        Where k is a share, n is also taken as the length of the prompt; so it is in `bound`. After more tokens, ask the
+        method that `as_in` gives.
         """
         slots = self.slots(n)
         rows = self.row_format(shape.D).traffic(2 * min(slots, n) + 2, dtype)
