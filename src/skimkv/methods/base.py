@@ -241,8 +241,11 @@ class Method(abc.ABC, Generic[S]):
 
     @property
     def counts_in_cache(self) -> bool:
-        """Whether positions are counted in the cache, which needs the model's rotation, and not in the text."""
-        return False
+        """Whether positions are counted in the cache, which needs the model's rotation, and not in the text.
+
+        So it is where a text of any length uses a bounded number of positions; a budget without a bound must say it.
+        """
+        return self.positions_used(2**24) < 2**24
 
     @classmethod
     @functools.cache
