@@ -65,7 +65,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt $(NATIVE) $(MODULES)
 CXX      ?= g++
 RUNTIMES  = $(foreach name,asan ubsan,$(shell $(CXX) -print-file-name=lib$(name).so))
 SANITIZED = $(addprefix tests/ops/test_,ops.py int4_scan.py skim_kernels.py quest_kernels.py tova_kernels.py paged.py \
-                quantised_rows_kernels.py bad_calls.py steps.py linear.py prepared_products.py key_scores.py prompt_attention.py layers.py)
+                quantised_rows_kernels.py bad_calls.py steps.py linear.py prepared_products.py key_scores.py prompt_attention.py layers.py decoder.py)
 sanitize: $(VENV)/.dev
 	$(BIN)/cmake -G Ninja -S . -B build/sanitize -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DSKIMKV_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
