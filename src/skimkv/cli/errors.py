@@ -72,6 +72,7 @@ def _noted_interrupts(interrupts: list[int]) -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: Any) -> None:
+        """Note the signal, and do what Python does with it."""
         interrupts.append(number)
         signal.default_int_handler(number, frame)
 

@@ -20,6 +20,8 @@ MAX_HEAD_SIZE = 576  # SKIMKV_MAX_HEAD of skimkv.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TYPES = {number: dtype for dtype, number in DTYPES.items()}
 
+# Of the operations of layers: the operation, its steps of attention and what calls back; tokens and threads.
+_LAYERS, _THREADS = (c_void_p, c_void_p, c_int64, CAttend, c_void_p), (c_int64, c_int, c_void_p)
 # What the functions return, and what they take. A text that is returned says what is wrong; None, that nothing is.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "skimkv_isa": (c_char_p,),
@@ -39,28 +41,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "skimkv_matrix_expand": (c_char_p, c_void_p, c_void_p, c_int, c_void_p),
     "skimkv_rms_norm_run": (c_char_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p),
     "skimkv_argmax": (c_int64, c_void_p, c_int, c_int64),
-    "skimkv_layers_run_parts": (
-        c_char_p,
-        c_void_p,
-        c_void_p,
-        c_int64,
-        CAttend,
-        *[c_void_p] * 5,
-        c_int64,
-        c_int,
-        c_void_p,
-    ),
-    "skimkv_decoder_run": (
-        c_char_p,
-        c_void_p,
-        c_void_p,
-        c_int64,
-        CAttend,
-        *[c_void_p] * 7,
-        c_int64,
-        c_int,
-        c_void_p,
-    ),
+    "skimkv_layers_run_parts": (c_char_p, *_LAYERS, *[c_void_p] * 4, *_THREADS),
+    "skimkv_decoder_run": (c_char_p, *_LAYERS, *[c_void_p] * 6, *_THREADS),
 }
 
 
