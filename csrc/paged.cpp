@@ -208,8 +208,10 @@ void code_open_groups(const Kernels *kernels, const skimkv_paged *p, const Row *
 // Runs rows from .. to-1, whose scratch memory is `work`, on all threads at once.
 void run_rows(const Kernels *kernels, Row *rows, int from, int to, char *work, int threads, skimkv_parallel parallel) {
     char *at = work;
-    for (int b = from; b < to; at += rows[b++].work_bytes)
+    for (int b = from; b < to; at += rows[b++].work_bytes) {
         std::memset(at, 0, 64 + sizeof(int) * (size_t)rows[b].cache.H);
+        if (rows[b].op.method == SKIMKV_SKIM) std::memset(rows[b].op.rows_read, 0, sizeof(int64_t) * 2);
+    }
     skimkv::on_every_thread(threads, parallel, [&](int thread) {
         char *mine = work;
         for (int b = from; b < to; mine += rows[b++].work_bytes) kernels->attention(&rows[b].op, mine, thread, threads);

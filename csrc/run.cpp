@@ -23,9 +23,11 @@ constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not 
 constexpr char NO_MEMORY[] = "no memory for the kernels' scratch space";
 
 // Scratch memory of the calling thread for a step on these threads; NULL if there is none. If fewer threads than
-// asked for took part in the last step, its counters are not zero: they are cleared every time.
+// asked for took part in the last step, its counters are not zero: they are cleared every time, as is what the kernels
+// count.
 void *work_of(const Kernels *kernels, const skimkv_op *op, int threads) {
     void *work = scratch.get(kernels->attention_scratch_bytes(op, threads));
+    if (op->method == SKIMKV_SKIM) std::memset(op->rows_read, 0, sizeof(int64_t) * 2 * (size_t)op->cache->B);
     if (work) std::memset(work, 0, 64 + sizeof(int) * (size_t)op->cache->B * (size_t)op->cache->H);
     return work;
 }

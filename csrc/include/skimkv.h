@@ -85,7 +85,7 @@ typedef struct skimkv_cache {
     int32_t dtype, channels, n_chunks;
     const skimkv_chunk *chunks; /* ascending and without gaps from position 0 */
     const int64_t *lengths;     /* B */
-    const void *tail;           /* [b,h,c,256] in dtype, for a quantised index */
+    const void *tail;           /* [b,h,c,256] in dtype: a quantised index's open group; with means only the first */
     const float *mean;          /* [b,h,d] the running mean of V, or NULL */
     const float *projection;    /* [h,d,R] contiguous, for SKIMKV_LOWRANK */
     int64_t t_b, t_h, t_r, m_b, m_h;
@@ -154,7 +154,9 @@ typedef struct skimkv_op {
     int32_t *pos;
     int64_t c_b, c_h; /* of score and pos */
     const int64_t *now, *recent;
-    int64_t *rows_read; /* Skim adds to it: [b,2] rows of K and of V that were read, without the current token's */
+    /* Skim: [b,2] rows of K and of V that were read, without the current token's. skimkv_share adds to them; the
+     * functions that take a whole step set them. */
+    int64_t *rows_read;
     /* Attention sinks: a logit of every query head that joins the sum of each of its softmaxes, and has no value. It is
      * neither scaled nor capped; -INFINITY is no sink, and any other number is finite. */
     const float *sinks;        /* [h,g] contiguous, or NULL */

@@ -74,8 +74,8 @@ def test_streams_have_scratch_memory_of_their_own(monkeypatch):
 
 
 def test_a_head_size_above_256_is_for_the_reference_unless_the_backend_was_asked_for(monkeypatch):
-    key = (None, "cuda")
-    monkeypatch.setattr(backends, "_chosen", {key: GpuBackend(), ("gpu", "cuda"): GpuBackend()})
+    key, forced = (None, torch.device("cuda")), ("gpu", torch.device("cuda"))
+    monkeypatch.setattr(backends, "_chosen", {key: GpuBackend(), forced: GpuBackend()})
     monkeypatch.setattr(backends, "_forced_for_process", None)
     backends._warn_of_head_size.cache_clear()
     cuda = torch.device("cuda")
@@ -83,7 +83,7 @@ def test_a_head_size_above_256_is_for_the_reference_unless_the_backend_was_asked
     with pytest.warns(UserWarning, match="heads of size 512 .* backend 'gpu' take head sizes up to 256"):
         assert backends.backend_for(cuda, 512) is None
     with ops.backend("gpu"):
-        assert backends.backend_for(cuda, 512) is backends._chosen["gpu", "cuda"]
+        assert backends.backend_for(cuda, 512) is backends._chosen[forced]
 
 
 @pytest.mark.slow

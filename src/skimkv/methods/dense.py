@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -33,7 +33,7 @@ class Dense(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep:
         """The kernel of the same step."""
-        return KernelStep("dense")
+        return kernel_step("dense")
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2ND + 2D elements (SparQ eq. 3)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import attend_rows, choose_positions
 from ..stores.base import Shape, compute_dtype
 from ..stores.channel_index import IndexFormat
@@ -59,7 +59,7 @@ class LowRank(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep:
         """The kernel of the same step."""
-        return KernelStep("low_rank", k=self.k)
+        return kernel_step("low_rank", k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count Nr + 2kD + 2D elements, the write of K P (r), and P itself (Dr per KV head)."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import apply_softcap, attend_rows, softmax_with_sinks
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -63,7 +63,7 @@ class Quest(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep:
         """The kernel of the same step."""
-        return KernelStep("quest", k=self.k // self.page - 1)
+        return kernel_step("quest", k=self.k // self.page - 1)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2D elements of every closed page, the rows of the pages that are read, and the bounds that an append

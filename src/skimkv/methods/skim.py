@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import apply_softcap, softmax_with_sinks, take
 from ..ops.hashing import hash_words
 from ..stores.base import Shape, compute_dtype
@@ -133,7 +133,7 @@ class Skim(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep | None:
         """The kernel of the same step; with `error` there is none."""
-        return None if self.error is not None else KernelStep("skim", r=self.channels(store.shape.D), k=self.k)
+        return None if self.error is not None else kernel_step("skim", r=self.channels(store.shape.D), k=self.k)
 
     def traffic(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import attend_rows
 from ..stores.base import Shape, compute_dtype
 from ..stores.slots import Slots
@@ -71,7 +71,7 @@ class SlotMethod(Method[Slots]):
 
     def kernel(self, store: Slots) -> KernelStep | None:
         """The kernel of the same step."""
-        return KernelStep("ring_slots")
+        return kernel_step("ring_slots")
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count 2kD + 2D elements for k slots, of which min(k, n) are in use.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import apply_softcap, attend_rows, choose_positions, softmax_with_sinks, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.channel_index import IndexFormat
@@ -93,7 +93,7 @@ class SparQ(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep:
         """The kernel of the same step."""
-        return KernelStep("sparq", self.r, self.k, self._local(), self.temperature, self._uses_mean(store.shape))
+        return kernel_step("sparq", self.r, self.k, self._local(), self.temperature, self._uses_mean(store.shape))
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count Nr + 2kD + 4D elements (eq. 11), as this code moves them.

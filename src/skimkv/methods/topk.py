@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops import KernelStep, SoftmaxOptions, Token
+from ..ops import KernelStep, SoftmaxOptions, Token, kernel_step
 from ..ops.blocks import attend_rows, choose_positions, take
 from ..stores.base import Shape, compute_dtype
 from ..stores.full import Full
@@ -67,7 +67,7 @@ class TopK(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep | None:
         """The kernel of the same step; none gives mass to the mean value."""
-        return None if self.mean_value else KernelStep("oracle" if self.oracle else "top_k", k=self.k)
+        return None if self.mean_value else kernel_step("oracle" if self.oracle else "top_k", k=self.k)
 
     def traffic(self, n: int, shape: Shape, dtype: torch.dtype) -> Traffic:
         """Count ND + kD + 2D elements, for the oracle 2kD + 2D; the mean value adds 2D in float32."""

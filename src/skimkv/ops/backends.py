@@ -23,7 +23,7 @@ BACKENDS = ("ref", "cpu", "gpu")
 FORCED = ("forced by backend()", "SKIMKV_BACKEND")
 forced_backend: ContextVar[str | None] = ContextVar("skimkv_backend", default=None)  # that `backend` set, or None
 _forced_for_process = os.environ.get("SKIMKV_BACKEND")
-_chosen: dict[tuple[str | None, str], Backend | None] = {}
+_chosen: dict[tuple[str | None, torch.device], Backend | None] = {}
 
 
 def named_backend(name: str) -> Backend:
@@ -86,7 +86,7 @@ def backend_for(device: torch.device, head_size: int = 0) -> Backend | None:
     backend or an instruction set that was asked for by name is returned all the same, and its kernels refuse the
     size. Raises ValueError if a backend was asked for by name that is unknown or cannot run here.
     """
-    key = forced_backend.get(), device.type
+    key = forced_backend.get(), device
     if key not in _chosen:
         name, reason = select_backend(device.type)
         if name == "ref" and reason not in FORCED:

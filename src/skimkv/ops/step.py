@@ -6,6 +6,7 @@ which one in a `KernelStep`, and a `Backend` runs it.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -55,6 +56,11 @@ class KernelStep(NamedTuple):
     temperature: str = "coverage"
     mean_value: bool = False
     recent: tuple[int, ...] = ()
+
+
+# A KernelStep that is made once for the same numbers: after a model's weights were read, the code that makes one comes
+# from memory.
+kernel_step = functools.cache(KernelStep)
 
 
 class Backend(Protocol):

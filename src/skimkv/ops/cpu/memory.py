@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +61,17 @@ class Memory(abc.ABC):
         self.op.cache = ctypes.addressof(self.cache)
         self.address = ctypes.addressof(self.op)
         self.described: object = None
-        self.copies = False
+        self.take: Callable[..., bytes | None]  # the function that takes the step; known when it is described
+        self.copies = self.has_sinks = False
+
+    def set_sinks(self, address: int) -> None:
+        """Let the next step have attention sinks, whose memory must stay until it is taken."""
+        self.op.sinks, self.has_sinks = address, True
+
+    def remove_sinks(self) -> None:
+        """Let the next step have no attention sinks."""
+        if self.has_sinks:
+            self.op.sinks, self.has_sinks = None, False
 
     @abc.abstractmethod
     def is_current(self, store: Any) -> bool:
@@ -96,20 +105,28 @@ class StoreMemory(Memory):
         chunks = self._slots(store) if isinstance(store, Slots) else self._full(store)
         self.chunks = (CChunk * len(chunks))(*chunks)
         c.lengths, c.chunks, c.n_chunks = lengths, ctypes.addressof(self.chunks), len(chunks)
-        self.capacity = sum(chunk.cap for chunk in chunks)
+        self.capacity: int = sum(chunk.cap for chunk in chunks)
 
     def is_current(self, store: Full | Slots) -> bool:
         """Whether the store still has the shape and the tensors that this memory points into."""
-        return store.shape is self.shape and all(map(is_, self.places, places_of(store)))
+        was = self.places  # compared one by one: a loop is code that would come from memory at every step
+        if type(store) is Slots:
+            same = store.k is was[0] and store.v is was[1] and store.score is was[2] and store.pos is was[3]
+        else:
+            assert isinstance(store, Full)
+            same = store.chunks is was[0] and store.index is was[1] and store.mean is was[2]
+            same = same and store.rows_read is was[3] and store.pages is was[4]
+        return same and store.shape is self.shape
 
     def place(self, store: Full | Slots, recent: Sequence[int], more: int) -> bool:
         """Set lengths, and of slots all that a step needs. Shapes, arguments and errors: as of `Memory`."""
         if type(store) is not Slots:
             lengths = store.lengths
-            if max(lengths) + more > self.capacity:
-                return False
+            if len(lengths) == 1:  # no loops, whose code would come from memory at every step
+                self.numbers[0] = length = lengths[0]
+                return length + more <= self.capacity
             self.numbers[: len(lengths)] = lengths  # type: ignore[assignment]
-            return True
+            return max(lengths) + more <= self.capacity
         if not more:
             raise ValueError("a step over slots needs the current token")
         numbers, slots = slot_numbers(store, recent)

@@ -84,7 +84,9 @@ class CpuBackend:
     def supports(self, step: KernelStep, store: Any) -> bool:
         """Whether there is a kernel for this step of this store."""
         operation = OPERATIONS.get(step.operation)
-        if operation is None or not isinstance(store, operation.stores):
+        if operation is None:
+            return False
+        if type(store) not in operation.stores and not isinstance(store, operation.stores):
             return False
         if not isinstance(store, Blocks):
             return True
@@ -96,7 +98,7 @@ class CpuBackend:
         Shapes and types are checked only if an argument differs from the last step's; numbers and addresses are checked
         at every step. Raises ValueError if anything does not fit.
         """
-        operation, memory = OPERATIONS[step.operation], self._placed(step, store, 0 if token is None else 1)
+        memory = self._placed(step, store, 0 if token is None else 1)
         owns_tokens = type(memory) is StoreMemory
         k, v = token or (q, q)
         scale, softcap, sinks = softmax["scale"], softmax.get("softcap"), softmax.get("sinks")
@@ -115,19 +117,18 @@ class CpuBackend:
             q, token = _with_rows(q, token)
             k, v = token or (q, q)
         if sinks is None:
-            memory.op.sinks = None
+            memory.remove_sinks()
         else:
             if not owns_tokens:
                 raise ValueError("attention sinks are not supported on blocks")
             check_sinks(sinks, store.shape.H, store.shape.G, store.device)
             sinks = sinks.contiguous()  # a name for it, so that the memory lives as long as the step
-            memory.op.sinks = sinks.data_ptr()
-        y = torch.empty(q.shape, dtype=q.dtype, device="cpu")
+            memory.set_sinks(sinks.data_ptr())
+        y = torch.empty_like(q, memory_format=torch.contiguous_format)
         new = (None, None) if token is None else (k.data_ptr(), v.data_ptr())
-        take = operation.step or library.library().skimkv_step
-        library.raise_error(
-            take(memory.address, q.data_ptr(), y.data_ptr(), *new, get_num_threads(), library.thread_pool())
-        )
+        error = memory.take(memory.address, q.data_ptr(), y.data_ptr(), *new, get_num_threads(), library.thread_pool())
+        if error is not None:
+            library.raise_error(error)
         if token is not None and owns_tokens:
             store.advance()
         return y
@@ -147,7 +148,7 @@ class CpuBackend:
             if dtype != store.dtype:
                 raise ValueError(f"queries are {dtype}, and the cache is {store.dtype}")
             memory.described = described
-        memory.op.sinks = None
+        memory.remove_sinks()
         return memory.address
 
     def prepare_next(self, step: KernelStep, store: Any) -> bool:
@@ -155,8 +156,6 @@ class CpuBackend:
         memory = store.view
         if type(memory) is not StoreMemory or type(memory.described) is not Prepared or not memory.is_current(store):
             return False
-        if step.operation == "skim":
-            _clear_rows_read(memory, store)
         return memory.place(store, step.recent, 1)
 
     def runs_in_library(self, step: KernelStep) -> bool:
@@ -177,16 +176,9 @@ class CpuBackend:
         if step.operation == "skim":
             if not store.group_means:
                 raise ValueError("Skim needs a store with the means of its groups, and this one has none")
-            if store.rows_read is None or store.rows_read.shape[0] != store.shape.B:
+            if store.rows_read is None or (type(store) is not Full and store.rows_read.shape[0] != store.shape.B):
                 store.rows_read = torch.zeros(store.shape.B, 2, dtype=torch.int64, device="cpu")
-        memory = placed_memory(store, step.recent, more)
-        if step.operation == "skim":
-            _clear_rows_read(memory, store)
-        return memory
-
-
-def _clear_rows_read(memory: Memory, store: Any) -> None:
-    ctypes.memset(memory.op.rows_read, 0, 16 * store.shape.B)
+        return placed_memory(store, step.recent, more)
 
 
 def _checked(store: Any, q: Tensor, token: Token | None) -> tuple[Tensor, Token | None]:
@@ -231,6 +223,7 @@ def _describe(
     op.use_mean = step.mean_value
     op.q_b, op.q_h, op.q_g, _ = q
     op.y_b, op.y_h, op.y_g = cache.H * cache.G * cache.D, cache.G * cache.D, cache.D
+    memory.take = operation.step or library.library().skimkv_step
     op.keep = OUTSIDE
     if k is not None:
         op.n_b, op.n_h, _ = k
