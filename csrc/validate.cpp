@@ -50,7 +50,8 @@ const char *validate_cache(const skimkv_cache *c) {
         if (c->channels != SKIMKV_NONE && !chunk->index) return "a chunk has no index";
         if (quantised && !chunk->scale) return "a chunk of a quantised index has no scale";
         if (!chunk->means != !c->chunks->means) return "means are of all chunks or of none";
-        if (chunk->means && c->channels != SKIMKV_INT4) return "means are for an index of 4 bits";
+        if (chunk->means && (c->channels != SKIMKV_INT4 || c->projection))
+            return "means are for an index of 4 bits, of K itself";
         end += chunk->cap;
     }
     for (int b = 0; b < c->B; b++)

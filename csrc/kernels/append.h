@@ -88,6 +88,10 @@ template <class T> static void transpose(const T *const *x, int64_t n, int R, T 
     }
 }
 
+// Whether the token at position p enters the index as codes at once, by the scale of the group before it, and not the
+// open group of numbers first.
+static inline bool is_coded_at_once(const skimkv_chunk *chunk, int64_t p) { return chunk->means && p >= GROUP; }
+
 // Lets the key of position p widen the bounds of its page; a NaN stays in both.
 template <class T> static void widen_page(const skimkv_cache *c, int64_t b, int64_t h, int64_t p, const T *k) {
     const skimkv_chunk *chunk = chunk_of(c->pages, p / c->page);
@@ -124,13 +128,14 @@ template <class T> static void prefetch_new_row(const skimkv_op *op, int64_t b, 
     const skimkv_chunk *chunk = chunk_of(c->chunks, p);
     if (c->channels != SKIMKV_NONE) {
         const bool copy = c->channels == SKIMKV_COPY;
+        const bool coded = is_coded_at_once(chunk, p);
         const T *index = copy ? (const T *)chunk->index + b * chunk->x_b + h * chunk->x_h + p - chunk->start
                               : (const T *)c->tail + b * c->t_b + h * c->t_h + p % GROUP;
-        for (int i = 0; i < c->R; i++) prefetch_to_write(index + i * (copy ? chunk->x_r : c->t_r));
+        for (int i = 0; i < c->R && !coded; i++) prefetch_to_write(index + i * (copy ? chunk->x_r : c->t_r));
         const char *codes =
             (const char *)chunk->index + b * chunk->x_b + h * chunk->x_h + (p - chunk->start) / 128 * 64;
-        for (int i = 0; i < c->R && chunk->means; i++) prefetch_to_write(codes + i * chunk->x_r);
-        if (chunk->means && p >= GROUP) {  // the scale of the group before
+        for (int i = 0; i < c->R && coded; i++) prefetch_to_write(codes + i * chunk->x_r);
+        if (coded) {  // the scale of the group before
             const skimkv_chunk *before = chunk_of(c->chunks, p / GROUP * GROUP - 1);
             const float *scale = before->scale + b * before->s_b + h * before->s_h +
                                  (p / GROUP - 1 - before->start / GROUP) * before->s_g;
@@ -142,6 +147,22 @@ template <class T> static void prefetch_new_row(const skimkv_op *op, int64_t b, 
     for (int64_t i = 0; i < row_bytes(c); i += 64) {
         prefetch_to_write(cached_row<T>(c, chunk, false, b, h, p) + i);
         prefetch_to_write(cached_row<T>(c, chunk, true, b, h, p) + i);
+    }
+}
+
+// Writes the keys of the group that begins at position `start` to `to`, which holds 256 tokens of each of R channels.
+template <class T>
+static void collect_group(const skimkv_cache *c, const skimkv_chunk *chunk, int64_t b, int64_t h, int64_t start,
+                          T *to) {
+    for (int64_t from = 0; from < GROUP; from += APPENDED_AT_ONCE) {
+        const T *rows[APPENDED_AT_ONCE];
+        T decoded[APPENDED_AT_ONCE][SKIMKV_MAX_HEAD];
+        for (int64_t i = 0; i < APPENDED_AT_ONCE; i++) {
+            const char *row = cached_row<T>(c, chunk, false, b, h, start + from + i);
+            rows[i] = c->bits ? decoded[i] : (const T *)row;
+            if (c->bits) read_back_row((const uint8_t *)row, c->D, c->bits, decoded[i]);
+        }
+        transpose(rows, APPENDED_AT_ONCE, c->R, to + from, c->t_r);
     }
 }
 
@@ -192,14 +213,16 @@ template <class T> static void append_unit(const skimkv_tokens *a, int64_t b, in
         }
         if (quantised) {
             T *tail = (T *)c->tail + b * c->t_b + h * c->t_h;
-            transpose(rows, stop - p, R, tail + p % GROUP, c->t_r);
+            const bool coded = is_coded_at_once(chunk, p);
+            if (!coded) transpose(rows, stop - p, R, tail + p % GROUP, c->t_r);
             if (stop % GROUP == 0) {
                 const int64_t at = stop - GROUP - chunk->start;
+                if (coded) collect_group(c, chunk, b, h, stop - GROUP, tail);
                 uint8_t *codes = (uint8_t *)chunk->index + b * chunk->x_b + h * chunk->x_h + at * bits / 8;
                 float *scale = (float *)chunk->scale + b * chunk->s_b + h * chunk->s_h + at / GROUP * chunk->s_g;
                 quantise_group(tail, c->t_r, R, bits, codes, chunk->x_r, scale, chunk->s_r, chunk->s_z);
                 if (chunk->means) average_group(tail, c->t_r, R, group_means<T>(chunk, b, h, at / GROUP));
-            } else if (chunk->means && p >= GROUP) {
+            } else if (coded) {
                 code_open_rows(c, b, h, p, stop - p, rows);
             }
         } else if (c->channels == SKIMKV_COPY) {

@@ -23,7 +23,8 @@ class IndexFormat(NamedTuple):
 
     kind: "copy" keeps them in the type of the cache. "int8" and "int4" quantise groups of GROUP tokens; the open group
     stays in full precision. group_means: keep the mean of every channel over every closed group too, in the type of the
-    cache, and code the open group by the scale of the group before it, so that a step reads the open group's codes.
+    cache, and code the open group by the scale of the group before it, so that a step reads the open group's codes;
+    only the first group, before which there is none, stays in full precision while it is open.
     """
 
     kind: str
@@ -35,9 +36,13 @@ class IndexFormat(NamedTuple):
         """The bits of a code; None if the index is not quantised."""
         return BITS.get(self.kind)
 
+    def coded_at_once(self, position: int) -> bool:
+        """Whether a token at this position enters the index as codes, before its group is closed."""
+        return self.group_means and position >= GROUP
+
     def coded(self, n: int) -> int:
         """How many of n tokens a step reads as codes, in a quantised index."""
-        return n if self.group_means and n >= GROUP else n // GROUP * GROUP
+        return n if self.coded_at_once(n) else n // GROUP * GROUP
 
     def read(self, n: int, r: int, dtype: torch.dtype) -> Amounts:
         """What a step reads of r channels with n cached tokens besides the current one."""
@@ -53,7 +58,7 @@ class IndexFormat(NamedTuple):
 
     def append(self, n: int, dtype: torch.dtype) -> Amounts:
         """What it moves to append a token to n others: every GROUP tokens a group is read, quantised and written."""
-        amounts: Amounts = [(self.R, dtype.itemsize)]
+        amounts: Amounts = [] if self.coded_at_once(n) else [(self.R, dtype.itemsize)]
         if self.bits and (n + 1) % GROUP == 0:
             amounts += [(GROUP * self.R, dtype.itemsize), (GROUP * self.R * self.bits // 8, 1), (2 * self.R, 4)]
             amounts += [(self.R, dtype.itemsize)] * self.group_means
@@ -65,17 +70,18 @@ class IndexFormat(NamedTuple):
         """The live bytes of n tokens."""
         if self.bits is None:
             return n * self.R * dtype.itemsize
-        groups, opened = divmod(n, GROUP)
-        codes = groups * GROUP * self.bits // 8 + (self.coded(n) - groups * GROUP) * self.bits // 8
-        numbers = opened + (groups if self.group_means else 0)
+        groups, coded = n // GROUP, self.coded(n)
+        codes = groups * GROUP * self.bits // 8 + (coded - groups * GROUP) * self.bits // 8
+        numbers = n - coded + (groups if self.group_means else 0)
         return self.R * (codes + 8 * groups + numbers * dtype.itemsize)
 
     def bound(self, n: int, dtype: torch.dtype) -> int:
         """The most bytes that up to n tokens occupy: a quantised index may have an open group besides its codes."""
         if self.bits is None:
             return self.nbytes(n, dtype)
-        groups = n // GROUP * (8 + (dtype.itemsize if self.group_means else 0))
-        return -(-n * self.R * self.bits // 8) + self.R * (groups + GROUP * dtype.itemsize)
+        if self.group_means:
+            return max(self.nbytes(n, dtype), self.nbytes(min(n, GROUP - 1), dtype))
+        return -(-n * self.R * self.bits // 8) + self.R * (n // GROUP * 8 + GROUP * dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +89,7 @@ class ChannelIndex(Part):
     """An index of the keys of a store, in the memory of its chunks, and its open group.
 
     dtype: of the cache. projection (H,D,R): the index is of K @ projection instead of K. tail (B,H,R,GROUP): the open
-    group of a quantised index, in full precision.
+    group of a quantised index, in full precision; with means of groups the first group only.
     """
 
     form: IndexFormat
@@ -108,29 +114,42 @@ class ChannelIndex(Part):
         if bits is None:
             return empty((B, H, R, cap), self.dtype, device), None, None
         if self.form.group_means:
-            means = torch.zeros(B, H, cap // GROUP, R, dtype=self.dtype, device=device)
+            means = empty((B, H, cap // GROUP, R), self.dtype, device)
         # in memory a channel's scales lie together: a step reads those of the chosen channels only
-        scale = torch.empty(B, H, R, 2, cap // GROUP, dtype=torch.float32, device=device).permute(0, 1, 4, 3, 2)
+        scale = empty((B, H, R, 2, cap // GROUP), torch.float32, device).permute(0, 1, 4, 3, 2)
         return empty((B, H, R, cap * bits // 8), torch.uint8, device), scale, means
 
+    def keys_before(self, start: int, n: int) -> int:
+        """How many of the keys before position `start` have to be given to `append` together with n keys."""
+        opened = start % GROUP
+        return opened if self.form.coded_at_once(start) and opened + n >= GROUP else 0
+
     def append(self, chunks: Sequence[Chunk], rows: slice, start: int, k: Tensor, count: Count) -> None:
-        """Take keys k (b,H,n,D), at positions start .. start+n-1 of these rows; `count` what it reads and writes."""
+        """Take n keys, at positions start .. start+n-1 of these rows; `count` what it reads and writes.
+
+        k (b,H,m,D): the last `keys_before` keys before them, and then these.
+        """
         projected = k if self.projection is None else (k.to(self.projection.dtype) @ self.projection).to(k.dtype)
-        x = projected.transpose(-1, -2)  # (b,H,R,n)
-        n, bits, size = x.shape[-1], self.form.bits, self.dtype.itemsize
-        count(x.numel(), size)
+        x = projected.transpose(-1, -2)  # (b,H,R,m)
+        bits, size, opened = self.form.bits, self.dtype.itemsize, start % GROUP
         if self.tail is None or bits is None:
-            for chunk, there, here in spans(chunks, start, start + n):
+            count(x.numel(), size)
+            for chunk, there, here in spans(chunks, start, start + x.shape[-1]):
                 assert chunk.index is not None
                 chunk.index[rows, :, :, there] = x[..., here]
             return
-        tail, opened = self.tail[rows], start % GROUP
-        if opened + n < GROUP:
-            tail[..., opened : opened + n] = x
-            count(self._code_open_group(chunks, rows, start - opened, opened, opened + n), bits / 8)
+        tail, coded_at_once = self.tail[rows], self.form.coded_at_once(start)
+        if not coded_at_once:
+            count(x[..., : GROUP - start if self.form.group_means else None].numel(), size)
+        if opened + x.shape[-1] < GROUP:
+            if coded_at_once:
+                count(self._code_open_group(chunks, rows, start - opened, opened, x), bits / 8)
+            else:
+                tail[..., opened : opened + x.shape[-1]] = x
             return
-        x = torch.cat([tail[..., :opened], x], -1)
-        start, closed = start - opened, (opened + n) // GROUP * GROUP
+        if not coded_at_once:
+            x = torch.cat([tail[..., :opened], x], -1)
+        start, closed = start - opened, x.shape[-1] // GROUP * GROUP
         codes, scale = quantise_channels(x[..., :closed], bits)
         for chunk, there, here in spans(chunks, start, start + closed):
             assert chunk.index is not None and chunk.scale is not None
@@ -141,27 +160,27 @@ class ChannelIndex(Part):
             if chunk.means is not None:
                 means = x[..., :closed].float().unflatten(-1, (-1, GROUP)).mean(-1).transpose(-1, -2)
                 chunk.means[rows, :, to] = means[:, :, of].to(self.dtype)
-        tail[..., : x.shape[-1] - closed] = x[..., closed:]
+        if not self.form.group_means:
+            tail[..., : x.shape[-1] - closed] = x[..., closed:]
         count(x[..., :closed].numel(), size)
         count(codes.numel(), 1)
         count(scale.numel(), 4)
         if self.form.group_means:
             count(scale.numel() // 2, size)
-        count(self._code_open_group(chunks, rows, start + closed, 0, x.shape[-1] - closed), bits / 8)
+            count(self._code_open_group(chunks, rows, start + closed, 0, x[..., closed:]), bits / 8)
 
-    def _code_open_group(self, chunks: Sequence[Chunk], rows: slice, start: int, coded: int, n: int) -> int:
-        """Code the open group, the n tokens from `start` on, by the scale of the group before it.
+    def _code_open_group(self, chunks: Sequence[Chunk], rows: slice, start: int, coded: int, x: Tensor) -> int:
+        """Code keys of the open group, which begins at `start`, by the scale of the group before it.
 
-        Its first `coded` tokens have their codes; in the first group there is no scale, and it stays in the tail.
-        Returns how many numbers got a code.
+        Its first `coded` tokens have their codes, and x (b,H,R,n) are those that follow. Returns how many numbers got a
+        code.
         """
-        if not self.form.group_means or start == 0 or n == coded:
+        if not x.numel():
             return 0
-        assert self.tail is not None and self.form.bits is not None
+        assert self.form.bits is not None
         before, here = (next(spans(chunks, a, a + GROUP)) for a in (start - GROUP, start))
         assert before[0].scale is not None and here[0].index is not None
         group = before[1].start // GROUP
-        x = self.tail[rows][..., coded:n]  # (b,H,R,n-coded)
         step, low = before[0].scale[rows, :, group, :, :, None].unbind(2)  # (b,H,R,1) each
         codes = encode_channels(x.float(), step, low, self.form.bits)
         put_codes(here[0].index[rows], here[1].start + coded, codes, self.form.bits)
@@ -169,10 +188,13 @@ class ChannelIndex(Part):
 
     def reopen(self, chunks: Sequence[Chunk], row: slice, n: int, k: Tensor) -> None:
         """Forget all but the first n tokens of a row; the group that is open again has the keys k (1,H,m,D)."""
-        if self.tail is not None:
-            m = k.shape[2]
-            self.tail[row, ..., :m] = k.transpose(-1, -2)
-            self._code_open_group(chunks, row, n - m, 0, m)
+        if self.tail is None:
+            return
+        x = k.transpose(-1, -2)
+        if self.form.coded_at_once(n):
+            self._code_open_group(chunks, row, n - x.shape[-1], 0, x)
+        else:
+            self.tail[row, ..., : x.shape[-1]] = x
 
     def read(self, chunks: Sequence[Chunk], index: Tensor, lengths: Sequence[int], count: Count) -> Tensor:
         """Read these channels of all tokens: index (B,H,r) -> (B,H,r,N); beyond a row's tokens stands anything."""

@@ -67,7 +67,7 @@ class Full(Store):
 
     @property
     def tail(self) -> Tensor | None:
-        """The open group of a quantised index (B,H,R,GROUP), in the type of the cache."""
+        """The open group of a quantised index (B,H,R,GROUP), in the type of the cache: see `ChannelIndex`."""
         return None if self.index is None else self.index.tail
 
     @property
@@ -117,7 +117,11 @@ class Full(Store):
     def _append_to_parts(self, rows: slice, start: int, k: Tensor, v: Tensor) -> None:
         """Bring rows that are stored from position `start` on into the index, the bounds of pages and the mean."""
         if self.index is not None:
-            self.index.append(self.chunks, rows, start, self.row_format.decode(k, self.dtype), self.count)
+            if before := self.index.keys_before(start, k.shape[2]):
+                opened = torch.cat([self._stored("k", rows, start - before, start), k], 2)
+            else:
+                opened = k
+            self.index.append(self.chunks, rows, start, self.row_format.decode(opened, self.dtype), self.count)
         if self.pages is not None:
             numbers = self.pages.append(rows, start, self.row_format.decode(k, self.dtype))
             self.count(numbers, self.dtype.itemsize)

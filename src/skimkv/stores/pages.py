@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Part, Shape
-from .memory import ordinary_tensors
+from .memory import empty
 
 
 class PageBounds(Part):
@@ -51,9 +51,8 @@ class PageBounds(Part):
         """Make room for this number of pages."""
         have = sum(piece.shape[2] for piece in self.bounds)
         if pages > have:
-            B, H, _, _, D = self.bounds[0].shape
-            with ordinary_tensors():
-                self.bounds.append(self.bounds[0].new_zeros(B, H, max(pages - have, have // 8), 2, D))
+            B, H, _, _, D = (like := self.bounds[0]).shape
+            self.bounds.append(empty((B, H, max(pages - have, have // 8), 2, D), like.dtype, like.device))
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """The pieces that hold pages first .. last-1: (piece, pages in it, pages counted from first)."""
