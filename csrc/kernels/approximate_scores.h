@@ -127,6 +127,10 @@ static void project_query(const skimkv_op *op, Unit &u) {
 // scores of a span stay in the L2 cache.
 constexpr int SPAN_TILES = 256;
 
+// Skim takes so few tiles of a span through all channels before the next ones. Their scores stay in the L1 cache, and
+// the tiles of one block are finished between reads of the next one, so that memory does not wait for that arithmetic.
+constexpr int SKIM_BLOCK_TILES = 4;
+
 // Spans of so few tiles, as a block of a serving engine has, prefetch a whole tile ahead at least: then their last tile
 // prefetches what follows the span. A longer one gains nothing by that.
 constexpr int SHORT_SPAN_TILES = 16;
@@ -268,19 +272,15 @@ static void score_pages(const skimkv_op *op, const Unit &u, const Scores &z, con
     score_rows<T, 2 * D_>(&of_pages, u, u.masked_query, z, sums, t0, t1);
 }
 
-// Adds the unit's channels c0 .. c0+nc-1 to the scores of tile t of a chunk. p are these channels of the index, of type
-// E; the same places of `ahead` are prefetched. t0 is the first tile of the span.
+// Adds the unit's channels c0 .. c0+nc-1 to the scores of tile t of a chunk, in floats. p are these channels of the
+// index, of type E; the same places of `ahead` are prefetched.
 template <class E>
 static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const E *const *p,
-                       const E *const *ahead, int64_t c0, int nc, const Scores &z,
-                       [[maybe_unused]] const ByteWeights &weights, int64_t t, [[maybe_unused]] int64_t t0) {
+                       const E *const *ahead, int64_t c0, int nc, const Scores &z, int64_t t) {
     const int G = op->cache->G;
     const int64_t at = t * GROUP - chunk->start;
     float *s = z.s + t * G * GROUP;
-    if constexpr (sums_in_integers<E>) {
-        add_quantised_tile<is_int4<E>>(op, u, (const uint8_t *const *)p, (const uint8_t *const *)ahead, at, weights,
-                                       t - t0, c0, s);
-    } else if constexpr (sizeof(E) == 1) {
+    if constexpr (sizeof(E) == 1) {
         const float *scale = chunk->scale + u.b * chunk->s_b + u.h * chunk->s_h + at / GROUP * chunk->s_g;
         float w[4 * CHANNELS_AT_ONCE], init[4], step[CHANNELS_AT_ONCE], zero[CHANNELS_AT_ONCE];
         for (int i = 0; i < nc; i++) {
@@ -316,12 +316,27 @@ static void score_tile(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
     }
 }
 
-// Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. begin .. end-1 are all tiles of the
-// section that this span belongs to. next: the chunk of tile t1, where the next span begins, or NULL.
+// Adds the unit's channels c0 .. c0+nc-1 to the scores of the tiles t .. end-1 of a chunk. p are these channels of the
+// index, of type E; the same places of `ahead` are prefetched. t0 is the first tile of the span.
+template <class E>
+static void score_tiles(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const E *const *p,
+                        const E *const *ahead, int64_t c0, int nc, const Scores &z,
+                        [[maybe_unused]] const ByteWeights &weights, int64_t t, int64_t end,
+                        [[maybe_unused]] int64_t t0) {
+    if constexpr (sums_in_integers<E>)
+        add_quantised_channels<is_int4<E>>(op, u, (const uint8_t *const *)p, (const uint8_t *const *)ahead,
+                                           t * GROUP - chunk->start, weights, t - t0, end - t, c0,
+                                           z.s + t * op->cache->G * GROUP);
+    else
+        for (; t < end; t++) score_tile<E>(op, u, chunk, p, ahead, c0, nc, z, t);
+}
+
+// Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. Its section has the tiles begin ..
+// end_of_section-1. next: the chunk of tile t1, where the next span begins, or NULL.
 template <class E>
 static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const Scores &z,
                        const ByteWeights &weights, const ExpSums &sums, int64_t t0, int64_t t1, int64_t begin,
-                       int64_t end, const skimkv_chunk *next) {
+                       int64_t end_of_section, const skimkv_chunk *next) {
     const E *index = (const E *)chunk->index + u.b * chunk->x_b + u.h * chunk->x_h;
     if (sizeof(E) == 1)  // prefetch the first codes while the weights are made
         for (int c = 0; c < 2 * CHANNELS_AT_ONCE && c < u.r; c++) {
@@ -329,33 +344,47 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             for (int i = 0; i < 4; i++) prefetch((const char *)from + 64 * i);
         }
     if constexpr (sums_in_integers<E>) make_byte_weights<is_int4<E>>(op, u, chunk, weights, t0, t1);
-    // At the end of a run, the beginning of the next channels' runs is prefetched, after the last channels those of the
-    // next span: a span of a short chunk is over before the processor has noticed that memory is read in order.
-    const int64_t tile = is_int4<E> ? GROUP / 2 : GROUP, run = (t1 - t0) * tile;
+    const int64_t tile = is_int4<E> ? GROUP / 2 : GROUP, sets = (u.r + CHANNELS_AT_ONCE - 1) / CHANNELS_AT_ONCE;
     const int64_t usual = (sums_in_integers<E> ? 4 : 1) * AHEAD_BYTES / (int)sizeof(E);
-    const int64_t distance = min(run, t1 - t0 > SHORT_SPAN_TILES || usual > tile ? usual : tile);
-    const int64_t here = (t0 - chunk->start / GROUP) * tile;
-    const E *there =
-        !next ? nullptr
-              : (const E *)next->index + u.b * next->x_b + u.h * next->x_h + (t1 - next->start / GROUP) * tile;
-    for (int64_t c0 = 0; c0 < u.r; c0 += CHANNELS_AT_ONCE) {
-        const int nc = (int)min(CHANNELS_AT_ONCE, u.r - c0);
-        const E *p[CHANNELS_AT_ONCE], *ahead[CHANNELS_AT_ONCE], *ahead_in_next[CHANNELS_AT_ONCE];
-        for (int i = 0; i < CHANNELS_AT_ONCE; i++) {
-            const int64_t following = c0 + CHANNELS_AT_ONCE + i;
-            p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
-            ahead[i] = p[i] + distance;
-            if (following < u.r) ahead_in_next[i] = index + u.channel[following] * chunk->x_r + distance - run;
-            else if (there && c0 + CHANNELS_AT_ONCE >= u.r && i < u.r)
-                ahead_in_next[i] = there + u.channel[i] * next->x_r - here + distance - run;
-            else ahead_in_next[i] = p[i];
-        }
-        for (int64_t t = t0; t < t1; t++) {
-            const E *const *fetched = (t - t0) * tile + distance < run ? ahead : ahead_in_next;
-            score_tile<E>(op, u, chunk, p, fetched, c0, nc, z, weights, t, t0);
-            if (c0 + CHANNELS_AT_ONCE >= u.r) finish_tile(op, u, z, sums, t, begin, end);
+    const int64_t block = op->method == SKIMKV_SKIM ? SKIM_BLOCK_TILES : t1 - t0;
+    int64_t finished = t0;
+    for (int64_t a = t0; a < t1; a += block) {
+        // At the end of a run, the beginning of the next channels' runs is prefetched, after the last channels that of
+        // the next block's or the next span's: a short run is over before the processor has noticed that memory is
+        // read in order.
+        const int64_t b = min(a + block, t1), run = (b - a) * tile;
+        const int64_t distance = min(run, t1 - t0 > SHORT_SPAN_TILES || usual > tile ? usual : tile);
+        const int64_t turn = b - distance / tile, here = (b - chunk->start / GROUP) * tile;
+        const E *there =
+            !next ? nullptr
+                  : (const E *)next->index + u.b * next->x_b + u.h * next->x_h + (t1 - next->start / GROUP) * tile;
+        for (int64_t set = 0; set < sets; set++) {
+            const int64_t c0 = set * CHANNELS_AT_ONCE;
+            const int nc = (int)min(CHANNELS_AT_ONCE, u.r - c0);
+            const bool last = set + 1 == sets;
+            const E *p[CHANNELS_AT_ONCE], *ahead[CHANNELS_AT_ONCE], *ahead_in_next[CHANNELS_AT_ONCE];
+            for (int i = 0; i < CHANNELS_AT_ONCE; i++) {
+                const int64_t following = last ? i : c0 + CHANNELS_AT_ONCE + i;
+                const E *const channel = index + u.channel[following < u.r ? following : 0] * chunk->x_r;
+                p[i] = index + u.channel[c0 + (i < nc ? i : 0)] * chunk->x_r;
+                ahead[i] = p[i] + distance;
+                if (following >= u.r) ahead_in_next[i] = p[i];
+                else if (!last) ahead_in_next[i] = channel + distance - run;
+                else if (b < t1) ahead_in_next[i] = channel + distance;
+                else ahead_in_next[i] = there ? there + u.channel[i] * next->x_r - here + distance : p[i];
+            }
+            const bool lags = block < t1 - t0;
+            for (int64_t t = a, end; t < b; t = end) {
+                end = last && !lags ? t + 1 : t < turn ? turn : b;
+                score_tiles<E>(op, u, chunk, p, t < turn ? ahead : ahead_in_next, c0, nc, z, weights, t, end, t0);
+                if (last && !lags) finish_tile(op, u, z, sums, finished++, begin, end_of_section);
+            }
+            // Of a span in blocks, the tiles of the block before are finished, evenly spread.
+            for (const int64_t stop = a - block + block * (set + 1) / sets; finished < stop; finished++)
+                finish_tile(op, u, z, sums, finished, begin, end_of_section);
         }
     }
+    for (; finished < t1; finished++) finish_tile(op, u, z, sums, finished, begin, end_of_section);
 }
 
 // Scores the groups t0 .. t1-1 of one chunk by their means, in the channels that are not read: into weights.init.

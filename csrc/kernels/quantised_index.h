@@ -19,11 +19,24 @@
 
 namespace skimkv::SKIMKV_NS {
 
-// Adds the channels c0 .. c0+CHANNELS_AT_ONCE-1 of the unit to the scores s of one tile, for GB queries from g on. p
-// are the channels' codes, of which token `at` is the first; `tile` counts within the weights' span.
+// Adds CHANNELS_AT_ONCE channels to the scores s of `count` tiles, which are s_ld apart, for GB queries, with the
+// arguments of add_quantised_group for the first of these tiles.
+template <bool FOUR, bool FIRST, bool LAST, int GB>
+static inline void add_quantised_tiles(const uint8_t *const *p, const uint8_t *const *ahead, int64_t at, TileWeights w,
+                                       float *s, int64_t s_ld, int64_t count) {
+    for (int64_t i = 0; i < count; i++, at += GROUP, s += s_ld) {
+        add_quantised_group<FOUR, FIRST, LAST, GB>(p, ahead, at, w, s, GROUP);
+        if (!FOUR) w.high++;
+        w.low++, w.step++, w.init++;
+    }
+}
+
+// Adds the channels c0 .. c0+CHANNELS_AT_ONCE-1 of the unit to the scores s of `count` tiles, for GB queries from g on.
+// p are the channels' codes, of which token `at` is the first; `tile` counts within the weights' span.
 template <bool FOUR, int GB>
-static inline void add_quantised_queries(const Unit &u, int g, const uint8_t *const *p, const uint8_t *const *ahead,
-                                         int64_t at, const ByteWeights &n, int64_t tile, int64_t c0, float *s) {
+static inline void add_quantised_queries(const Unit &u, int G, int g, const uint8_t *const *p,
+                                         const uint8_t *const *ahead, int64_t at, const ByteWeights &n, int64_t tile,
+                                         int64_t count, int64_t c0, float *s) {
     const int64_t quads = round_up(u.r, CHANNELS_AT_ONCE) / 4;
     const int64_t weights = (g * quads + c0 / 4) * n.tiles + tile, query = g * n.tiles + tile;
     const TileWeights w{FOUR ? nullptr : n.high + weights,
@@ -34,23 +47,24 @@ static inline void add_quantised_queries(const Unit &u, int g, const uint8_t *co
                         n.init + query,
                         n.tiles};
     const bool first = c0 == 0, last = c0 + CHANNELS_AT_ONCE >= u.r;
+    const int64_t ld = G * GROUP;
     s += g * GROUP;
-    if (first && last) add_quantised_group<FOUR, true, true, GB>(p, ahead, at, w, s, GROUP);
-    else if (first) add_quantised_group<FOUR, true, false, GB>(p, ahead, at, w, s, GROUP);
-    else if (last) add_quantised_group<FOUR, false, true, GB>(p, ahead, at, w, s, GROUP);
-    else add_quantised_group<FOUR, false, false, GB>(p, ahead, at, w, s, GROUP);
+    if (first && last) add_quantised_tiles<FOUR, true, true, GB>(p, ahead, at, w, s, ld, count);
+    else if (first) add_quantised_tiles<FOUR, true, false, GB>(p, ahead, at, w, s, ld, count);
+    else if (last) add_quantised_tiles<FOUR, false, true, GB>(p, ahead, at, w, s, ld, count);
+    else add_quantised_tiles<FOUR, false, false, GB>(p, ahead, at, w, s, ld, count);
 }
 
 // The same for every query: codes are unpacked once for several of them.
 template <bool FOUR>
-static inline void add_quantised_tile(const skimkv_op *op, const Unit &u, const uint8_t *const *p,
-                                      const uint8_t *const *ahead, int64_t at, const ByteWeights &n, int64_t tile,
-                                      int64_t c0, float *s) {
+static inline void add_quantised_channels(const skimkv_op *op, const Unit &u, const uint8_t *const *p,
+                                          const uint8_t *const *ahead, int64_t at, const ByteWeights &n, int64_t tile,
+                                          int64_t count, int64_t c0, float *s) {
     const int G = op->cache->G;
     int g = 0;
-    for (; g + 4 <= G; g += 4) add_quantised_queries<FOUR, 4>(u, g, p, ahead, at, n, tile, c0, s);
-    if (g + 2 <= G) add_quantised_queries<FOUR, 2>(u, g, p, ahead, at, n, tile, c0, s), g += 2;
-    if (g < G) add_quantised_queries<FOUR, 1>(u, g, p, ahead, at, n, tile, c0, s);
+    for (; g + 4 <= G; g += 4) add_quantised_queries<FOUR, 4>(u, G, g, p, ahead, at, n, tile, count, c0, s);
+    if (g + 2 <= G) add_quantised_queries<FOUR, 2>(u, G, g, p, ahead, at, n, tile, count, c0, s), g += 2;
+    if (g < G) add_quantised_queries<FOUR, 1>(u, G, g, p, ahead, at, n, tile, count, c0, s);
 }
 
 }  // namespace skimkv::SKIMKV_NS
