@@ -133,7 +133,7 @@ class Skim(Method[Full]):
 
     def kernel(self, store: Full) -> KernelStep | None:
         """The kernel of the same step; with `error` there is none."""
-        return None if self.error is not None else kernel_step("skim", r=self.channels(store.shape.D), k=self.k)
+        return None if self.error is not None else kernel_step("skim", self.channels(store.shape.D), self.k)
 
     def traffic(
         self,
