@@ -21,7 +21,7 @@ from skimkv.stores.base import Shape
 from skimkv.stores.full import Full
 from skimkv.stores.quantise import GROUP
 from skimkv.testing import Sequences, decode, prompt
-from support.kernels import ISAS, NATIVE, TYPES, close, exact, on, poison
+from support.kernels import ISAS, NATIVE, TYPES, close, exact, held, on, poison
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native library is not built")
 
@@ -189,3 +189,22 @@ def test_another_backend_runs_the_algorithm_and_says_so(monkeypatch):
     ):
         y = method.attend(store, q, None, **options(shape))
     assert torch.equal(y, method.step(store, q, None, **options(shape)))
+
+
+@pytest.mark.parametrize("kv", [None, "int8", "int4"])
+def test_a_group_that_both_wrote_is_closed_by_either(kv):
+    """The keys of an open group lie in the cache alone, as codes and rows: whoever fills the group finds them there."""
+    shape, method = Shape(2, 2, 1, 64), Skim(k=8, kv=kv)
+    k, v = torch.randn(2, 2, 2, 3 * GROUP, 64, generator=torch.Generator().manual_seed(2))
+    by_reference, by_kernel, by_both = (method.store(shape, torch.float32) for _ in range(3))
+    for p in range(0, 3 * GROUP, 64):  # groups end in turns of the kernel and of the reference
+        block = k[:, :, p : p + 64], v[:, :, p : p + 64]
+        is_turn_of_kernel = p // 64 % 3 == 0
+        for store, backend in (
+            (by_reference, "ref"), (by_kernel, "cpu"), (by_both, "cpu" if is_turn_of_kernel else "ref"),
+        ):  # fmt: skip
+            poison(store)
+            with ops.backend(backend):
+                ops.append_block(store, *block)
+    held(by_kernel, by_reference), held(by_both, by_reference)
+    assert by_both.lengths == [3 * GROUP, 3 * GROUP]

@@ -32,7 +32,7 @@ from . import fingerprint
 from .layer import Layer
 from .states import is_state_layer
 
-FORMAT = "3"
+FORMAT = "4"
 # Of a layer of ours: its store is saved by itself; the others belong to the cache, or to one call of the model.
 OF_THE_CACHE = frozenset(
     ("method", "workspace", "window", "rotation", "given", "softmax", "snapshot", "log", "prompt", "pending", "_store")
