@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import ctypes
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -109,14 +110,7 @@ class StoreMemory(Memory):
 
     def is_current(self, store: Full | Slots) -> bool:
         """Whether the store still has the shape and the tensors that this memory points into."""
-        was = self.places  # compared one by one: a loop is code that would come from memory at every step
-        if type(store) is Slots:
-            same = store.k is was[0] and store.v is was[1] and store.score is was[2] and store.pos is was[3]
-        else:
-            assert isinstance(store, Full)
-            same = store.chunks is was[0] and store.index is was[1] and store.mean is was[2]
-            same = same and store.rows_read is was[3] and store.pages is was[4]
-        return same and store.shape is self.shape
+        return store.shape is self.shape and all(map(is_, self.places, places_of(store)))
 
     def place(self, store: Full | Slots, recent: Sequence[int], more: int) -> bool:
         """Set lengths, and of slots all that a step needs. Shapes, arguments and errors: as of `Memory`."""
