@@ -31,17 +31,18 @@ SPECS = [
 ]
 
 
-def error_of_a_step(method, x, isa, sinks=None):
+def error_of_a_step(method, x, isa, sinks=None, softcap=None):
     """The error of one decode step in units of the rounding that a logit's size allows."""
     D, n = x.shape.D, x.k.shape[2]
     store = method.store(x.shape, x.k.dtype)
     before = x.tokens(0, n - 1)
-    method.prefill(store, before.q, before.k, before.v, scale=D**-0.5, sinks=sinks)
+    softmax = {"scale": D**-0.5, "softcap": softcap, "sinks": sinks}
+    method.prefill(store, before.q, before.k, before.v, **softmax)
     q, k, v = x.q[..., n - 1, :], x.k[:, :, n - 1], x.v[:, :, n - 1]
     twin = exact(store)
-    want = method.step(twin, q.double(), Token(k.double(), v.double()), scale=D**-0.5, softcap=None, sinks=sinks)
+    want = method.step(twin, q.double(), Token(k.double(), v.double()), **softmax)
     with on(isa):
-        got = method.decode(store, q, k, v, scale=D**-0.5, sinks=sinks)
+        got = method.decode(store, q, k, v, **softmax)
     assert got.isfinite().all()
     logit = D**-0.5 * float(q.abs().sum(-1).max() * x.k.abs().max())
     if sinks is not None:
@@ -69,6 +70,17 @@ def test_every_operation(isa, size, has_sinks):
         for spec in SPECS:
             limit = 512 if "int8" in spec or ("int4" in spec and not has_sinks) else 24
             assert error_of_a_step(parse(spec), x, isa, sinks) <= limit, (spec, seed, logit_size)
+
+
+@pytest.mark.parametrize("cap", [0.5, 4.0, 50.0, 1e3, 1e5, 1e8])
+@pytest.mark.parametrize("isa", ISAS)
+def test_soft_caps_of_every_size(isa, cap):
+    """Far below their cap logits stay as exact as without one, and at a quarter of it no error leaps."""
+    for size in (1, 10, 40):
+        x = Sequences.random(Shape(2, 2, 3, 16), 301, seed=size)
+        x.q.mul_(size)
+        for spec in ("Dense()", "TopK(k=400)", "SparQ(r=16, k=400)"):
+            assert error_of_a_step(parse(spec), x, isa, softcap=cap) <= 24, (spec, size)
 
 
 @pytest.mark.parametrize("size", [1, 40, 110, 1000])

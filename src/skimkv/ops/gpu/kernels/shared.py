@@ -69,9 +69,16 @@ def page_capacity(table, page):
 
 @triton.jit
 def apply_softcap(logits, softcap, CAPPED: tl.constexpr):
-    """Return softcap * tanh(logits / softcap), or the logits where they are not capped."""
+    """Return softcap * tanh(logits / softcap), or the logits where they are not capped.
+
+    1 - 2 / (exp(2y) + 1) cancels near zero; up to 1/4 five terms of the series have a relative error of 1e-8.
+    """
     if CAPPED:
-        logits = softcap * (1 - 2 / (tl.exp(2 * (logits / softcap)) + 1))
+        y = logits / softcap
+        square = y * y
+        series = (62 / 2835 * square - 17 / 315) * square + 2 / 15
+        small = logits + logits * square * (series * square - 1 / 3)
+        logits = tl.where(square < 1 / 16, small, softcap * (1 - 2 / (tl.exp(2 * y) + 1)))
     return logits
 
 
