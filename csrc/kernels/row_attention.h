@@ -51,15 +51,15 @@ static inline void dot_block(const float *q, int P, int D, const T *const *rows,
 }
 
 // |row - x|^2; x is rotated as the row is.
-template <class R> static inline float squared_distance(const R *row, const float *x, int D) {
+template <int D_, class R> static inline float squared_distance(const R *row, const float *x, int D) {
     if constexpr (row_bits<R> != 0) {
         float values[SKIMKV_MAX_HEAD];
         dequantise_row(row, D, values);
-        return squared_distance(values, x, D);
+        return squared_distance<D_>(values, x, D);
     } else {
         vf sum = splat(0.f);
         int i = 0;
-        for (; i + W <= D; i += W) {
+        for (; i + W <= (D_ ? D_ : D); i += W) {
             const vf d = load(row + i) - load(x + i);
             sum = fma(d, d, sum);
         }

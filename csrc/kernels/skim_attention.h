@@ -185,28 +185,38 @@ static void attend_drawn(const skimkv_op *op, const Unit &u, const SelectionScra
     const float *mean = mean_of_values(c, u.b, u.h, memory);
     for (int g = 0; g < G; g++) x.drawn[g] = x.variance[g] = 0;
     for (int64_t i = 0; i < (int64_t)G * P; i++) x.certain[i] = x.uncertain[i] = 0;
-    for (int random = 0; random < 2; random++) {
-        const R *v[ROWS_PER_UPDATE];
-        int rows = 0;
-        const skimkv_chunk *chunk = c->chunks;
-        const auto flush = [&] {
-            for (int j = rows; j % W; j++) v[j] = v[rows - 1];
-            add_rows<R, D_>(random ? x.uncertain : x.certain, P, G, D, v, s.s, ROWS_PER_UPDATE, rows);
-            rows = 0;
-        };
-        for (int64_t j = 0; j < u.chosen_count; j++) {
-            const float probability = x.probability[j];
-            if ((probability < 1) != random) continue;
+    const skimkv_chunk *chunk = c->chunks;
+    for (int64_t from = 0; from < u.chosen_count; from += ROWS_PER_UPDATE) {
+        // Rows that were sure to be read, and then those that were drawn. Which is which cannot be predicted, so no
+        // branch depends on it.
+        const int64_t to = min(from + ROWS_PER_UPDATE, u.chosen_count);
+        const R *rows[2][ROWS_PER_UPDATE];
+        int32_t at[2][ROWS_PER_UPDATE];
+        int count[2] = {};
+        for (int64_t j = from; j < to; j++) {
             chunk = chunk_of(chunk, u.chosen[j]);
-            const R *row = v[rows] = value_row<R>(chunk, u.b, u.h, u.chosen[j]);
-            const float spread = random ? (1 - probability) * squared_distance(row, mean, D) : 0;
-            for (int g = 0; g < G; g++) {
-                const float w = s.s[g * ROWS_PER_UPDATE + rows] = x.weight[g * x.ld + j];
-                x.total[g] += w, x.drawn[g] += random ? w : 0, x.variance[g] += w * w * spread;
-            }
-            if (++rows == ROWS_PER_UPDATE) flush();
+            const int random = x.probability[j] < 1, i = count[random]++;
+            rows[random][i] = value_row<R>(chunk, u.b, u.h, u.chosen[j]), at[random][i] = (int32_t)j;
         }
-        if (rows) flush();
+        for (int random = 0; random < 2; random++) {
+            const int n = count[random];
+            if (n == 0) continue;
+            float spread[ROWS_PER_UPDATE];
+            for (int i = 0; i < n; i++)
+                spread[i] = random ? (1 - x.probability[at[1][i]]) * squared_distance<D_>(rows[1][i], mean, D) : 0;
+            for (int i = n; i % W; i++) rows[random][i] = rows[random][n - 1], spread[i] = 0;
+            for (int g = 0; g < G; g++) {
+                float *w = s.s + g * ROWS_PER_UPDATE;
+                for (int i = 0; i < n; i++) w[i] = x.weight[g * x.ld + at[random][i]];
+                for (int i = n; i % W; i++) w[i] = 0;
+                vf sum = splat(0.f), variance = splat(0.f);
+                for (int i = 0; i < n; i += W)
+                    sum = sum + load(w + i), variance = fma(load(w + i) * load(w + i), load(spread + i), variance);
+                x.total[g] += sum_lanes(sum), x.variance[g] += sum_lanes(variance);
+                if (random) x.drawn[g] += sum_lanes(sum);
+            }
+            add_rows<R, D_>(random ? x.uncertain : x.certain, P, G, D, rows[random], s.s, ROWS_PER_UPDATE, n);
+        }
     }
     for (int g = 0; g < G; g++) {
         float *y = x.certain + g * P, *deviation = x.uncertain + g * P, norm = 0;
