@@ -206,6 +206,10 @@ BAD = {
     "a block that does not exist": (lambda b: b.table.fill_(99), "names a block that does not exist"),
     "a row without tokens": (lambda b: b.lengths.zero_(), "a row has no token"),
     "more tokens than blocks": (lambda b: b.lengths.fill_(9999), "more tokens than its part of the table"),
+    "more tokens than a narrow table": (
+        lambda b: (b.lengths.fill_(600), setattr(b, "table", b.table.repeat(1, 4)[:, :1])),
+        "more tokens than its part of the table",
+    ),
     "lengths of another type": (lambda b: setattr(b, "lengths", b.lengths.int()), "lengths is torch.int32"),
     "a table of another type": (lambda b: setattr(b, "table", b.table.long()), "table is torch.int64"),
 }

@@ -259,8 +259,9 @@ class BlocksMemory(Memory):
         B = lengths.shape[0]
         expect("lengths", lengths, (B,), torch.int64)
         expect("table", table, (B, table.shape[1]), torch.int32)
+        self.table = table.contiguous()  # rows that follow each other; a copy lives as long as this
         self.cache.B, self.cache.lengths = B, lengths.data_ptr()
-        self.paged.table, self.paged.table_b = table.data_ptr(), table.stride(0)
+        self.paged.table, self.paged.table_b = self.table.data_ptr(), table.shape[1]
         if store.rows_read is not None:
             expect("rows_read", store.rows_read, (B, 2), torch.int64)
             self.op.rows_read = store.rows_read.data_ptr()
