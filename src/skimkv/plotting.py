@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.transforms import Transform
 
-# Okabe and Ito's colours and two more. All kinds of colour vision tell them apart; in grey, the markers do.
+# Okabe and Ito's colours and two more, which all kinds of colour vision tell apart, and then four that are closer to
+# some of them; in grey, the markers tell all apart.
 STYLES = [
     ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"),
     ("#E69F00", "v"), ("#56B4E9", "P"), ("#7F7F7F", "X"), ("#000000", "<"), ("#882255", "p"), ("#A89A00", ">"),
+    ("#6A3D9A", "h"), ("#8C510A", "d"), ("#A6D96A", "8"), ("#F4A6B7", "H"),
 ]  # fmt: skip
 MATCHED_SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the bytes that dense attention reads: where methods are compared
 
@@ -32,7 +34,7 @@ ScorePoint = tuple[str, float, float, float | None, float | None]
 
 
 def line_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Give every name a (colour, marker); from the eleventh name on, colours come again with other markers."""
+    """Give every name a (colour, marker); after the last of STYLES, colours come again with other markers."""
     n = len(STYLES)
     return {name: (STYLES[i % n][0], STYLES[(i + i // n) % n][1]) for i, name in enumerate(names)}
 
