@@ -252,8 +252,7 @@ static void prepare_pages(const skimkv_op *op, Unit &u) {
         const float *q = u.q + g * P;
         float *to = u.masked_query + g * P2;
         for (int i = 0; i < D; i++) {
-            const bool is_low = op->scale < 0 ? q[i] > 0 : q[i] < 0, is_high = op->scale < 0 ? q[i] < 0 : q[i] > 0;
-            to[i] = is_high ? 0 : q[i], to[D + i] = is_low ? 0 : q[i];
+            to[i] = q[i] > 0 ? 0 : q[i], to[D + i] = q[i] < 0 ? 0 : q[i];
         }
         for (int i = 2 * D; i < P2; i++) to[i] = 0;
     }

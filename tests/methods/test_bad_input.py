@@ -5,8 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skimkv.methods import H2O, TOVA, Fixed, LMInfinite, LowRank, SnapKV, SparQ, Strided, SubGen, SubGenStream, TopK
+from skimkv.methods import (
+    H2O,
+    TOVA,
+    Fixed,
+    LMInfinite,
+    LowRank,
+    Quest,
+    RocketKV,
+    SnapKV,
+    SparQ,
+    Strided,
+    SubGen,
+    SubGenStream,
+    TopK,
+)
 from skimkv.methods.lm_infinite import FirstAndRecent
+from skimkv.ops import Token
 from skimkv.stores.base import Shape
 from skimkv.testing import empty_store
 from support.refusals import refuses
@@ -58,6 +73,49 @@ def test_shapes_and_dtypes_are_checked(method, wrong):
         for call in calls:
             refuses(call, r"^k ")
         assert state(store) == before
+
+
+BAD_QUERIES = {
+    "batch": lambda q: q[:1],
+    "heads": lambda q: q[:, :2],
+    "group": lambda q: q[:, :, :1],
+    "head size": lambda q: q[..., :8],
+    "extra axis": lambda q: q[None],
+    "int": lambda q: q.int(),
+}
+BAD_PROMPTS = {  # in a decode step a query may have another type than the cache
+    **BAD_QUERIES,
+    "fewer tokens": lambda q: q[..., :3, :],
+    "more tokens": lambda q: torch.cat([q, q], 3),
+    "bfloat16": lambda q: q.bfloat16(),
+    "float64": lambda q: q.double(),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_PROMPTS)
+@pytest.mark.parametrize("method", EACH, ids=repr)
+def test_queries_are_checked_before_a_token_enters(method, wrong):
+    q, k, v = block(5)
+    for store in (empty_store(method, SHAPE, torch.float32), filled(method)):
+        before = state(store)
+        refuses(lambda store=store: method.prefill(store, BAD_PROMPTS[wrong](q), k, v, scale=0.3), r"^q ")
+        if wrong in BAD_QUERIES:
+            bad = BAD_QUERIES[wrong](q[..., 0, :])
+            refuses(lambda store=store, bad=bad: method.decode(store, bad, k[:, :, 0], v[:, :, 0], scale=0.3), r"^q ")
+        assert state(store) == before
+
+
+@pytest.mark.parametrize("softcap", [0.0, -5.0, float("nan")])
+@pytest.mark.parametrize("method", [m for m in EACH if not isinstance(m, SubGenStream)], ids=repr)
+def test_a_soft_cap_is_positive(method, softcap):
+    q, k, v = block(5)
+    store = filled(method)
+    before = state(store)
+    refuses(lambda: method.prefill(store, q, k, v, scale=0.3, softcap=softcap), f"softcap = {softcap} must be positive")
+    for call in (method.decode, lambda store, q, *token, **more: method.attend(store, q, Token(*token), **more)):
+        with pytest.raises(ValueError, match=f"softcap = {softcap} must be positive"):
+            call(store, q[..., 0, :], k[:, :, 0], v[:, :, 0], scale=0.3, softcap=softcap)
+    assert state(store) == before
 
 
 @pytest.mark.parametrize("pad", [[0], [0, 0, 0], [0, -1], [0, 6], [6, 0], []])
@@ -134,6 +192,19 @@ def test_a_nan_key_makes_its_head_nan_and_no_other(method, when):
     own = slice(None) if isinstance(method, TOVA) else 1  # the heads of a layer choose together
     assert isinstance(method, TOVA) == (own != 1) and not y[:, 0, 0].isnan().any()
     y[:, 0, own] = clean[:, 0, own] = 0
+    torch.testing.assert_close(y, clean, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", [m for m in EACH if isinstance(m, Quest | RocketKV)], ids=repr)
+def test_an_infinite_key_on_the_side_of_the_query_makes_its_head_nan(method):
+    """As in dense attention: no page can be compared with one whose bound is infinite."""
+    q, k, v = block(30)
+    q[..., 3] = q[..., 3].abs() + 10  # so that every method scores by this channel
+    clean = outputs(method, k, v, q, 29)
+    k[0, 1, 28, 3] = torch.inf
+    y = outputs(method, k, v, q, 29)
+    assert y[:, 0, 1].isnan().all()
+    y[:, 0, 1] = clean[:, 0, 1] = 0
     torch.testing.assert_close(y, clean, atol=1e-6, rtol=1e-5)
 
 

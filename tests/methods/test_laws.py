@@ -242,6 +242,21 @@ def test_equal_queries_of_a_group_choose_as_one(spec, backend):
     close(three, one.expand_as(three), torch.float32)
 
 
+@pytest.mark.parametrize("spec", SMALL)
+def test_a_negative_scale_turns_the_query(spec, backend):
+    """Attention is of scale * q: the opposite query with the opposite scale attends alike."""
+    method, x, y = parse(spec), Sequences.random(Shape(2, 2, 2, 16), 290, seed=3), []
+    for sign in (1, -1):
+        store = empty_store(method, x.shape, torch.float32)
+        method.prefill(store, sign * x.q[..., :280, :], x.k[:, :, :280], x.v[:, :, :280], scale=sign * 0.5)
+        steps = [
+            method.decode(store, sign * x.q[..., i, :], x.k[:, :, i], x.v[:, :, i], scale=sign * 0.5)
+            for i in range(280, 290)
+        ]
+        y.append(torch.stack(steps))
+    close(y[1], y[0], torch.float32)
+
+
 KEEP_ALL = [s for s in SMALL if isinstance(parse(s).store(SHAPE, torch.float32), Full)]
 
 

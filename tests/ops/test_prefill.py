@@ -85,6 +85,15 @@ def test_wrong_blocks_are_refused():
 
 
 @pytest.mark.usefixtures("backend")
+def test_a_scale_of_zero():
+    """Every token is the mean of those before it and itself."""
+    q, k, v = torch.randn(2, 2, 2, 9, 16), *torch.randn(2, 2, 2, 9, 16)
+    y = Dense().prefill(Full(Shape(2, 2, 2, 16), torch.float32), q, k, v, scale=0.0)
+    means = v.cumsum(2) / torch.arange(1, 10)[:, None]
+    torch.testing.assert_close(y, means[:, :, None].expand_as(y))
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("pad", [None, [0, 2]], ids=str)
 def test_a_scale_below_zero(pad):
     """It is that of queries with the other sign; PyTorch's attention may take its root."""

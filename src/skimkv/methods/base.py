@@ -22,7 +22,7 @@ from typing_extensions import TypeVar, Unpack
 
 from .. import ops
 from ..ops import Backend, KernelStep, SoftmaxOptions, Token
-from ..ops.blocks import check_sinks
+from ..ops.blocks import check_query, check_sinks, check_softcap
 from ..spec import check_positive as check_positive
 from ..spec import check_whole as check_whole
 from ..stores.base import Shape, Store
@@ -102,6 +102,8 @@ class Method(abc.ABC, Generic[S]):
         Raises ValueError if shapes, types or padding do not fit, or if the method does not know sinks.
         """
         store.validate(k, v, pad)
+        B, H, G, D = store.shape
+        check_query(q, (B, H, G, k.shape[2], D), store.device, store.dtype)
         softmax = self._softmax_options(store, scale, softcap, sinks)
         with store.exclusive():
             if is_grad_enabled() and _needs_gradient(store, q, k, v, sinks):
@@ -175,6 +177,8 @@ class Method(abc.ABC, Generic[S]):
                     _warn_of_gradients()
                 backend = None
                 store.detach_from_saved()
+            if backend is None or type(self).prepare is not Method.prepare:  # kernels check q themselves
+                check_query(q, store.shape, store.device)
             self.prepare([store], token)
             if backend is None or kernel is None:
                 return self.step(store, q, token, **softmax)
@@ -199,8 +203,10 @@ class Method(abc.ABC, Generic[S]):
     def _softmax_options(self, store: S, scale: float, softcap: float | None, sinks: Tensor | None) -> SoftmaxOptions:
         """These options, with `sinks` only where there are any: a method that does not know them need not take them.
 
-        Raises ValueError if the sinks do not fit the store, or if this is such a method.
+        Raises ValueError if softcap is not positive, if the sinks do not fit the store, or if this is such a method.
         """
+        if softcap is not None:
+            check_softcap(softcap)
         if sinks is None:
             return {"scale": scale, "softcap": softcap}
         check_sinks(sinks, store.shape.H, store.shape.G, store.device)

@@ -52,13 +52,14 @@ class Quest(Method[Full]):
         x = q.to(compute_dtype(store.dtype))
         # section 3.3, stage 1: an upper bound of the logits of every page, by the sign of each channel of the query
         low, high, closed = store.read_page_bounds()
-        bound = x.clamp(min=0) @ high.transpose(-1, -2) + x.clamp(max=0) @ low.transpose(-1, -2)  # (B,H,G,P)
-        logits = apply_softcap(bound * softmax["scale"], softmax.get("softcap"))
+        scaled = x * softmax["scale"]
+        bound = scaled.clamp(min=0) @ high.transpose(-1, -2) + scaled.clamp(max=0) @ low.transpose(-1, -2)  # (B,H,G,P)
+        logits = apply_softcap(bound, softmax.get("softcap"))
         weights = softmax_with_sinks(logits.masked_fill(~closed[:, :, None], -torch.inf), softmax.get("sinks"))
         # stage 2: attention to the tokens of the chosen pages
         index, valid = page_rows(weights.sum(2), closed, store.lengths, self.page, self.k // self.page - 1)
         y, _ = attend_rows(x, store.read_keys(index, valid), store.read_values(index, valid), valid, **softmax)
-        is_nan = (bound.isnan() & closed[:, :, None]).any(-1, keepdim=True)
+        is_nan = (weights.isnan() & closed[:, :, None]).any(-1, keepdim=True)
         return y.masked_fill(is_nan, torch.nan).to(q.dtype)
 
     def kernel(self, store: Full) -> KernelStep:

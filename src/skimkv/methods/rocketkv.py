@@ -72,8 +72,9 @@ class RocketKV(SnapKV):
         # (1) i_1 = the r channels with the largest sum over the group of |q|
         i1 = top_channels(x, self.channels(store.shape.D))
         q1 = take(x, i1)
-        # (2) e_P = the largest key of page P in channels where the group's queries sum to more than 0, or the smallest
-        extremes, closed = store.read_page_extremes(i1, q1.sum(2) > 0)  # (B,H,r,P), (B,1,P)
+        # (2) e_P = the largest key of page P in channels where the group's scaled queries sum to more than 0, or the
+        # smallest
+        extremes, closed = store.read_page_extremes(i1, (q1 * scale).sum(2) > 0)  # (B,H,r,P), (B,1,P)
         # (3) s_hat = softmax(q[i_1] e_P / tau), tau = sqrt(D |q[i_1]|_1 / |q|_1), summed over the group
         logits = q1 @ extremes * inverse_temperature(x, i1, scale, "coverage")
         logits = apply_softcap(logits, softmax.get("softcap")).masked_fill(~closed[:, :, None], -torch.inf)
@@ -81,7 +82,7 @@ class RocketKV(SnapKV):
         # (4) attention to the tokens of the pages with the largest s_hat
         index, valid = page_rows(s_hat.detach().sum(2), closed, store.filled, self.page, self.top // self.page - 1)
         y, _ = attend_rows(x, *store.read_chosen(index, valid), valid, **softmax)
-        is_nan = (logits.isnan() & closed[:, :, None]).any(-1, keepdim=True)
+        is_nan = (s_hat.isnan() & closed[:, :, None]).any(-1, keepdim=True)
         return y.masked_fill(is_nan, torch.nan).to(q.dtype)
 
     def kernel(self, store: Slots) -> None:

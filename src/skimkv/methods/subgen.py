@@ -136,31 +136,26 @@ class SubGenStream(Method[Clusters]):
         """An empty store of clusters."""
         return Clusters(shape, dtype, device, float(self.delta), self.t, self.s, self.seed, update_data_structure)
 
-    def prefill(
+    def attend_and_take(
         self,
         store: Clusters,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *,
-        scale: float,
-        pad: Sequence[int] | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        pad: Sequence[int] | None,
+        **softmax: Unpack[SoftmaxOptions],
     ) -> Tensor:
         """Dense causal attention of the first block; later blocks are decoded token by token.
 
         Raises ValueError if a later block is padded, because no history is kept, or if logits are capped.
         """
-        refuse_softcap(softcap)
+        refuse_softcap(softmax.get("softcap"))
         if not any(store.lengths):
-            return super().prefill(store, q, k, v, scale=scale, pad=pad, softcap=softcap, sinks=sinks)
+            return super().attend_and_take(store, q, k, v, pad=pad, **softmax)
         if pad is not None and any(pad):
             raise ValueError("SubGenStream keeps no history: padding cannot follow the first block of a prompt")
-        steps = [
-            self.decode(store, q[..., i, :], k[:, :, i], v[:, :, i], scale=scale, softcap=softcap, sinks=sinks)
-            for i in range(k.shape[2])
-        ]
+        steps = [self.step(store, q[..., i, :], Token(k[:, :, i], v[:, :, i]), **softmax) for i in range(k.shape[2])]
         return torch.stack(steps, 3)
 
     def step(self, store: Clusters, q: Tensor, token: Token | None, **softmax: Unpack[SoftmaxOptions]) -> Tensor:

@@ -25,6 +25,20 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 
+def check_softcap(softcap: float | None) -> None:
+    """Raise ValueError unless softcap is a positive number, or None."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap} must be positive")
+
+
+def check_query(q: Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError unless q has this shape, is on this device, and of this type; None: of any floating one."""
+    has_type = q.is_floating_point() if dtype is None else q.dtype == dtype
+    if q.shape != shape or q.device != device or not has_type:
+        expected = "floating-point" if dtype is None else dtype
+        raise ValueError(f"q is {q.dtype} {tuple(q.shape)} on {q.device}; must be {expected} {shape} on {device}")
+
+
 def check_sinks(sinks: Tensor | None, H: int, G: int, device: torch.device) -> None:
     """Raise ValueError unless sinks are (H,G) float32 on this device, or None."""
     if sinks is not None and (sinks.shape != (H, G) or sinks.dtype != torch.float32 or sinks.device != device):

@@ -76,8 +76,8 @@ def _attend_in_torch(
     G, n = q.shape[2:4]
     if not n:
         return torch.empty_like(q)
-    if scale < 0:  # PyTorch's attention may take the root of a scale
-        q, scale = -q, -scale
+    if scale <= 0:  # PyTorch's attention may take the root of a scale, and multiply by it what hides later tokens
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     if not m and q.device.type == "cpu":
         k, v = k.contiguous(), v.contiguous()  # a model's rows of one head lie apart, and each is read many times
     # one KV head a batch entry, its G query heads beside each other: K and V are expanded, never copied

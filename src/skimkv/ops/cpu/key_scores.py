@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..blocks import check_sinks
+from ..blocks import check_sinks, check_softcap
 from . import library
 from .prompt_attention import parts_of
 from .structs import CColumns
@@ -32,8 +32,7 @@ def key_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None = None,
     m, dtype = k.shape[1], library.DTYPES.get(k.dtype)
     if dtype is None or q.device.type != "cpu" or k.device.type != "cpu":
         raise ValueError(f"no CPU kernel for {k.dtype} on {q.device} and {k.device}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
+    check_softcap(softcap)
     if not n:
         return torch.zeros(H, m, dtype=torch.float32, device="cpu")
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))

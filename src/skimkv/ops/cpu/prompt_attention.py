@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..blocks import check_sinks
+from ..blocks import check_sinks, check_softcap
 from . import library
 from .structs import CPrompt
 
@@ -72,8 +72,7 @@ def _run(
         raise ValueError(f"k is {tuple(k.shape)}, v {tuple(v.shape)}; both must be {(B, H, m, D)}")
     if not takes_prompt(q, k, v, sinks):
         raise ValueError(f"no CPU kernel for q {_kind(q)}, k {_kind(k)}, v {_kind(v)}; at most 576 numbers a head")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
+    check_softcap(softcap)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if sinks is None else sinks.contiguous()
     y = q.new_empty(B, n, H, G, D).permute(0, 2, 3, 1, 4)

@@ -16,7 +16,7 @@ from ...stores.blocks import Blocks
 from ...stores.full import Full
 from ...stores.slot_blocks import SlotBlocks
 from ...stores.slots import Slots
-from ..blocks import check_sinks
+from ..blocks import check_query, check_sinks, check_softcap
 from ..step import KernelStep, SoftmaxOptions, Token
 from . import library
 from .memory import BlocksMemory, Memory, StoreMemory, dtype_number, expect, memory_of, placed_memory
@@ -184,6 +184,7 @@ class CpuBackend:
 def _checked(store: Any, q: Tensor, token: Token | None) -> tuple[Tensor, Token | None]:
     """The query and the token as `_with_rows` gives them. Raises ValueError if they do not fit the store."""
     B, H, G, D = store.shape
+    check_query(q, (B, H, G, D), torch.device("cpu"))
     q, token = _with_rows(q, token)
     dtype_number("a query", q.dtype)
     expect("q", q, (B, H, G, D), q.dtype)
@@ -213,8 +214,7 @@ def _describe(
     softcap: float | None,
 ) -> None:
     """Fill in the operation apart from addresses: q, k are strides, and k None means that there is no token."""
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
+    check_softcap(softcap)
     if step.temperature not in TEMPERATURES:
         raise ValueError(f"temperature = {step.temperature!r} must be one of {', '.join(TEMPERATURES)}")
     op, cache, operation = memory.op, memory.cache, OPERATIONS[step.operation]

@@ -20,7 +20,7 @@ from ...stores.full import Full
 from ...stores.quantise import BITS
 from ...stores.row_blocks import RowBlockLayout, RowBlocks
 from ...stores.slots import Slots
-from ..blocks import check_sinks
+from ..blocks import check_sinks, check_softcap
 from ..step import KernelStep, SoftmaxOptions, Token
 from . import device, launch, occupancy
 from .launch import (
@@ -297,8 +297,7 @@ def _query(batch: Batch, q: Tensor, scale: float, softcap: float | None = None, 
     """Check what all steps are given, and return what a kernel is asked. Raises ValueError if it does not fit."""
     validate(batch, q=(q, tuple(batch.shape)))
     check_sinks(sinks, batch.shape.H, batch.shape.G, batch.device)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
+    check_softcap(softcap)
     q = q.contiguous()
     sinks = q if sinks is None else sinks.contiguous()
     return Query(q, torch.empty_like(q), sinks, batch.shape.H, batch.shape.G, scale, softcap or 0.0)
