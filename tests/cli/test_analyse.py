@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skimkv.cli.app import main
+from skimkv.cli import main
 
 
 @pytest.fixture

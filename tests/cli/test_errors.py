@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 import warnings
+from typing import Annotated
 
 import pytest
 import torch
+import typer
 
 from skimkv.cli import output
 from skimkv.cli.errors import carry_out
@@ -20,14 +22,15 @@ from support.command_line import SKIMKV
 
 
 def ended(error: BaseException) -> int:
-    """The exit status of a command that raises this."""
+    """The exit status of a command, one of several, that raises this."""
     app = App()
 
     @app.command()
     def command() -> None:
         raise error
 
-    return carry_out(app, "test", [])
+    app.command("other")(lambda: None)
+    return carry_out(lambda: app, "test", ["command"])
 
 
 @pytest.mark.parametrize(
@@ -90,10 +93,33 @@ def test_an_interrupt_that_a_library_turns_into_another_error(capsys):
         except BaseException as error:
             raise ValueError("cannot import a module") from error
 
-    assert carry_out(app, "test", []) == 130
+    assert carry_out(lambda: app, "test", []) == 130
     assert capsys.readouterr().err == "skimkv: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is before
     assert ended(ValueError("bad")) == 2
+
+
+def interrupt():
+    """What Ctrl-C does, at once."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+
+
+def test_an_interrupt_while_the_commands_are_imported_or_arguments_are_read(capsys):
+    app = App()
+
+    @app.command()
+    def command(word: Annotated[str, typer.Option(callback=interrupt)] = "") -> None:
+        pass
+
+    @app.command()
+    def other() -> None:
+        pass
+
+    for find_commands, argv in ((interrupt, []), (lambda: app, ["command"])):
+        assert carry_out(find_commands, "test", argv) == 130
+        assert capsys.readouterr().err == "skimkv: interrupted\n"
+    assert carry_out(lambda: app, "test", ["other"]) == 0
 
 
 def test_a_warning_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +129,7 @@ def test_a_warning_has_no_control_characters(capsys: pytest.CaptureFixture[str])
     def command() -> None:
         warnings.warn("two\nlines of \x1b[31mred", stacklevel=1)
 
-    assert carry_out(app, "test", []) == 0
+    assert carry_out(lambda: app, "test", []) == 0
     assert capsys.readouterr().err == "skimkv: warning: two lines of \\x1b[31mred\n"
 
 

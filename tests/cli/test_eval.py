@@ -14,7 +14,7 @@ import pytest
 
 import skimkv
 from skimkv import records
-from skimkv.cli.app import main
+from skimkv.cli import main
 from skimkv.cli.eval import Mode, Sweep
 from skimkv.eval import results, sweeps
 from skimkv.hf import fingerprint

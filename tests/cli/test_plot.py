@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from skimkv import plotting
 from skimkv.bench import figures as bench_figures
-from skimkv.cli.app import main
+from skimkv.cli import main
 from skimkv.eval import figures, panels, sweeps
 from support.command_line import assert_mistake, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from skimkv.cli.app import main
+from skimkv.cli import main
 from skimkv.hf.load import BUILTIN
 from support.evaluation import eval_argv
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skimkv.cli.app import main
+from skimkv.cli import main
 from skimkv.cli.tune import Channels
 from skimkv.eval import tune
 from skimkv.eval.results import Results

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from skimkv.cli.app import main
+from skimkv.cli import main
 from skimkv.cli.eval import _table
 from skimkv.eval import averages, tasks
 from skimkv.eval.results import Row

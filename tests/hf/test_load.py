@@ -84,6 +84,20 @@ def test_folders_without_a_model(tmp_path, folder):
     refused_at_the_door(folder, "a pickle checkpoint, which can run code; only safetensors is read")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("rope_parameters", {"rope_type": "yarn"}, "config.json: not a configuration: Missing required keys"),
+        ("hidden_act", "foo", "cannot load its model: 'foo' was not found"),
+        ("rms_norm_eps", None, "config.json: not a configuration: "),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_not_blamed_on_the_tokenizer(folder, name, value, reason):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    refused(folder, reason)
+
+
 def test_truncated_and_corrupt_weights(folder):
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()

@@ -182,7 +182,9 @@ def test_lengths_are_made_to_fit():
         with pytest.raises(Refused, match=words):
             new_tokens(n)
     assert generator("Dense()", max_tokens=90).max_tokens == 90
-    with pytest.raises(ValueError, match="max_tokens = 161: LlamaForCausalLM was made for 160 positions"):
+    with pytest.raises(
+        ValueError, match="max_tokens = 161 must be at most the 160 positions that LlamaForCausalLM was made for"
+    ):
         generator("Dense()", max_tokens=161)
     unlimited = generator("LMInfinite(k=32, positions='cache')")
     assert unlimited.max_tokens is None and new_tokens(10**6, unlimited, None) == 1024

@@ -380,6 +380,7 @@ def test_half_of_a_surrogate_pair(server: Running, path: str) -> None:
         status, answer = server.request(path, {**body, **fields})
         assert status == 400, (fields, answer)
         assert "surrogate" in answer["error"]["message"] and "\n" not in answer["error"]["message"], fields
+        assert answer["error"]["param"] in {*fields, "the body"}, (fields, answer)
     raw = json.dumps({**body, "user": "X"}).encode().replace(b'"X"', b'"\xed\xa0\x80"')
     assert server.request(path, raw)[0] == 400
     assert text_of(ask(server, path, user="\U0001f600")) == text_of(ask(server, path))

@@ -118,6 +118,7 @@ def test_a_body_without_what_is_null() -> None:
         (b"", "not JSON"),
         (b"3", "must be a JSON object"),
         (b'{"a": Infinity}', "Infinity is no"),
+        (b'{"a": [-1e999]}', "-1e999 is greater than any floating-point number"),
     ):
         with pytest.raises(Refused, match=words):
             read_object(body)

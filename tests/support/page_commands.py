@@ -21,7 +21,7 @@ from support.random_models import random_model, tiny_configuration
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 RUN = """
 import json, os, sys
-from skimkv.cli.app import main
+from skimkv.cli import main
 for folder, argv in json.load(sys.stdin):
     os.chdir(folder)
     status = main(argv)

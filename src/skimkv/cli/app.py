@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -11,7 +10,6 @@ from .analyse import analyse
 from .bench.app import app as bench
 from .demo import demo
 from .doctor import doctor
-from .errors import carry_out
 from .eval import evaluate
 from .generate import generate
 from .help import App
@@ -46,12 +44,6 @@ app.add_typer(bench, name="bench", rich_help_panel=SPEED)
 app.command("roofline", rich_help_panel=SPEED)(roofline)
 app.command("analyse", rich_help_panel=EXPLAIN)(analyse)
 app.command("plot", rich_help_panel=QUALITY)(plot)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run skimkv with these arguments, by default those of the process, and return the exit status."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    return carry_out(app, "skimkv", argv)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ CLOSED = 1  # as typer ends where it meets a closed pipe itself
 
 
 class Interrupted(Exception):
-    """Ctrl-C in a command. typer would end silently at a KeyboardInterrupt."""
+    """Ctrl-C in a command, or while its arguments are read. typer would end silently at a KeyboardInterrupt."""
 
 
-def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -> int:
+def carry_out(find_commands: Callable[[], typer.Typer], name: str, argv: list[str] | None = None) -> int:
     """Run the command that `argv` names (by default the process's arguments) and return its exit status.
+
+    find_commands: imports the commands and returns them; Ctrl-C may come meanwhile, too.
 
     ValueError, OSError, a wrong command line and a lack of memory become one line on stderr. Whoever reads stdout may
     close it early, as `head` does: that ends the command without a line. Any other exception is a defect of the
@@ -36,7 +38,7 @@ def carry_out(commands: typer.Typer, name: str, argv: list[str] | None = None) -
     try:
         with warnings.catch_warnings(), _noted_interrupts(interrupts):
             warnings.showwarning = _print_warning
-            status = commands(argv, prog_name=name, standalone_mode=False)
+            status = find_commands()(argv, prog_name=name, standalone_mode=False)
             if sys.stdout is not None:  # it is None where the shell closed it
                 sys.stdout.flush()
     except (KeyboardInterrupt, Interrupted):

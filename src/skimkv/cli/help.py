@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperGroup
 
 from .errors import Interrupted
 
@@ -21,17 +21,24 @@ class App(typer.Typer):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
-            context_settings=CONTEXT, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
-            **settings,
+            cls=Group, context_settings=CONTEXT, add_completion=False, rich_markup_mode="markdown",
+            pretty_exceptions_enable=False, **settings,
         )  # fmt: skip
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Register a function as a command; settings are those of typer.Typer.command."""
-        return super().command(name, cls=Command, context_settings=CONTEXT, **settings)
+        return super().command(name, context_settings=CONTEXT, **settings)
 
 
-class Command(TyperCommand):
-    """A command that says in one line when Ctrl-C has ended it."""
+class Group(TyperGroup):
+    """Commands that say in one line when Ctrl-C has ended them, or the reading of their arguments."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the arguments. Raises Interrupted at Ctrl-C."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise Interrupted from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises Interrupted at Ctrl-C."""

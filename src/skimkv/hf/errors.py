@@ -34,5 +34,5 @@ def first_sentence(error: BaseException) -> str:
     if len(text) > LONGEST_REASON:
         text = f"{text[:LONGEST_REASON]} ..."
     if isinstance(error, KeyError):
-        return f"{text} is missing"
+        return f"{text} was not found" if " " not in text else text.strip("\"'")
     return text or type(error).__name__

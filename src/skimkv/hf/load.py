@@ -398,10 +398,10 @@ def _from_pretrained(
         "trust_remote_code": trust_remote_code,
         "local_files_only": source.kind == "folder" or source.only_cached,
     }
-    with as_value_error(f"{name}: cannot load its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if source.kind == "folder":
         _check_size(Path(name), trust_remote_code)
+    with as_value_error(f"{name}: cannot load its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     # sizes that differ are reported below by name, where the library would only say that there are some
     options |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if device_map is not None:

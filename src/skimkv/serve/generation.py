@@ -118,7 +118,9 @@ class Generator:
         positions, self.totals = positions_of(model), Totals()
         most = positions.table if counts_in_cache(method) else positions.limit
         if max_tokens is not None and most is not None and max_tokens > most:
-            raise ValueError(f"max_tokens = {max_tokens}: {positions.name} was made for {most} positions")
+            raise ValueError(
+                f"max_tokens = {max_tokens} must be at most the {most} positions that {positions.name} was made for"
+            )
         self.max_tokens = most if max_tokens is None else max_tokens
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.folder: Folder | None = None

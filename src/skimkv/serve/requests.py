@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ def error_object(message: str, type: str, param: str | None = None, code: str | 
 def read_object(body: bytes) -> dict[str, Any]:
     """Return the object that a body holds, without the fields that are null. Raises Refused if it is none."""
     try:
-        parsed = json.loads(body, parse_constant=_not_a_number)
+        parsed = json.loads(body, parse_constant=_not_a_number, parse_float=_finite)
     except RecursionError:
         raise Refused(f"the body has more than {DEEPEST} objects and lists inside one another") from None
     except ValueError as error:
@@ -47,6 +48,12 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _not_a_number(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number} is greater than any floating-point number")
+    return value
 
 
 def _check_text(text: str, name: str) -> None:
@@ -85,7 +92,11 @@ def check_request(body: Mapping[str, Any], checks: Mapping[str, Check], needed: 
             continue
         if name not in checks:
             raise Refused(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
-        if (reason := checks[name](value)) is not None:
+        try:
+            reason = checks[name](value)
+        except Refused as refused:  # of a text inside that holds JSON
+            raise Refused(f"{name}: {refused}", name, "invalid_value") from None
+        if reason is not None:
             raise Refused(f"{name} = {_shown(value)} {reason}", name, "invalid_value")
     if needed is not None and needed not in body:
         raise Refused(f"the request has no {needed}", needed, "missing_required_parameter")
