@@ -255,4 +255,4 @@ def main(
 if __name__ == "__main__":
     app = App()
     app.command()(main)
-    raise SystemExit(carry_out(app, "training.fetch_text"))
+    raise SystemExit(carry_out(lambda: app, "training.fetch_text"))

@@ -241,4 +241,4 @@ def _device(name: str) -> torch.device:
 if __name__ == "__main__":
     app = App()
     app.command()(main)
-    raise SystemExit(carry_out(app, "training.train"))
+    raise SystemExit(carry_out(lambda: app, "training.train"))

@@ -38,7 +38,7 @@ def command(tmp_path: Path, *more: object) -> int:
     app = App()
     app.command()(fetch_text.main)
     files = ["--wikitext", tmp_path / "wiki.txt", "--shakespeare", tmp_path / "play.txt", "--out", tmp_path / "out"]
-    return carry_out(app, "fetch_text", [str(x) for x in (*files, *more)])
+    return carry_out(lambda: app, "fetch_text", [str(x) for x in (*files, *more)])
 
 
 def test_the_folder_has_the_texts_and_a_table_of_their_licences(tmp_path: Path, packages: Path) -> None:

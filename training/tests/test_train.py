@@ -32,7 +32,7 @@ def command(workspace: Path, *more: str) -> int:
         "--config": workspace / "config.json",
         "--threads": 1,
     }
-    return carry_out(app, "train", [*(str(x) for pair in given.items() for x in pair), *more])
+    return carry_out(lambda: app, "train", [*(str(x) for pair in given.items() for x in pair), *more])
 
 
 def test_the_command_from_nothing_and_from_a_model(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .errors import Interrupted
 
@@ -27,22 +27,30 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Register a function as a command; settings are those of typer.Typer.command."""
-        return super().command(name, context_settings=CONTEXT, **settings)
+        return super().command(name, cls=Command, context_settings=CONTEXT, **settings)
 
 
-class Group(TyperGroup):
-    """Commands that say in one line when Ctrl-C has ended them, or the reading of their arguments."""
+class _SaysInterrupted:
+    """Of typer's classes: Ctrl-C in a command, or while its arguments are read, raises Interrupted."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the arguments. Raises Interrupted at Ctrl-C."""
+        """Read the arguments."""
         try:
-            return super().make_context(*args, **kwargs)
+            return super().make_context(*args, **kwargs)  # type: ignore[misc]
         except KeyboardInterrupt:
             raise Interrupted from None
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises Interrupted at Ctrl-C."""
+        """Run the command."""
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
         except KeyboardInterrupt:
             raise Interrupted from None
+
+
+class Command(_SaysInterrupted, TyperCommand):
+    """A command."""
+
+
+class Group(_SaysInterrupted, TyperGroup):
+    """Several commands."""
