@@ -185,7 +185,7 @@ def test_a_kill_leaves_every_file_whole(place: str, serve: Any, tmp_path: Path) 
         os.kill(os.getpid(), signal.SIGKILL)
 
     def write_half(tensors: Any, path: Path, header: Any) -> None:
-        path.write_bytes(b"half")
+        path.with_name(".tmpAbCdEf").write_bytes(b"half")  # as safetensors does, which gives it its name afterwards
         die()
 
     child = os.fork()

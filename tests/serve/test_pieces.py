@@ -38,7 +38,12 @@ FORMAT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def pieces_of(text: str, *stops: str, parsed: bool = False) -> list[Any]:
+# The same with a pattern for the mark that opens a call, as Qwen's has.
+CALLS = {k: v for k, v in FORMAT["fields"]["tool_calls"].items() if k != "open"} | {"open_pattern": r"\s*<tool_call>"}
+PATTERN_FORMAT = {**FORMAT, "fields": {**FORMAT["fields"], "tool_calls": CALLS}}
+
+
+def pieces_of(text: str, *stops: str, parsed: bool = False, format: dict[str, Any] = FORMAT) -> list[Any]:
     """The pieces of an answer that comes byte by byte; equal neighbours are joined."""
     found: list[Any] = []
 
@@ -48,7 +53,7 @@ def pieces_of(text: str, *stops: str, parsed: bool = False) -> list[Any]:
         else:
             found.append(piece)
 
-    writer = Writer(Characters(), stops, ResponseParser(FORMAT, prefix="") if parsed else None, put)
+    writer = Writer(Characters(), stops, ResponseParser(format, prefix="") if parsed else None, put)
     for byte in text.encode():
         if writer.add([byte]):
             break
@@ -106,13 +111,26 @@ def test_reasoning_and_calls() -> None:
     without_arguments = '<tool_call>{"name": "now"}</tool_call>'
     assert pieces_of(without_arguments, parsed=True) == [ToolCall("now", "{}")]
 
+    null = '<tool_call>{"name": "now", "arguments": null}</tool_call>'
+    assert pieces_of(null, parsed=True) == [ToolCall("now", "{}")]
+    as_text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert pieces_of(as_text, parsed=True, format=PATTERN_FORMAT) == [add]
 
-@pytest.mark.parametrize("inside", ["{nonsense}", "[1]", '{"arguments": {}}'])
-def test_a_call_that_cannot_be_read_is_text(inside: str) -> None:
+
+BAD_ARGUMENTS = "[1]", "5", '"x"', '""', '{"a": NaN}', r'{"a": "\ud83d"}'
+UNREADABLE = [
+    "{nonsense}", "[1]", '{"arguments": {}}', '{"name": 3, "arguments": {}}', '{"name": "", "arguments": {}}',
+    *(f'{{"name": "add", "arguments": {value}}}' for value in BAD_ARGUMENTS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("format", [FORMAT, PATTERN_FORMAT], ids=["a mark", "a pattern"])
+@pytest.mark.parametrize("inside", UNREADABLE)
+def test_a_call_that_cannot_be_read_is_text(inside: str, format: dict[str, Any]) -> None:
     broken = f"<tool_call>{inside}</tool_call>"
-    for text in (broken, broken[:15], broken + " more"):
-        (found,) = pieces_of(text, parsed=True)
-        assert isinstance(found, Text) and found.endswith(text[-5:])
+    for text in (broken, broken[:15], broken + " more", "before " + broken):
+        found = pieces_of(text, parsed=True, format=format)
+        assert all(isinstance(piece, Text) for piece in found) and "".join(found) == text
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +177,24 @@ def test_tools_in_chats(server: Running, monkeypatch: pytest.MonkeyPatch) -> Non
     say(server, monkeypatch, CALL[:-5], at_end=False)
     cut = create(model="builtin", messages=MESSAGES, tools=TOOLS).choices[0]
     assert (cut.finish_reason, cut.message.tool_calls) == ("length", None) and '"add"' in cut.message.content
+
+
+def test_who_offers_no_tools_gets_no_calls(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(server, monkeypatch, f"hello{CALL}")
+    for offered in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = server.request("/v1/chat/completions", {"messages": MESSAGES, **offered})[1]["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", f"hello{CALL}")
+        assert "tool_calls" not in choice["message"]
+
+
+def test_the_mark_of_the_end_is_no_text_after_a_call_that_cannot_be_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = server.tokenizer.eos_token
+    say(server, monkeypatch, f"<tool_call>[1]</tool_call> more{end}")
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    message = server.request("/v1/chat/completions", body)[1]["choices"][0]["message"]
+    assert message["content"] == "<tool_call>[1]</tool_call> more"
 
 
 def test_tools_in_responses(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

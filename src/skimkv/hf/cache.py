@@ -122,7 +122,9 @@ class Cache(LibraryCache):
         Raises ValueError if the cache is in the middle of a prompt, or if its model is gone, TypeError if it holds
         something that cannot be saved, such as the states of a method of one's own, and OSError as a file does.
         """
-        model = None if self._model is None else self._model()
+        if self._model is None:
+            raise ValueError("a cache that was pickled does not know its model, which a file names: save the first one")
+        model = self._model()
         if model is None:
             raise ValueError("the model of this cache is not in memory any more, and a file names it")
         saved_cache.save(self, path, model, tokens)

@@ -12,6 +12,8 @@ import copy
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -75,16 +77,20 @@ def save(
         "max_tokens": json.dumps(cache.max_tokens), "layers": described, "contents": _contents(described, tensors),
         **more,
     }  # fmt: skip
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    # safetensors writes a file of another name first: what a kill leaves is in this folder
     try:
-        save_file({str(i): tensor for i, tensor in enumerate(tensors)}, new, header)
-        with open(new, "rb") as file:
+        new = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".new", dir=path.parent))
+    except OSError as error:
+        raise OSError(f"{path}: it cannot be written: {error.strerror}") from None
+    try:
+        save_file({str(i): tensor for i, tensor in enumerate(tensors)}, new / path.name, header)
+        with open(new / path.name, "rb") as file:
             os.fsync(file.fileno())
-        new.replace(path)
+        (new / path.name).replace(path)
     except SafetensorError as error:  # whatever the system answered
         raise OSError(f"{path}: it cannot be written: {error}") from None
     finally:
-        new.unlink(missing_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -163,7 +164,7 @@ class Folder:
     def _index(self) -> None:
         """Read the headers of the files."""
         for unfinished in self.path.glob(f"{OURS}.*.new"):
-            unfinished.unlink()
+            shutil.rmtree(unfinished)
         ignored = defaultdict[str, list[str]](list)
         for path in sorted(self.path.glob(OURS), key=lambda path: path.stat().st_mtime_ns):
             try:

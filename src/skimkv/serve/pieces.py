@@ -48,8 +48,10 @@ class Writer:
         # a parser finds its marks among the special tokens
         self._text = TokenText(tokenizer, skip_special_tokens=parser is None)
         self._held = ""  # text that could be the beginning of a stop string
-        self._parses, self._in_call = parser is not None, False
-        self._unparsed = ""  # what the parser was given since the last piece was whole
+        self._parses = parser is not None
+        self._unparsed = ""  # what the parser was given and has not made a piece of
+        # what is no text to a reader, where nothing is parsed any more
+        self._specials = re.compile("|".join(map(re.escape, getattr(tokenizer, "all_special_tokens", []))) or "(?!)")
         if parser is not None:
             for piece in [piece for event in parser.initial_events for piece in self._pieces(event)]:
                 put(piece)
@@ -83,8 +85,11 @@ class Writer:
     def _put_text(self, text: str) -> None:
         if text and self._parses:
             self._parse(text)
-        elif text:
-            self.put(Text(text))
+        elif text and (plain := self._plain(text)):
+            self.put(Text(plain))
+
+    def _plain(self, text: str) -> str:
+        return text if self.parser is None else self._specials.sub("", text)
 
     def _parse(self, text: str | None) -> None:
         """Put the pieces of more text; None is the end. A call of a tool that cannot be read is text like any other."""
@@ -94,22 +99,33 @@ class Writer:
             pieces = [piece for event in events for piece in self._pieces(event)]
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
             self._parses = False
-            pieces = [Text(self._unparsed)] if self._unparsed else []
+            pieces, plain = [], self._plain(self._unparsed)
+            if plain:
+                self.put(Text(plain))
         for piece in pieces:
             self.put(piece)
-        if not self._in_call:
-            self._unparsed = ""
+            # the marks before a text are of no piece; those after it may begin one
+            if not isinstance(piece, ToolCall) and piece in self._unparsed:
+                self._unparsed = self._unparsed.split(piece, 1)[1]
 
     def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
         name, text = event.get("field"), event.get("text")
         if name == "tool_calls":
-            self._in_call = event["type"] != "region_close"
-            if not self._in_call:
-                function = event["value"]["function"]
-                arguments = function.get("arguments", {})
-                yield ToolCall(function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+            if event["type"] == "region_close":
+                yield _tool_call(event["value"]["function"])
+                self._unparsed = ""
         elif event["type"] == "region_chunk" and text and name in (*REASONING, "content"):
             yield Text(text) if name == "content" else Reasoning(text)
+
+
+def _tool_call(function: dict[str, Any]) -> ToolCall:
+    """The call that a parser found. Raises ValueError if it has no name, or arguments that are no object of JSON."""
+    name, arguments = function.get("name"), function.get("arguments")
+    arguments = {} if arguments is None else json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call needs a name and an object of arguments")
+    json.dumps([name, arguments], ensure_ascii=False).encode()  # no half of a surrogate pair
+    return ToolCall(name, json.dumps(arguments, allow_nan=False))
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -121,11 +137,14 @@ def response_parser(tokenizer: Any, model: Any, prompt: Sequence[int], tools: li
     """Return the parser of a chat's answer to a prompt, or None if the library knows no marks of this model.
 
     The prompt may end with the beginning of the answer, after the mark that begins it. Where that mark does not come,
-    because the chat template is another one, the prompt is no part of the answer.
+    because the chat template is another one, the prompt is no part of the answer. Without tools no call is looked for.
     """
     template = get_response_template(tokenizer, model)
     if template is None:
         return None
+    if tools is None:
+        fields = {name: field for name, field in template["fields"].items() if name != "tool_calls"}
+        template = {**template, "fields": fields}
     text, marks = tokenizer.decode(prompt), template.get("start_anchor", [])
     patterns = [re.escape(mark) for mark in ([marks] if isinstance(marks, str) else marks)]
     patterns += [template["start_anchor_pattern"]] if "start_anchor_pattern" in template else []
