@@ -94,14 +94,15 @@ def token(rows: Rows, path: Path) -> None:
         line = sorted((row for row in rows if row["method"] == name), key=lambda row: row["length"])
         x = [row["length"] for row in line]
         colour, marker = style.get(name, ("black", "."))
-        in_attention = [100 * row["ms_attention"] / row["ms"] for row in line]
+        in_attention = [max(0, 100 * row["ms_attention"] / row["ms"]) for row in line]
         share.plot(x, in_attention, color=colour, marker=marker, linewidth=1.8, label=name)
         if name == "Dense()":
             continue
         pairs = [(row, dense[row["length"]]) for row in line if row["length"] in dense]
         x = [row["length"] for row, _ in pairs]
-        gains = [d["ms"] / row["ms"] for row, d in pairs]
-        faster.plot(x, gains, color=colour, marker=marker, linewidth=1.8, label=name)
+        faster.plot(
+            x, [row["speedup_dense"] for row, _ in pairs], color=colour, marker=marker, linewidth=1.8, label=name
+        )
         if name != "transformers":
             allowed = [d["floor_ms"] / row["floor_ms"] for row, d in pairs]
             faster.plot(x, allowed, "--", marker="_", color=colour, linewidth=1.2)

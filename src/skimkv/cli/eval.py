@@ -57,7 +57,7 @@ def evaluate(
         Sweep | None,
         typer.Option(
             help="A set of methods. paper: the settings of the papers' tables. matched: every method at 1/2, 1/4 and "
-            "1/8 of dense attention's bytes. ablation: the variants of SparQ.",
+            "1/8 of dense attention's bytes. ablation: the variants of SparQ. rivals: methods of other papers."
         ),
     ] = None,
     mode: Annotated[
@@ -180,7 +180,7 @@ def evaluate(
         output.print_json({**answer, "averages": [row.json() for row in averages]} if suites else answer)
         return 0
     width = 170 if any(row.tail is not None for row in rows) else 130
-    output.console(width).print(_table(rows, averages, machine))
+    output.print_table(_table(rows, averages, machine), width)
     for line in (*_notes(rows, count), f"{len(records)} records in {out}"):
         output.console().print(line, soft_wrap=True, markup=False)
     return 0
@@ -275,7 +275,7 @@ def _table(rows: Sequence[Row], averages: Sequence[Row], machine: str) -> Table:
             signed(row.diff_to_dense) if compared else "", _interval(row.diff_low, row.diff_high, signed),
             "" if row.bytes_per_token is None else f"{row.bytes_per_token:,}",
             "" if row.share is None else f"{row.share:.1%}",
-            "" if row.ms_per_token is None else output.milliseconds(row.ms_per_token),
+            "" if row.ms_per_token is None else output.three_digits(row.ms_per_token),
             *(tail if has_tails else ()),
         )  # fmt: skip
     return table

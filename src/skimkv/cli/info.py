@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import platform
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -131,11 +132,12 @@ def describe(name: str, method: type[Method]) -> dict[str, Any]:
     """Return what a method class says about itself: its paper, what it reads, its store and kernels."""
     signature = inspect.signature(method)
     defaults = ("" if p.default is p.empty else f"={p.default!r}" for p in signature.parameters.values())
+    arguments = map(str.__add__, signature.parameters, defaults)
     folder, _, module = method.__module__.rpartition(".")
     store = inspect.signature(method.store).return_annotation
     return {
         "name": name,
-        "spec": f"{name}({', '.join(map(str.__add__, signature.parameters, defaults))})",
+        "spec": f"{name}({', '.join(argument for argument in arguments if _takes(method, argument))})",
         "file": f"methods/{module}.py" if folder == "skimkv.methods" else method.__module__,
         "arguments": "".join(c for c in str(signature).split(" -> ")[0] if c not in "'\""),
         "paper": _first_paragraph(inspect.getmodule(method)),
@@ -143,6 +145,14 @@ def describe(name: str, method: type[Method]) -> dict[str, Any]:
         "reads": _first_paragraph(method),
         "kernels": [kind for kind in ("cpu", "gpu") if _example(method).has_kernel(kind)],
     }
+
+
+def _takes(method: type[Method], argument: str) -> bool:
+    """Whether a method takes an argument that all have the field of: kv, which SubGenStream refuses."""
+    try:
+        return not argument.startswith("kv=") or bool(replace(_example(method), kv="int8"))
+    except ValueError:
+        return False
 
 
 def _example(method: type[Method]) -> Method:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich import progress
@@ -37,14 +38,45 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+def print_table(rows: Table, min_width: int = 0) -> None:
+    """Print a table of `table` on stdout, whose numbers are never wrapped or cut.
+
+    On a terminal that is too narrow for them a row becomes several lines: its first cell, and below it what each column
+    says. Where stdout is no terminal, a line is as long as it must be, and at least `min_width` columns.
+    """
+    names, *columns = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in rows.columns]
+    headings = [str(column.header) for column in rows.columns[1:]]
+    longest = [
+        max(map(len, "\n".join([head, *cells]).split("\n"))) for head, cells in zip(headings, columns, strict=True)
+    ]
+    words = max((len(word) for name in names for word in name.split()), default=0)
+    needed = max(words, rows.columns[0].min_width or 0) + sum(longest) + 3 * len(rows.columns) + 1
+    screen = console(min_width)
+    for column in rows.columns[1:]:
+        column.no_wrap = True
+    if needed <= screen.width:
+        screen.print(rows)
+    elif not screen.is_terminal:
+        Console(highlight=False, width=needed).print(rows)
+    else:
+        screen.print(rows.title, style="dim", markup=False)
+        for name, *cells in zip(names, *columns, strict=True):
+            screen.print(name, style="bold", markup=False)
+            for heading, cell in zip(headings, cells, strict=True):
+                if cell:
+                    screen.print(f"  {heading.replace('-' + chr(10), '').replace(chr(10), ' ')}: {cell}", markup=False)
+        if rows.caption:
+            screen.print(rows.caption, style="dim", markup=False)
+
+
 def number(n: int, what: str) -> str:
     """Write how many of something there are: "1 layer", "2 layers"."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def milliseconds(ms: float) -> str:
-    """Write a time in a table: three digits, and no fewer than all before the point."""
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}"
+def three_digits(x: float) -> str:
+    """Write a number in a table with three digits, and no fewer than all before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:#.3g}"
 
 
 def progress_bar(*more: progress.ProgressColumn, keep: bool = False) -> progress.Progress:

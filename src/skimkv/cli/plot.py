@@ -1,4 +1,4 @@
-"""`skimkv plot`: draw the figures of a results file, or of what `skimkv bench --json` printed."""
+"""`skimkv plot`: draw the figures of a results file, or of what two of the benches printed with --json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype")
 BENCH_FIELDS = {
     "sweep": ("method", "length", "batch", "speedup_best", "speedup_theory"),
     "attention": ("method", "length", "speedup_dense", "speedup_theory", *SHAPE),
-    "token": ("method", "length", "ms", "ms_attention", "floor_ms", "shape", "layers", "weights"),
+    "token": ("method", "length", "ms", "ms_attention", "floor_ms", "speedup_dense", "shape", "layers", "weights"),
 }
 BENCH_TEXTS = {"method", "dtype", "shape", "weights"}
 GREATEST = 1e15  # no length, time or ratio is near it
@@ -27,7 +27,9 @@ def plot(
     results: Annotated[
         Path,
         typer.Argument(
-            metavar="RESULTS", help="The file that skimkv eval wrote, or that holds what skimkv bench --json printed."
+            metavar="RESULTS",
+            help="The file that skimkv eval or tune wrote, or that holds what skimkv bench attention or bench token "
+            "printed with --json.",
         ),
     ],
     out: Annotated[

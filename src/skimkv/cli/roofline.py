@@ -82,7 +82,9 @@ def roofline(
     """Compute how fast a decode step can be at best, and what a method can gain of it.
 
     A step reads the weights and what the method reads of the cache, and multiplies them; the slower of memory and
-    arithmetic gives its time. Nothing runs: the bytes are exact, and a machine's peaks come from its data sheet.
+    arithmetic gives its time. Nothing runs: the bytes follow from the sizes, and a machine's peaks come from its data
+    sheet. Where the bytes of a method depend on the data, as those of Skim, they are the most that it is expected to
+    read.
 
     Example:
 
@@ -227,7 +229,7 @@ def _print_tables(
     """Print a table with a part for each machine, and a sentence about each of them."""
     columns = ("method", "tokens", "ms", "in attention", "speed-up", "of attention", "limit", "GB held")
     table, last = output.table(f"a decode step at best; {setting}", *columns), None
-    table.columns[0].min_width = 40
+    table.columns[0].min_width = 24
     for row in rows:
         if row["hardware"] != last:
             last = row["hardware"]
@@ -236,15 +238,15 @@ def _print_tables(
         table.add_row(
             row["method"],
             f"{row['length']:,}",
-            output.milliseconds(row["ms"]),
+            output.three_digits(row["ms"]),
             f"{row['share_attention']:.0%}",
             f"{row['speedup']:.2f} ×",
             f"{row['speedup_attention']:.2f} ×",
             row["bound"],
-            f"{row['held_bytes'] / 1e9:.3g}" + ("" if row["fits"] in (None, True) else ", too much"),
+            output.three_digits(row["held_bytes"] / 1e9) + ("" if row["fits"] in (None, True) else ", too much"),
         )
+    output.print_table(table, 132)
     console = output.console(132)
-    console.print(table)
     for fact in facts:
         half = f"from {fact['half_at']:,} tokens on" if fact["half_at"] else "at no length up to 2^24"
         console.print(

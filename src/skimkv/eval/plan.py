@@ -191,7 +191,7 @@ def plan_job(
         if longer := [_cut_prompt(planned, setup.positions) for planned in group if planned not in fitting]:
             long.append(longer)
     if not groups and not (long and any(map(counts_in_cache, methods))):
-        hint = f"; its arguments are {task.sizes}" if task.sizes else ""
+        hint = f"; the default is {task.sizes}" if task.sizes else ""
         raise ValueError(f"{task.spec}: no example fits the model's {setup.positions} positions{hint}")
     return Job(task, mode, groups, list(methods), left_out, long)
 
@@ -203,14 +203,14 @@ def _plan_documents(setup: Setup, task: Task, methods: Sequence[Method], data: P
     context, size = first.tokens[0], sum(first.tokens)
     if setup.positions is not None and size > setup.positions:
         raise ValueError(
-            f"{task.spec}: context + reference = {size} tokens exceed the model's {setup.positions} positions; its "
-            f"arguments are {task.sizes}"
+            f"{task.spec}: context + reference = {size} tokens exceed the model's {setup.positions} positions; the "
+            f"default is {task.sizes}"
         )
     taken = take_documents(setup.tokenizer, chain([first], examples), limit)
     if not taken.documents:
         raise ValueError(
             f"{task.spec}: no document of {data or 'the Hub'} has context + reference = {size} tokens, the longest has "
-            f"{taken.longest}; its arguments are {task.sizes}"
+            f"{taken.longest}; the default is {task.sizes}"
         )
     groups = document_groups(taken.documents, context, setup.weights)
     return Job(task, "forced", groups, list(methods), taken.too_short)
