@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from skimkv.bench import doctor
 from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
 from skimkv.bench.machine import Cpu
 from skimkv.ops.cpu import library
+from support import gguf_architectures
 from support.command_line import answer, run
 from support.kernels import NATIVE
 from support.random_models import random_model, tiny_configuration
@@ -99,13 +102,13 @@ def test_kernels_that_are_missing_or_forced(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("family", "whole"), [("llama", True), ("gemma3_text", True), ("gpt_neox", False)])
 def test_whole_steps(family: str, whole: bool) -> None:
     """Llama's and Gemma 3's layers are one operation of the library; those of GPT-NeoX are not."""
-    found = doctor.whole_step(Subject(family, meta_model(family), "bfloat16", 1))
+    found = doctor.whole_step(Subject(family, meta_model(family), "bfloat16", 1, 1))
     assert found.status == (GOOD if whole else SLOW)
 
 
 def test_a_model_that_cannot_be_small() -> None:
     assert doctor.small_copy(meta_model("jamba")) is None
-    assert doctor.whole_step(Subject("", meta_model("jamba"), "bfloat16", 1)).status == SLOW
+    assert doctor.whole_step(Subject("", meta_model("jamba"), "bfloat16", 1, 1)).status == SLOW
 
 
 def test_bytes_of_a_cache() -> None:
@@ -114,20 +117,57 @@ def test_bytes_of_a_cache() -> None:
     held, read = doctor.cache_bytes(model, Dense(), 1024)
     assert held == 1024 * 256 and 1024 * 256 <= read <= 1026 * 256
     assert doctor.cache_bytes(model, SparQ(r=4, k=16), 1024)[1] < read / 3
-    windows = doctor.cache_bytes(meta_model("gemma3_text"), Dense(), 1024)[0]
-    assert windows == 2 * 2 * 16 * 2 * (1024 + 5 * 8)  # one full layer, and five that see 8 tokens
+    held, read = doctor.cache_bytes(meta_model("gemma3_text"), Dense(), 1024)
+    assert held == 2 * 2 * 16 * 2 * (1024 + 5 * 8)  # one full layer, and five that see 8 tokens
+    assert read == 2 * 2 * 16 * 2 * (1025 + 5 * 8)  # of which the current one is written
+    assert doctor.cache_bytes(meta_model("gemma3_text"), Dense(), 7)[1] == 2 * 2 * 16 * 2 * 6 * 8
     with pytest.raises(ValueError, match="r = 17 must be at most 16"):
         doctor.cache_bytes(model, SparQ(r=17, k=16), 1024)
 
 
 def test_what_fits_and_how_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Subject("", meta_model("llama"), "bfloat16", 10**6)
+    model = Subject("", meta_model("llama"), "bfloat16", 10**6, 10**6)
     monkeypatch.setattr("skimkv.bench.machine.Cpu.free_bytes", lambda self: 2 * 10**6)
     assert doctor.fits(model, Dense(), 1024).status == GOOD
     assert doctor.fits(model, Dense(), 4096).status == BAD
     found = doctor.speed(model, Dense(), 8, 1e9)
     assert found.status == SLOW and "weights are most of the bytes" in found.advice
+    found = doctor.speed(model, SparQ(r=4, k=16), 65536, 1e9)
+    assert found.status == SLOW and found.advice.startswith("the model was made for ")
+    monkeypatch.setattr(model.model.config, "max_position_embeddings", 65536)
     assert doctor.speed(model, SparQ(r=4, k=16), 65536, 1e9).status == GOOD
+
+
+@pytest.mark.parametrize("kind", ["folder", "GGUF file"])
+def test_a_token_reads_only_the_experts_that_it_chooses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """Two of four experts are read; all of them take memory."""
+    path = tmp_path / "m.gguf"
+    whole: Any = gguf_architectures.write(path, "qwen3moe")
+    whole.save_pretrained(tmp_path)
+    model = doctor.subject(str(path if kind == "GGUF file" else tmp_path), None)
+    if kind == "folder":
+        sizes = {name: tensor.nbytes for name, tensor in whole.named_parameters()}
+        experts = sum(nbytes for name, nbytes in sizes.items() if ".experts." in name)
+        table = "model.embed_tokens.weight"
+    else:
+        sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+        experts = sum(nbytes for name, nbytes in sizes.items() if "_exps" in name)
+        table = "token_embd.weight"
+    held = sum(sizes.values())
+    assert experts > 0 and model.held_bytes == held
+    assert model.weight_bytes == pytest.approx(held - sizes[table] - experts / 2, rel=0.001)
+    monkeypatch.setattr("skimkv.bench.machine.Cpu.free_bytes", lambda self: held - 1)
+    assert doctor.fits(model, Dense(), 1).status == BAD
+    cache = doctor.cache_bytes(model.model, Dense(), 8)[1]
+    assert f"at most {1e9 / (model.weight_bytes + cache):,.3g} tokens" in doctor.speed(model, Dense(), 8, 1e9).found
+
+
+def test_experts_of_an_unknown_number_are_all_counted(tmp_path: Path) -> None:
+    random_model(tiny_configuration("dbrx")).save_pretrained(tmp_path)
+    model = doctor.subject(str(tmp_path), None)
+    assert model.weight_bytes == model.held_bytes == 4 * sum(p.numel() for p in model.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +187,7 @@ def test_weights_are_advised_only_where_they_help(
     monkeypatch: pytest.MonkeyPatch, weights: str, free: float, fits: str, speed: str
 ) -> None:
     """Weights of 1 MB and a cache of 1.05 MB; free is in MB."""
-    model = Subject("", meta_model("llama"), weights, 10**6)
+    model = Subject("", meta_model("llama"), weights, 10**6, 10**6)
     monkeypatch.setattr("skimkv.bench.machine.Cpu.free_bytes", lambda self: int(free * 1e6))
     assert doctor.fits(model, Dense(), 4096).advice == fits
     assert f": {speed} more" in doctor.speed(model, Dense(), 8, 1e9).advice

@@ -64,7 +64,11 @@ def test_sliding_layers_stop_growing_at_their_window():
     short, long = (
         roof.decode_step(HARDWARE["a10"], model, Dense(), n, 1, "bfloat16", torch.bfloat16) for n in (8, 108)
     )
-    assert long.attention / short.attention == pytest.approx((2 * 108 + 2 + 18) / (2 * 18))
+    # after 8 tokens, as after 108, the current one and 7 cached ones are a window
+    assert long.attention / short.attention == pytest.approx((2 * 108 + 2 + 16) / (2 * 8 + 2 + 16))
+    within = roof.decode_step(HARDWARE["a10"], model, Dense(), 5, 1, "bfloat16", torch.bfloat16)
+    assert within.attention / short.attention == pytest.approx(2 * 12 / (18 + 16))
+    assert long.held_bytes == 2000 + 2 * 2 * 16 * 2 * (108 + 8)
 
 
 def test_dense_attention_is_half_of_a_step_where_its_bytes_are_those_of_the_weights():

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from skimkv.bench.shapes import HARDWARE, MODELS, reads_of_folder, reads_of_sizes
+from skimkv.bench.shapes import HARDWARE, MODELS, reads_of_folder, reads_of_gguf, reads_of_sizes
+from support import gguf_architectures
+from support.refusals import refuses
 from support.tiny_models import family
 
 
@@ -59,3 +61,35 @@ def test_a_mixture_of_experts_and_a_folder_without_a_model_are_refused(tmp_path:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json describes no causal model"):
         reads_of_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("architecture", "sliding", "window"), [("llama", 0, 0), ("gemma2", 2, 8), ("gemma3", 5, 8)])
+def test_a_gguf_file_has_the_layers_of_a_folder(tmp_path: Path, architecture: str, sliding: int, window: int):
+    model = gguf_architectures.write(tmp_path / "m.gguf", architecture)
+    model.config.save_pretrained(tmp_path)
+    of_file, of_folder = reads_of_gguf(tmp_path / "m.gguf")[0], reads_of_folder(tmp_path)
+    assert (of_file.sliding, of_file.window) == (sliding, window)
+    assert of_file[2:-1] == of_folder[2:-1]
+
+
+def test_a_gguf_file_whose_configuration_has_no_number_of_kv_heads(tmp_path: Path):
+    gguf_architectures.write(tmp_path / "m.gguf", "gpt2")
+    reads, _ = reads_of_gguf(tmp_path / "m.gguf")
+    assert (reads.layers, reads.H, reads.G, reads.D) == (2, 4, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("qwen35", "it has layers of linear attention or a state space"),
+        ("lfm2", "it has layers of linear attention or a state space"),
+        ("qwen3moe", "a mixture of experts"),
+        ("gpt-oss", "a mixture of experts"),
+    ],
+)
+def test_what_is_refused_of_a_folder_is_refused_of_a_gguf_file(tmp_path: Path, architecture: str, reason: str):
+    if architecture not in gguf_architectures.ARCHITECTURES:
+        pytest.skip("this version of transformers does not read the architecture")
+    gguf_architectures.write(tmp_path / "m.gguf", architecture).config.save_pretrained(tmp_path)
+    refuses(lambda: reads_of_folder(tmp_path), f"^{tmp_path}: {reason}")
+    refuses(lambda: reads_of_gguf(tmp_path / "m.gguf"), f"^{tmp_path}/m.gguf: {reason}")

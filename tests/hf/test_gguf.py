@@ -200,6 +200,8 @@ DAMAGED = [
     (lambda content: content[:200], "truncated or damaged"),
     (lambda content: b"GGML" + content[4:], "not a GGUF file"),
     (lambda content: b"", "truncated or damaged"),
+    (lambda content: content[:4] + bytes(3) + b"\3" + content[8:], "it is a big-endian GGUF file"),
+    (lambda content: content[:4] + bytes(4) + content[8:], "GGUF version 0 is not supported; only 2 and 3 are"),
     (
         (tiny, key("general.architecture", "plamo", STRING)),
         "architecture 'plamo' is not supported; llama, mistral, qwe",
@@ -246,6 +248,37 @@ def test_gguf_refusals_are_one_line_with_the_path(tmp_path, damage, reason):
     if not isinstance(damage, tuple):
         path.write_bytes(damage(path.read_bytes()))
     refuses(lambda: load_gguf(path), f"{path}.*{reason}")
+
+
+def test_a_big_endian_file_is_refused_by_its_kind(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_files.finish(gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG))
+    refuses(
+        lambda: load_gguf(path), f"{path}: it is a big-endian GGUF file, which is not supported; only little-endian"
+    )
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path):
+    """Its last token would be looked up past the table. Fewer tokens than rows are padding."""
+    path = tmp_path / "m.gguf"
+
+    def with_tokens(n):
+        def edit(writer):
+            for key in [key for key in writer.kv_data[0] if key.startswith("tokenizer.")]:
+                del writer.kv_data[0][key]
+            gguf_files.add_tokenizer(writer, n)
+
+        return edit
+
+    rows = tiny().config.vocab_size
+    write(path, tiny(), edit=with_tokens(rows + 2))
+    refuses(
+        lambda: load_gguf(path),
+        f"^{path}: its tokenizer has {rows + 2} tokens; token_embd.weight has only {rows} rows$",
+    )
+    assert load_gguf_model(path).config.vocab_size == rows
+    write(path, tiny(), edit=with_tokens(rows - 2))
+    assert len(load_gguf(path)[1]) == rows - 2
 
 
 def test_a_damaged_byte_is_refused_or_harmless(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from skimkv.hf.gguf_model import load_gguf_model, read_config
+from support import gguf_architectures
 from support.gguf_files import close, logits, tiny, write
 from support.refusals import refuses
 
@@ -117,3 +118,29 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, edit, reason):
 def test_a_value_that_changes_nothing_is_no_mistake(tmp_path, edit):
     write(tmp_path / "m.gguf", tiny(), edit=edit)
     assert read_config(tmp_path / "m.gguf").rope_parameters["rope_type"] == "default"
+
+
+NORMS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "needed"),
+    [("llama", NORMS[1]), ("stablelm", NORMS[0]), ("gpt2", NORMS[0]), ("nemotron", NORMS[0])],
+)
+def test_a_missing_epsilon_has_the_name_that_the_architecture_needs(tmp_path, monkeypatch, architecture, needed):
+    path, other = tmp_path / "m.gguf", NORMS[needed == NORMS[0]]
+    finish, keys = gguf_architectures.finish, list[str]()
+
+    def finish_otherwise(writer):
+        """Take the epsilon out of the metadata, and put it back under these keys."""
+        value = writer.kv_data[0].pop(f"{architecture}.{needed}")
+        writer.kv_data[0] |= {f"{architecture}.{key}": value for key in keys}
+        finish(writer)
+
+    monkeypatch.setattr(gguf_architectures, "finish", finish_otherwise)
+    gguf_architectures.write(path, architecture)
+    refuses(lambda: load_gguf_model(path), f"^{path}: its metadata lacks {architecture}.{needed}$")
+    for key in (needed, other):
+        keys[:] = [key]
+        gguf_architectures.write(path, architecture)
+        assert read_config(path).num_hidden_layers == 2

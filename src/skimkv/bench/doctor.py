@@ -20,19 +20,19 @@ from ..hf.attach import attach
 from ..hf.decode_step import step_forward
 from ..hf.load import check_formats, check_source
 from ..hf.structure import empty_model
-from ..hf.supported import decoder_of, describe_layers, model_layers
+from ..hf.supported import decoder_of, describe_layers, max_positions, model_layers
 from ..hf.tiny_sizes import SIZES
 from ..methods import Dense
 from ..methods.base import Method
 from ..ops.cpu import library
 from ..stores.base import Shape
 from .machine import Cpu
+from .models import weight_bytes
 from .shapes import WEIGHT_BYTES
 
 GOOD, SLOW, BAD = "good", "slow", "bad"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 FLAGS = "avx2", "f16c", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "bf16"
-BYTES = {**WEIGHT_BYTES, "int4": 18 / 32}  # of a weight in each format; int4: blocks of 32 and a scale
 SLOW_MEMORY = 10e9  # bytes per second: less than one channel of DDR4
 
 
@@ -46,12 +46,17 @@ class Finding(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A model without its weights. weight_bytes: what a token reads of them; weights: their format."""
+    """A model without its weights. weights: their format.
+
+    weight_bytes: what a token reads of them, of a mixture of experts those that are chosen. held_bytes: what all of
+    them take in memory.
+    """
 
     name: str
     model: PreTrainedModel
     weights: str
     weight_bytes: int
+    held_bytes: int
 
 
 def machine_findings(bandwidth: float) -> Iterator[Finding]:
@@ -157,12 +162,14 @@ def subject(name: str, weights: str | None) -> Subject:
         from ..hf.gguf_model import read_contents
 
         contents = read_contents(source.location)
-        return Subject(name, model, contents.weights, contents.nbytes)
+        return Subject(name, model, contents.weights, contents.nbytes, contents.held_bytes)
     format = weights or str(model.config.dtype or torch.float32).removeprefix("torch.")
-    tables: Any = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    is_tied = bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
-    numbers = sum(tensor.numel() for tensor in model.parameters()) - (0 if is_tied else tables[0].weight.numel())
-    return Subject(name, model, format, int(numbers * BYTES[format]))
+    held = sum(tensor.numel() for tensor in model.parameters())
+    try:
+        read = weight_bytes(model) / model.dtype.itemsize
+    except AttributeError:  # its configuration does not say how many experts a token reads
+        read = held
+    return Subject(name, model, format, int(read * WEIGHT_BYTES[format]), int(held * WEIGHT_BYTES[format]))
 
 
 def model_findings(model: Subject, method: Method, length: int, bandwidth: float) -> Iterator[Finding]:
@@ -220,7 +227,8 @@ def takes_whole_steps(model: PreTrainedModel) -> bool:
 def cache_bytes(model: PreTrainedModel, method: Method, length: int) -> tuple[int, int]:
     """The bytes of a cache of one sequence of `length` tokens, and what a decode step reads of it.
 
-    Layers that the method does not decode count as dense attention over their window; states count as nothing.
+    Layers that the method does not decode count as dense attention over their window, of which the current token is
+    one; states count as nothing. Of a method whose bytes depend on the data, the most that are expected count.
     Raises ValueError if the method does not fit the model's heads.
     """
     config: Any = model.config.get_text_config(decoder=True)
@@ -231,8 +239,9 @@ def cache_bytes(model: PreTrainedModel, method: Method, length: int) -> tuple[in
     held = read = 0
     for layer in model_layers(model):
         if layer.attends:
-            one, n = (method, length) if layer.supported else (Dense(), min(length, layer.window or length))
-            held, read = held + one.bound(n, shape, dtype), read + one.traffic(n, shape, dtype).bytes
+            one, window = (method, length + 1) if layer.supported else (Dense(), layer.window or length + 1)
+            held += one.bound(min(length, window), shape, dtype)
+            read += one.traffic(min(length, window - 1), shape, dtype).bytes
     return held, read
 
 
@@ -240,13 +249,13 @@ def fits(model: Subject, method: Method, length: int) -> Finding:
     """Whether weights and cache fit into the free memory."""
     held, _ = cache_bytes(model.model, method, length)
     free = Cpu().free_bytes()
-    found = f"weights {_gb(model.weight_bytes)} and a cache of {length:,} tokens {_gb(held)}"
-    if model.weight_bytes + held <= free:
+    found = f"weights {_gb(model.held_bytes)} and a cache of {length:,} tokens {_gb(held)}"
+    if model.held_bytes + held <= free:
         return Finding("fits", GOOD, found)
     smaller = smaller_formats(model)
     fitting = [name for name, nbytes in smaller.items() if nbytes + held <= free]
     advice = [f"--weights {' or '.join(fitting)}"] if fitting else []
-    if model.weight_bytes < free:
+    if model.held_bytes < free:
         advice.append("a shorter text")
     if not advice:
         with_less = next((name for name, nbytes in smaller.items() if nbytes < free), None)
@@ -255,11 +264,11 @@ def fits(model: Subject, method: Method, length: int) -> Finding:
 
 
 def smaller_formats(model: Subject) -> dict[str, int]:
-    """The formats that --weights can give the model in fewer bytes, with these; none for a GGUF file."""
-    if model.weights not in BYTES:
+    """The formats that --weights can give the model in fewer bytes, with what it takes then; none for a GGUF file."""
+    if model.weights not in WEIGHT_BYTES:
         return {}
-    share = {name: BYTES[name] / BYTES[model.weights] for name in ("int8", "int4")}
-    return {name: int(model.weight_bytes * part) for name, part in share.items() if part < 1}
+    share = {name: WEIGHT_BYTES[name] / WEIGHT_BYTES[model.weights] for name in ("int8", "int4")}
+    return {name: int(model.held_bytes * part) for name, part in share.items() if part < 1}
 
 
 def speed(model: Subject, method: Method, length: int, bandwidth: float) -> Finding:
@@ -271,6 +280,9 @@ def speed(model: Subject, method: Method, length: int, bandwidth: float) -> Find
     found = (
         f"at {length:,} tokens at most {rates[0]:,.3g} tokens per second with {method}, {rates[1]:,.3g} with Dense()"
     )
+    positions = max_positions(model.model)
+    if positions is not None and length > positions:
+        return Finding("speed", SLOW, found, f"the model was made for {positions:,} positions: a shorter --length")
     if rates[0] < 1.1 * rates[1]:
         smaller = next((f" or --weights {name}" for name in smaller_formats(model)), "")
         return Finding("speed", SLOW, found, f"weights are most of the bytes: longer texts{smaller} gain more")

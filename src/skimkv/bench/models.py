@@ -162,12 +162,17 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def _share_of_experts(model: PreTrainedModel) -> float:
-    """The share of its experts that a model chooses for a token; 1 if it has none."""
+    """The share of its experts that a model chooses for a token; 1 if it has none.
+
+    Raises AttributeError if its configuration does not say how many they are.
+    """
     if not any(".experts." in name for name, _ in model.named_parameters()):
         return 1.0
     config: Any = model.config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    total = next(number for name in names if (number := getattr(config, name, None)))
+    total = next((number for name in names if (number := getattr(config, name, None))), None)
+    if total is None:
+        raise AttributeError(f"{type(config).__name__} has none of {', '.join(names)}")
     return float(config.num_experts_per_tok / total)
 
 

@@ -45,13 +45,15 @@ def decode_step(
 ) -> DecodeStep:
     """Return the step after n tokens; every element of the cache that is read enters G multiply-adds (eq. C1).
 
+    A sliding layer sees the current token as one of its window, so it reads one cached token less than that. Of a
+    method whose bytes depend on the data, the closed form counts the most that are expected.
     weights: a key of WEIGHT_BYTES; None for a model that knows its weight_bytes. Arithmetic runs at the peak of 16-bit
     numbers, or of 32-bit ones where that is known and the cache has them.
     """
     shape = Shape(batch, model.H, model.G, model.D)
-    window = min(n, model.window)
+    held, read = min(n, model.window), min(n, max(model.window - 1, 0))
     full = model.layers - model.sliding
-    by_method, in_window = method.traffic(n, shape, cache), Dense().traffic(window, shape, cache)
+    by_method, in_window = method.traffic(n, shape, cache), Dense().traffic(read, shape, cache)
     cache_bytes = full * by_method.bytes + model.sliding * in_window.bytes
     cache_elements = full * by_method.elements + model.sliding * in_window.elements
     weight_bytes = float(model.weight_bytes or 0) if weights is None else model.weights * WEIGHT_BYTES[weights]
@@ -60,7 +62,7 @@ def decode_step(
     arithmetic = [products / rate, sums / rate]
     transfers = [weight_bytes / hardware.bandwidth, cache_bytes / hardware.bandwidth]
     seconds = [max(pair) for pair in zip(arithmetic, transfers, strict=True)]
-    cache_size = full * method.bound(n, shape, cache) + model.sliding * Dense().bound(window, shape, cache)
+    cache_size = full * method.bound(n, shape, cache) + model.sliding * Dense().bound(held, shape, cache)
     return DecodeStep(
         repr(method), n, sum(seconds), seconds[1], (products + sums) / (weight_bytes + cache_bytes),
         seconds == transfers, int(weight_bytes + cache_size),

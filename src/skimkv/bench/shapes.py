@@ -50,8 +50,9 @@ def check_model(name: str, weights: str) -> ModelSizes:
 class ModelReads(NamedTuple):
     """What a decode step of a model reads: `weights` elements, and in every layer the cache of H KV heads.
 
-    G query heads share a KV head; D is the head size. `sliding` of the layers see only the last `window` tokens,
-    whatever the method. weight_bytes: of the weights as a file holds them; None where only their number is known.
+    G query heads share a KV head; D is the head size. `sliding` of the layers see only the last `window` tokens, the
+    current one included, whatever the method. weight_bytes: of the weights as a file holds them; None where only their
+    number is known.
     """
 
     name: str
@@ -84,26 +85,29 @@ def reads_of_sizes(name: str, sizes: Sequence[int]) -> ModelReads:
 
 
 def reads_of_gguf(path: Path) -> tuple[ModelReads, str]:
-    """What the model of a GGUF file reads, and the types of its weights. Raises ValueError if it cannot be read."""
+    """What the model of a GGUF file reads, and the types of its weights.
+
+    Raises ValueError if the file cannot be read, and for the models that `reads_of_folder` refuses.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     from ..hf.errors import as_value_error
     from ..hf.gguf_model import read_contents
 
     with as_value_error(str(path)):
         contents = read_contents(path)
-    config: Any = contents.config
-    H, heads = config.num_key_value_heads, config.num_attention_heads
-    reads = ModelReads(
-        str(path), contents.elements, config.num_hidden_layers, H, heads // H, config.head_dim,
-        weight_bytes=contents.nbytes,
-    )  # fmt: skip
-    return reads, contents.weights
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(contents.config)  # type: ignore[no-untyped-call]
+    reads = _reads_of_model(path, model, contents.elements)
+    return reads._replace(weight_bytes=contents.nbytes), contents.weights
 
 
 def reads_of_folder(path: Path) -> ModelReads:
     """What the model of a folder's config.json reads: it is built without memory for its weights, which are counted.
 
-    Raises ValueError if there is no config.json, if the model is not supported, or if it reads only some of its
-    weights for a token.
+    Raises ValueError if there is no config.json, if the model is not supported, if it reads only some of its weights
+    for a token, or if some of its layers keep states.
     """
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: no config.json")
@@ -111,7 +115,6 @@ def reads_of_folder(path: Path) -> ModelReads:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ..hf.load import check_counts
-    from ..hf.supported import model_layers
 
     check_counts(path)
     try:
@@ -120,6 +123,19 @@ def reads_of_folder(path: Path) -> ModelReads:
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: config.json describes no causal model: {str(error).splitlines()[0]}") from None
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    tables = (part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding))
+    tables_only = sum(table.numel() for table in tables if table is not head)  # a step reads one row of each
+    return _reads_of_model(path, model, sum(p.numel() for p in model.parameters()) - tables_only)
+
+
+def _reads_of_model(path: Path, model: Any, weights: int) -> ModelReads:
+    """What a model without memory reads of its cache, beside this number of weights.
+
+    Raises ValueError, with the path, for a mixture of experts, and for layers that keep states.
+    """
+    from ..hf.supported import model_layers
+
     text = model.config.get_text_config(decoder=True)
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"{path}: a mixture of experts, which reads only some of its weights per token")
@@ -128,19 +144,15 @@ def reads_of_folder(path: Path) -> ModelReads:
         raise ValueError(
             f"{path}: it has layers of linear attention or a state space, whose bytes are not computed here"
         )
-    supported = [layer.supported for layer in layers]
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    tables = (part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding))
-    tables_only = sum(table.numel() for table in tables if table is not head)  # a step reads one row of each
+    windows = [layer.window or 0 for layer in layers if not layer.supported]
     H = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     D = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    weights = sum(p.numel() for p in model.parameters()) - tables_only
-    window = getattr(text, "sliding_window", None) or 0
     G = text.num_attention_heads // H
-    return ModelReads(str(path), weights, len(supported), H, G, D, supported.count(False), window)
+    return ModelReads(str(path), weights, len(layers), H, G, D, len(windows), max(windows, default=0))
 
 
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 34 / 32}  # int8: blocks of 32 and a scale
+# Of a weight in each format; those of codes have blocks of 32 and a scale.
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 34 / 32, "int4": 18 / 32}
 
 
 class Hardware(NamedTuple):

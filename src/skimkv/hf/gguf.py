@@ -60,8 +60,9 @@ class GGUFFile:
     lists: the keys of those lists of strings that metadata contains; the others are skipped.
 
     The first part of a model that is split over several files opens the others. Raises ValueError if a file is damaged,
-    shorter than its tensors, of a version other than 2 and 3, or if a part is missing. So it does for two tensors of
-    one name, and for one that does not begin at a multiple of general.alignment, which must be a power of two.
+    shorter than its tensors, big-endian, of a version other than 2 and 3, or if a part is missing. So it does for two
+    tensors of one name, and for one that does not begin at a multiple of general.alignment, which must be a power of
+    two.
     """
 
     def __init__(self, path: Path, lists: Container[str] = ()) -> None:
@@ -72,7 +73,10 @@ class GGUFFile:
             self.size = os.fstat(self.file.fileno()).st_size
             if self._bytes(4) != b"GGUF":
                 raise ValueError("not a GGUF file")
-            if (version := self._number("I")) not in (2, 3):
+            version = self._number("I")
+            if version and version % 2**16 == 0:  # as in llama.cpp: its bytes stand in the other order
+                raise ValueError("it is a big-endian GGUF file, which is not supported; only little-endian ones are")
+            if version not in (2, 3):
                 raise ValueError(f"GGUF version {version} is not supported; only 2 and 3 are")
             n_tensors, n_metadata = self._number("Q"), self._number("Q")
             pairs = (self._pair() for _ in range(n_metadata))

@@ -296,8 +296,7 @@ def _by_table(metadata: Metadata, file: GGUFFile, architecture: Architecture) ->
         if setting is None or key in LATER:
             continue
         if key.startswith("attention.layer_norm"):
-            other = "attention.layer_norm_epsilon" if "rms" in key else "attention.layer_norm_rms_epsilon"
-            settings[setting] = metadata.number(other if metadata.get(key) is None else key)
+            settings[setting] = metadata.number(_epsilon(metadata, PLAIN_NORM if name == "nemotron" else key))
         elif key == "attention.head_count_kv":
             settings[setting] = metadata.count(key, metadata.count("attention.head_count"))
         elif key != "feed_forward_length" or metadata.get(key) or "expert_count" not in table:
@@ -319,8 +318,15 @@ def _by_table(metadata: Metadata, file: GGUFFile, architecture: Architecture) ->
 # Keys of transformers' table that are read here in another way.
 LATER = {"rope.freq_base", "rope.dimension_count", "attention.key_length", "attention.sliding_window", "vocab_size",
          "sliding_window", "expert_gating_func"}  # fmt: skip
+PLAIN_NORM, RMS_NORM = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 WITHOUT_HEAD_SIZE = {"phi3", "stablelm", "starcoder2", "gpt2"}
 PARTLY_ROTATED = {"phi3", "stablelm", "nemotron", "minimax_m2"}
+
+
+def _epsilon(metadata: Metadata, needed: str) -> str:
+    """The key of the normalisations' epsilon: the one that the architecture needs, unless only the other is there."""
+    other = RMS_NORM if needed == PLAIN_NORM else PLAIN_NORM
+    return other if metadata.get(needed) is None and metadata.get(other) is not None else needed
 
 
 def _rotation(metadata: Metadata, size: int, partly: bool) -> Settings:

@@ -38,11 +38,15 @@ def load_gguf(path: str | Path, dtype: torch.dtype | None = None) -> tuple[PreTr
     """Load a model in eval mode, and its tokenizer. dtype: of activations and cache, bfloat16 by default.
 
     A model in several files is named by its first one. Raises ValueError, one line with the path and the reason, for a
-    file that is damaged, of an architecture that is not in ARCHITECTURES, or with metadata that are not supported.
+    file that is damaged, of an architecture that is not in ARCHITECTURES, or with metadata that are not supported. So
+    it does for a tokenizer with more tokens than the model has embeddings.
     """
     path = Path(path)
     model = load_gguf_model(path, dtype)
-    return model, load_tokenizer(path)
+    tokenizer, rows = load_tokenizer(path), model.config.vocab_size
+    if (tokens := len(tokenizer)) > rows:
+        raise ValueError(f"{path}: its tokenizer has {tokens} tokens; token_embd.weight has only {rows} rows")
+    return model, tokenizer
 
 
 def load_gguf_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -64,15 +68,17 @@ def load_gguf_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTr
 
 
 class Contents(NamedTuple):
-    """What a GGUF file holds: the model's configuration, and what a decode step reads of its tensors.
+    """What a GGUF file holds: the model's configuration, and what a decode step of one token reads of its tensors.
 
-    elements and nbytes: of all tensors, but not of an embedding table that is not the output layer too.
-    matrices: the elements of the matrices among them, by type.
+    elements and nbytes: of what is read: of experts as many as a token chooses, and nothing of an embedding table that
+    is not the output layer too. held_bytes: of all tensors. matrices: the elements of the matrices by type, of all
+    experts, but without such a table.
     """
 
     config: PretrainedConfig
     elements: int
     nbytes: int
+    held_bytes: int
     matrices: dict[str, int]
 
     @property
@@ -87,12 +93,18 @@ def read_contents(path: str | Path) -> Contents:
         _check_supported(file)
         config, tied = read_configuration(file), "output.weight" not in file.tensors
         entries = [entry for name, entry in file.tensors.items() if tied or name != "token_embd.weight"]
+        held_bytes = sum(entry.nbytes for entry in file.tensors.values())
     matrices: dict[str, int] = {}
+    elements = nbytes = 0
     for entry in entries:
         if len(entry.shape) > 1:
             matrices[entry.quantisation] = matrices.get(entry.quantisation, 0) + math.prod(entry.shape)
-    elements, nbytes = sum(math.prod(entry.shape) for entry in entries), sum(entry.nbytes for entry in entries)
-    return Contents(config, elements, nbytes, matrices)
+        read = entry
+        if EXPERTS.fullmatch(entry.name):
+            experts = entry.shape[0]
+            read = entry.rows(0, min(experts, getattr(config, "num_experts_per_tok", experts)))
+        elements, nbytes = elements + math.prod(read.shape), nbytes + read.nbytes
+    return Contents(config, elements, nbytes, held_bytes, matrices)
 
 
 def read_config(path: str | Path) -> PretrainedConfig:
