@@ -51,6 +51,16 @@ def test_dense_has_no_error_and_counts_its_own_traffic() -> None:
     assert error.json()["bytes_per_step"] == expected // 4
 
 
+def test_the_bytes_of_a_step_are_those_of_one_text() -> None:
+    """Two layers read two or three pieces of a text: a step decodes one token of one piece in both layers."""
+    pieces = prompt(3, 48).tolist()
+    once, more, mixed = (
+        next(measure([Dense()], list(captured_heads(family("llama"), part)), 4)).json()["bytes_per_step"]
+        for part in (pieces[:1], pieces, [pieces[0][:32], pieces[1]])
+    )
+    assert once == more and 0 < mixed < once
+
+
 def test_fewer_bytes_give_more_error() -> None:
     methods = [parse(f"SparQ(r={r}, k={k})") for r, k in ((2, 4), (8, 16), (16, 39))]
     rows = [error.json() for error in measure(methods, [heads()], 5)]

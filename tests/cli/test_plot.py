@@ -116,6 +116,52 @@ def test_ablation(tmp_path, capsys, drawn):
     assert "H2O" in shown and not any("=" in name and "k=" not in name for name in shown), "no changed SparQ"
 
 
+def test_only_what_the_ablation_shows_is_left_out_of_the_scores(tmp_path, capsys, drawn):
+    """Changed forms of other methods, and of SparQ where it ran once at that r and k, are in no other figure."""
+    path = tmp_path / "r.jsonl"
+    specs = ("Dense()", "SparQ(r=16, k=64)", "SparQ(r=16, k=64, channels='int8')", "SparQ(r=8, k=64, local=0)",
+             "H2O(k=64)", "H2O(k=64, kv='int4')", "SnapKV(k=64, pool=13)", "Skim(k=32, kv='int8')")  # fmt: skip
+    rows = [record("record", spec, i, 1.0, 0.25, 500) for spec in specs for i in range(6)]
+    rows += [record("passkey", specs[2], i, 1.0, 0.25, 500) for i in range(6)]
+    path.write_text("".join(rows))
+    assert plot(path, capsys) == ["f.png", "f-ablation.png"]
+    shown = [{name for name, *_ in panel[1]} for panel in drawn["scores"]]
+    others = {"H2O", "H2O, kv='int4'", "SnapKV, pool=13", "Skim, kv='int8'"}
+    assert shown == [{"Dense", "SparQ", "SparQ, local=0", *others}, {"SparQ, channels='int8'"}]
+    assert [change[:2] for change in drawn["ablation"][0].changes] == [
+        ("r = 16, k = 64", "as published"), ("r = 16, k = 64", "channels='int8'"),
+    ]  # fmt: skip
+
+
+def test_no_panel_is_empty_where_all_is_ablation(tmp_path, capsys, drawn):
+    path = tmp_path / "r.jsonl"
+    specs = ("SparQ(r=8, k=64, local=0)", "SparQ(r=8, k=64, channels='int8')")
+    path.write_text("".join(record("record", spec, i, 1.0, 0.25, 500) for spec in specs for i in range(6)))
+    assert plot(path, capsys) == ["f.png", "f-ablation.png"]
+    assert len(drawn["scores"][0][1]) == 2
+
+
+def test_an_ablation_shows_every_r_and_k(tmp_path, monkeypatch):
+    """More of them than there are colours: each has its marks, and no mark reaches the next kind of change."""
+    saved: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: saved.append(figure))
+    settings = [f"r = {r}, k = 64" for r in range(1, 21)]
+    changes = [(setting, kind, 0.5, None, None) for setting in settings for kind in ("as published", "local=0")]
+    figures.ablation([figures.Ablation("record", [], changes, [], 1.0)], tmp_path / "a.png")
+    lines = saved[0].axes[1].lines
+    assert [line.get_label() for line in lines] == settings
+    heights = [sorted(line.get_ydata()[kind] for line in lines) for kind in (0, 1)]
+    assert heights[0][-1] < heights[1][0] and len(set(heights[0])) == 20
+
+
+def test_a_needle_that_was_counted_too_is_one_needle(tmp_path, capsys, drawn):
+    path = tmp_path / "r.jsonl"
+    rows = [json.loads(record("needle", "H2O(k=64)", i, i % 2, 0.25, 100, (100, 0))) for i in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, {**rows[1], "counted": True})))
+    plot(path, capsys)
+    assert drawn["needles"] == [("H2O(k=64)", {(100, 0): 0.5})]
+
+
 def test_the_matched_sweep_shows_both_settings_of_the_mean_value(tmp_path, capsys, drawn):
     """SparQ with its step 3 is a line of its own beside the default, and no ablation."""
     path = tmp_path / "r.jsonl"
@@ -159,7 +205,7 @@ def test_benchmarks(tmp_path, capsys, drawn):
             for b in (1, 4) for r in (8, 16) for n in (1024, 2048)]  # fmt: skip
     path.write_text(json.dumps({"machine": "x", "rows": rows}))
     assert plot(path, capsys) == ["f.png"] and drawn["sweep"] == rows
-    rows = [{**TOKEN, "method": m, "length": n, "ms": 4.0, "floor_ms": 2.0}
+    rows = [{**TOKEN, "method": m, "length": n, "ms": 4.0, "floor_ms": 2.0, "speedup_dense": 1.0}
             for n in (1024, 2048) for m in ("transformers", "Dense()", "SparQ(r=8, k=32)")]  # fmt: skip
     path.write_text(json.dumps({"machine": "x", "rows": rows}))
     assert plot(path, capsys) == ["f.png"] and drawn["token"] == rows
@@ -315,7 +361,7 @@ def test_the_demo_is_drawn_inside_the_scale_and_its_texts_do_not_meet(tmp_path, 
         for i, name in enumerate(names) for share, score in ((0.124, 0.0), (0.5, 1.0 if i < 7 else 0.25))
     ]  # fmt: skip
     points.insert(0, figures.DemoPoint("Dense", 1.0, 1.0, 4.0, True, True))
-    figures.demo(points, tmp_path / "d.png", 11_000_000, "title", "one\ntwo\nthree")
+    figures.demo(points, tmp_path / "d.png", 11_000_000, "title", "one\ntwo")
     (figure,) = drawn
     scores, times = figure.axes
     assert scores.get_ylim() == (0, 1) and times.get_ylim()[0] == 0 and times.get_ylim()[1] > 4
@@ -330,6 +376,43 @@ def test_the_demo_is_drawn_inside_the_scale_and_its_texts_do_not_meet(tmp_path, 
     boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts if t.get_text()]
     assert len(boxes) > 30 and overlap(boxes) == []
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for _, box in boxes)
+
+
+def demo_heights(points: Any, tmp_path: Path, monkeypatch: Any) -> tuple[dict[str, list[float]], str]:
+    """The height of every mark of the demo's left panel by its method, and all other texts of the figure."""
+    saved: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: saved.append(figure))
+    points = [figures.DemoPoint("Dense", 1.0, 0.9, 4.0, True, True)] + [
+        figures.DemoPoint(name, share, score, 2.0, True, True) for name, share, score in points
+    ]
+    figures.demo(points, tmp_path / "d.png", 1000, "title", "subtitle")
+    (figure,) = saved
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    lines = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
+    heights = {name: list(line.get_ydata()) for name, line in zip(names, lines, strict=True)}
+    return heights, "\n".join(text.get_text() for text in figure.texts)
+
+
+def test_the_demo_draws_scores_where_they_are(tmp_path, monkeypatch):
+    """Lines that cross, the same score at other shares, and another score at the same share do not meet."""
+    points = [("Skim", 0.0625, 0.953125), ("Skim", 0.125, 1.0), ("Quest", 0.06, 0.515625), ("Quest", 0.123, 0.8125),
+              ("TOVA", 0.0625, 0.828125), ("TOVA", 0.125, 0.59375), ("TopK", 0.5, 1.0)]  # fmt: skip
+    heights, texts = demo_heights(points, tmp_path, monkeypatch)
+    assert heights == {"Skim": [0.953125, 1.0], "TOVA": [0.828125, 0.59375], "Quest": [0.515625, 0.8125],
+                       "TopK": [1.0], "Dense": [0.9]}  # fmt: skip
+    assert "side by side" not in texts
+
+
+def test_the_demo_moves_only_lines_that_meet(tmp_path, monkeypatch):
+    """At 1/8 three methods have 50%; at 100% one stays over the shares where another one ends."""
+    points = [("A", 0.124, 0.5), ("B", 0.125, 0.5), ("C", 0.123, 0.5), ("D", 0.125, 0.515625), ("A", 0.25, 1.0),
+              ("A", 0.5, 1.0), ("B", 0.4, 1.0), ("C", 0.25, 0.25), ("D", 0.25, 0.0)]  # fmt: skip
+    heights, texts = demo_heights(points, tmp_path, monkeypatch)
+    assert texts.count("Lines that meet in the left panel are drawn side by side.") == 1
+    (a, *a_best), (b, b_best), (c, c_last), (d, d_last) = (heights[name] for name in "ABCD")
+    assert sorted([a, b, c])[1] == 0.5 and len({a, b, c}) == 3 and max(a, b, c) - min(a, b, c) <= 0.0081
+    assert max(a, b, c) < d == 0.515625 and (c_last, d_last) == (0.25, 0.0)
+    assert a_best[0] == a_best[1] != b_best and {a_best[0], b_best} == {1.0, 0.996}
 
 
 def test_the_intervals_of_many_lines_are_bars_beside_each_other():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from skimkv.cli import main
-from skimkv.cli.tune import Channels
+from skimkv.cli.tune import Channels, Target, _nearest
 from skimkv.eval import tune
 from skimkv.eval.results import Results
 from skimkv.stores.full import CHANNELS
@@ -100,6 +102,43 @@ def test_nothing_within_the_target(tmp_path, text, capsys, monkeypatch):
     err = capsys.readouterr().err
     line = err.strip().splitlines()[-1]
     assert "none of 3 settings stays within 0% of dense's loss; the nearest is S" in line
+
+
+def test_the_order_of_search_changes_nothing(tmp_path, text, capsys):
+    """Skim moves fewer bytes than its closed form tells, and so it must be tried after SparQ too."""
+    argv = ["tune", "--text", str(text), "--prompt", "64", "--scored", "8", "--pieces", "2", "--target-kl", "0.01"]
+    found = []
+    for number, names in enumerate((["SparQ", "Skim"], ["Skim", "SparQ"])):
+        order = [word for name in names for word in ("--search", name)]
+        assert main([*argv, *order, "--channels", "int4", "--out", str(tmp_path / f"{number}.jsonl"), "--json"]) == 0
+        found.append({**json.loads(capsys.readouterr().out), "out": ""})
+    assert found[0] == found[1] and found[0]["chosen"]["bytes"] < found[0]["dense_bytes"]
+    assert {t["method"].partition("(")[0] for t in found[0]["searched"]} == {"Skim", "SparQ"}
+
+
+def test_a_piece_may_have_as_many_tokens_as_the_model_has_positions(tmp_path, text, capsys, monkeypatch):
+    """As of `eval`: the last token of a piece is decoded too, and is the last of the positions."""
+    limit = 96
+    monkeypatch.setattr("skimkv.hf.positions.max_positions", lambda model: limit)
+    monkeypatch.setattr(tune, "RANKS", (8,))
+    monkeypatch.setattr(tune, "COUNTS", (48,))
+    argv = ["tune", "--text", str(text), "--scored", "8", "--pieces", "2", "--search", "SparQ", "--target-loss", "90%"]
+    argv += ["--out", str(tmp_path / "t.jsonl")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([*argv, "--prompt", str(limit - 8)]) == 0
+    capsys.readouterr()
+    assert main([*argv, "--prompt", str(limit - 7)]) == 2
+    assert f"{limit + 1} tokens do not fit the {limit} positions" in capsys.readouterr().err
+
+
+def test_where_nothing_moves_fewer_bytes_than_dense():
+    dense_like = SimpleNamespace(share=1.2, value=0.0, method="Skim(k=8)")
+    near = SimpleNamespace(share=0.5, value=0.3, method="SparQ(r=2, k=8)")
+    target = Target(0.1, is_kl=True)
+    assert _nearest([dense_like], target).startswith("no method moves fewer bytes than dense")
+    assert "none of 1 settings" in _nearest([dense_like, near], target)
+    assert "the nearest is SparQ(r=2, k=8), 0.3 nats with 50.0%" in _nearest([dense_like, near], target)
 
 
 def test_channels_are_those_of_the_stores():

@@ -64,6 +64,34 @@ def test_differences_are_resampled_by_context():
         assert (by_context.low, by_context.high) == (by_question.low, by_question.high), "Wilson's, by question"
 
 
+@pytest.mark.parametrize("counted_first", [False, True])
+def test_an_example_that_was_counted_too_is_one_example(counted_first):
+    """Ten examples, twice: as one run, whose bytes are the counted ones; 0 of 10 is 0 to 0.278 by Wilson's interval."""
+    runs = [[record(name, str(i), score, counted=counted, bytes=12 if counted else 10) for i in range(10)]
+            for name, score in (("Dense()", 1.0), ("H2O(k=64)", 0.0)) for counted in (False, True)]  # fmt: skip
+    rows = summary([r for run in (reversed(runs) if counted_first else runs) for r in run])
+    (other,) = (row for row in rows if row.method == "H2O(k=64)")
+    assert (other.n, other.mean, other.bytes_per_token) == (10, 0.0, 6)
+    assert (other.low, other.high) == (0.0, pytest.approx(0.2775, abs=1e-4))
+    counted_only = summary([*runs[0], *runs[3]])[1]
+    assert (counted_only.diff_to_dense, counted_only.diff_high) == (other.diff_to_dense, other.diff_high) != (None,) * 2
+
+
+def test_documents_of_several_seeds_are_not_independent():
+    """Four seeds read the same eight documents: every interval of the tail is that of one seed."""
+
+    def documents(seed):
+        return [
+            record("TopK(k=2)", str(i), (i + 1) * 0.5, task="kl", seed=seed, context=f"digest {i}",
+                   kl=[(i + 1) * x / 10 for x in range(10)], agrees="1101111" + "01"[i % 2] * 3)
+            for i in range(8)
+        ]  # fmt: skip
+
+    (one,), (all_seeds,) = summary(documents(0)), summary([r for seed in range(4) for r in documents(seed)])
+    assert all_seeds.n == 4 * one.n and one.tail.kl_p99_low < one.tail.kl_p99 <= one.tail.kl_p99_high
+    assert all_seeds.tail == one.tail
+
+
 def test_standard_error():
     assert standard_error([1.0]) is None and standard_error([1.0, 3.0]) == pytest.approx(1.0)
 

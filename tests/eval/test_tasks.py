@@ -214,11 +214,24 @@ def test_repetition_examples(folder):
     for e in found:
         place = int(e.id)
         assert place >= 0.2 * len(source) and source[place : place + len(e.question)] == e.question
-        assert source[place + len(e.question) :].startswith(e.answers[0]) and len(e.answers[0]) == 256
-        assert 128 <= len(e.question) < 140 and 6000 <= len(e.context) < 6010 and e.question + e.answers[0] in e.context
-        assert e.answers[0][0].isspace() and not e.question[0].isspace()
+        after = source[place + len(e.question) :]
+        assert after[0].isspace() and after.lstrip().startswith(e.answers[0]) and len(e.answers[0]) == 256
+        assert 128 <= len(e.question) < 140 and 6000 <= len(e.context) < 6010 and e.question in e.context
+        assert e.answers[0] in e.context and not e.question[0].isspace()
     with pytest.raises(ValueError, match="no room"):
         next(repetition.examples(data=folder, context=400))
+
+
+@pytest.mark.parametrize("space", [" ", "\n\n", "\n \n \n"])
+def test_a_right_repetition_has_the_greatest_score(tmp_path, space):
+    """The output goes on as the text does, with its white space in front; all of it fits where a token is a letter."""
+    source = space.join(text(20_000).split())
+    (tmp_path / "tinyshakespeare.txt").write_text(source)
+    for spec in ("repetition(context=2000)", "repetition(context=2000, reference=40, asked=2)"):
+        task = tasks.parse(spec)
+        for e in islice(task.examples(tmp_path, 0), 20):
+            goes_on = source[int(e.id) + len(e.question) :]
+            assert task.module.score(goes_on[: min(e.new, e.chars)], e) == task.greatest
 
 
 def test_squad_never_repeats_the_paragraph(folder):
@@ -281,6 +294,10 @@ def test_needle(folder):
         assert len(before + hidden + after + needle.prompt(e)[1]) + len(f" {needle.ANSWER}") == length
         assert len(before) == pytest.approx(depth * (len(before) + len(after)), abs=12)
         assert not before or before.endswith(". ") or depth == 1
+    chat = needle.examples(data=folder, count_tokens=lambda text: len(text) + 30, lengths=800)
+    for e in islice(chat, 5):
+        prompt = "".join(needle.prompt(e))
+        assert len(prompt) + 30 + len(f" {needle.ANSWER}") == 800, "30 tokens of a template, once"
     assert needle.score(f" {needle.ANSWER}. And", cells[0]) == 1 and needle.score(" eat a sandwich", cells[0]) == 0
 
 

@@ -37,7 +37,8 @@ LEAST_EFFECTIVE = 4  # effective tokens of the sharpest synthetic head; every ne
 class Heads(NamedTuple):
     """The heads of one layer and one text of n tokens: k, v (H,n,D), and q (H,G,m,D) of the last m tokens.
 
-    m is n for the heads of a model. source: "captured" or "synthetic".
+    m is n for the heads of a model. source: "captured" or "synthetic". text: the number of the text; the layers that
+    read one text have the same.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Heads(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    text: int = 0
 
 
 class Reference(NamedTuple):
@@ -69,6 +71,7 @@ class OutputError:
     error (heads, steps): one row for each query head. sharp (heads,) bool: whether the head attends to fewer effective
     tokens than the square root of the cached tokens. bytes and dense_bytes are of all heads and steps, as the stores'
     accessors count them. predicted (heads, steps): for Skim, the closed form of its scores' error over the measured.
+    texts: how many texts the heads are of, each of which has all steps.
     """
 
     source: str
@@ -78,6 +81,7 @@ class OutputError:
     bytes: int
     dense_bytes: int
     predicted: Tensor | None = None
+    texts: int = 1
 
     @property
     def share(self) -> float:
@@ -87,6 +91,7 @@ class OutputError:
     def json(self) -> dict[str, Any]:
         """Return the figures for --json; `sharp` and `diffuse` are None where there is no such head.
 
+        bytes_per_step: what one step of one text reads in all layers, the mean over the steps of all texts.
         predicted_score_error: the 5th, 50th and 95th percentile of predicted over measured, for Skim only.
         """
         of_scores: dict[str, Any] = {}
@@ -95,7 +100,7 @@ class OutputError:
         return {
             "heads": self.source,
             "method": self.method,
-            "bytes_per_step": self.bytes // self.error.shape[1],
+            "bytes_per_step": self.bytes // (self.texts * self.error.shape[1]),
             "share_of_dense": self.share,
             **_summary(self.error),
             "sharp": _summary(self.error[self.sharp]) if self.sharp.any() else None,
@@ -153,6 +158,7 @@ def measure(
             bytes_read,
             sum(dense.bytes for dense in references),
             torch.cat(predicted) if predicted else None,
+            len({heads.text for heads in layers}),
         )
 
 
@@ -243,11 +249,11 @@ def effective_tokens(logits: Tensor) -> Tensor:
 
 def captured_heads(model: Any, pieces: Sequence[Sequence[int]]) -> Iterator[Heads]:
     """Let a model read pieces of a text, and yield the heads of each layer of full attention."""
-    for piece in pieces:
+    for text, piece in enumerate(pieces):
         with torch.inference_mode():
             prompt = record_prompt(model, torch.tensor([piece], device=model.device))
         for layer in prompt.recorded.values():
-            yield Heads("captured", layer.q[0].float(), layer.k[0], layer.v[0], **layer.softmax)
+            yield Heads("captured", layer.q[0].float(), layer.k[0], layer.v[0], **layer.softmax, text=text)
 
 
 def synthetic_heads(steps: int, tokens: int = SYNTHETIC_TOKENS, seed: int = 0, D: int = 128, G: int = 4) -> Heads:

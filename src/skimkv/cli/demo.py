@@ -48,7 +48,7 @@ def demo(
     ] = Path("skimkv-demo.png"),
     as_json: options.Json = False,
 ) -> None:
-    """Show every method at equal budgets beside dense attention, in numbers and in a figure.
+    """Show every method that has kernels at equal budgets beside dense attention, in numbers and in a figure.
 
     A real model reads a long text once. Then every method decodes the tokens that follow: shown are how often its next
     token is dense attention's, the divergence, whether it knows a fact that was planted in the text, bytes and
@@ -175,7 +175,7 @@ def _report(
         is_last = i + 1 == len(rows) or rows[i + 1].budget != row.budget
         *others, time = cells(row)
         table.add_row(repr(row.method), *others, f"{time}{star}", end_section=is_last)
-    console.print(table)
+    output.print_table(table, 120)
     stars = [] if _all_have_kernels(rows) else [STAR]
     for note in [TIMES, *stars, *notes]:
         console.print(note, style="dim", markup=False)
@@ -194,10 +194,7 @@ def _marks(rows: Sequence[Any]) -> str:
 def _figure_title(rows: Sequence[Row], setting: str) -> tuple[str, str]:
     """Two lines over the figure: the finding, and the conditions."""
     dense = rows[0]
-    conditions = (
-        f"Bundled model; {setting}: no method knew the questions before.\n"
-        f"{_marks(rows)}\nLines that meet in the left panel are drawn side by side."
-    )
+    conditions = f"Bundled model; {setting}: no method knew the questions before.\n{_marks(rows)}"
     keeping = [row for row in rows[1:] if row.correct >= KEPT_ANSWERS * dense.correct]
     if not keeping:
         return "At these budgets no method keeps dense attention's answers", conditions

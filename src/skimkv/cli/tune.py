@@ -149,7 +149,7 @@ def tune(
         from ..hf.positions import check_length
 
         size = prompt + scored
-        check_length(network, size + 1)
+        check_length(network, size)
         cut = _cut(text, tokenizer, size, pieces)
         digest = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
         setup = Setup(network, tokenizer, model, 0, batch, weights=fingerprint.of_model(network, tokenizer, model))
@@ -254,13 +254,14 @@ def _draw(outcome: Outcome, target: Target, setting: str, path: Path) -> None:
 
 
 def _nearest(trials: Sequence[Trial], target: Target) -> str:
-    """What to say where nothing stays within the target."""
-    if not trials:
+    """What to say where nothing that moves fewer bytes than dense attention stays within the target."""
+    cheaper = [t for t in trials if t.share < 1]
+    if not cheaper:
         return "no method moves fewer bytes than dense at this length: give a longer --prompt"
-    best = min(trials, key=lambda t: t.value)
+    best = min(cheaper, key=lambda t: t.value)
     bound = f"{target} of mean KL from dense" if target.is_kl else f"{target} of dense's loss"
     return (
-        f"none of {len(trials)} settings stays within {bound}; the nearest is {best.method}, "
+        f"none of {len(cheaper)} settings stays within {bound}; the nearest is {best.method}, "
         f"{target.write(best.value)} with {best.share:.1%} of its bytes"
     )
 
@@ -279,8 +280,8 @@ def _print_table(outcome: Outcome, title: str, target: Target) -> None:
         if target.is_kl:
             cells = [f"{t.value:.3g}", f"{t.tail.kl_p99:.3g}", f"{t.tail.kl_max:.3g}", f"{t.tail.agreement:.1%}"]
         table.add_row(repr(t.method), f"{t.share:.1%}", *cells, mark)
-    console = output.console(130 if target.is_kl else 110)
-    console.print(table)
+    output.print_table(table, 130 if target.is_kl else 110)
+    console = output.console(110)
     what = "mean KL" if target.is_kl else "loss"
     sentence = f"{chosen.method}: {chosen.share:.1%} of dense's bytes, {what} {_value(chosen, target)}."
     console.print(sentence, soft_wrap=True, markup=False)

@@ -5,6 +5,7 @@ Every function draws what was computed elsewhere (panels.py, demo.py, tune.py) a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEAST_GAP = 0.05  # between two labels of an axis, of its length
+MARK = 1.04  # times the share of another mark: there the two marks of a demo hide each other
+SIDE_BY_SIDE = "Lines that meet in the left panel are drawn side by side."
 SHARE_LABEL = "bytes read per step, as a share of dense attention's (log scale)"
 
 LengthPoint = tuple[float, float, float | None, float | None]  # (tokens, mean, low, high)
@@ -64,7 +67,8 @@ def demo(
 
     points: dense attention first. Each method is a line: solid if it keeps all tokens, dotted if it drops some. One
     whose reference was timed has hollow marks and no line among the times. The legend beside the panels has the best
-    score at the fewest bytes on top. dense_bytes: what dense attention reads per token.
+    score at the fewest bytes on top. Scores of lines that meet are drawn a little apart, and then the subtitle says so.
+    dense_bytes: what dense attention reads per token.
     """
     from matplotlib.lines import Line2D
 
@@ -75,18 +79,20 @@ def demo(
     least = min(point.share for point in points)
     names = sorted(lines, key=lambda name: (lines[name][0].share > 1.3 * least, -lines[name][0].score))
     styles = plotting.line_styles(names)
+    heights = _apart_where_they_meet({name: lines[name] for name in names})
+    if any(heights[name] != [point.score for point in lines[name]] for name in names):
+        subtitle = f"{subtitle}\n{SIDE_BY_SIDE}"
     fig = plotting.new_figure((12.4, 5.6), layout=None)
     score_panel, time_panel = fig.subplots(1, 2)
     handles = []
-    for i, name in enumerate(names):
+    for name in names:
         line, (colour, marker) = lines[name], styles[name]
         x, first = [point.share for point in line], line[0]
         style: dict[str, Any] = {
             "color": colour, "linestyle": "-" if first.keeps_all else ":", "marker": marker, "markersize": 7,
             "markerfacecolor": colour if first.has_kernel else "white", "linewidth": 1.8,
         }  # fmt: skip
-        y = plotting.side_by_side([point.score for point in line], i, len(names), 1)
-        score_panel.plot(x, y, zorder=3, clip_on=False, **style)
+        score_panel.plot(x, heights[name], zorder=3, clip_on=False, **style)
         if first.has_kernel:
             time_panel.plot(x, [point.ms for point in line], zorder=3, **style)
         handles.append(Line2D([], [], label=name, **style))
@@ -117,6 +123,54 @@ def demo(
     )
     fig.subplots_adjust(left=0.05, right=0.84, top=0.78, bottom=0.145, wspace=0.13)
     fig.savefig(path)
+
+
+class _Level(NamedTuple):
+    """Neighbouring points of one line that have the same score: where they stand in it, and between which shares."""
+
+    name: str
+    places: Sequence[int]
+    score: float
+    least: float
+    most: float
+
+
+def _apart_where_they_meet(lines: Mapping[str, Sequence[DemoPoint]]) -> dict[str, list[float]]:
+    """The scores of each line as they are drawn: all are true but those of lines that meet.
+
+    Lines meet where they have the same score at the same shares, and where they keep the same score over shares that
+    overlap. There they are drawn in their order around that score, the first one above the others: `plotting.FAN`
+    apart, within 0 and 1, and nearer to their own score than to any other score at these shares.
+    """
+    levels = []
+    for name, line in lines.items():
+        for score, equal in itertools.groupby(range(len(line)), key=lambda i: round(line[i].score, 6)):
+            places = list(equal)
+            levels.append(_Level(name, places, score, line[places[0]].share, line[places[-1]].share))
+    groups: list[list[_Level]] = []  # levels with one score that meet each other
+    for level in sorted(levels, key=lambda level: (level.score, level.least)):
+        if groups and groups[-1][0].score == level.score and _share_a_place([level], groups[-1]):
+            groups[-1].append(level)
+        else:
+            groups.append([level])
+    heights = {name: [point.score for point in line] for name, line in lines.items()}
+    step, most = plotting.FAN
+    for group in groups:
+        score, meeting = group[0].score, [name for name in lines if any(level.name == name for level in group)]
+        if len(meeting) > 1:
+            others = (abs(other[0].score - score) for other in groups if _share_a_place(group, other))
+            width = min(most, step * (len(meeting) - 1), min((gap for gap in others if gap > 0), default=1.0) / 2)
+            top = min(1.0, max(score + width / 2, width))
+            for level in group:
+                for i in level.places:
+                    heights[level.name][i] = max(0.0, top - width * meeting.index(level.name) / (len(meeting) - 1))
+    return heights
+
+
+def _share_a_place(a: Sequence[_Level], b: Sequence[_Level]) -> bool:
+    """Whether the shares of two groups of levels overlap, or come as near as marks that hide each other."""
+    (a_least, a_most), (b_least, b_most) = ((min(x.least for x in g), max(x.most for x in g)) for g in (a, b))
+    return a_least <= b_most * MARK and b_least <= a_most * MARK
 
 
 def scores(panels: Sequence[tuple[str, Sequence[plotting.ScorePoint], float, bool]], path: Path) -> None:
@@ -198,10 +252,12 @@ def ablation(rows: Sequence[Ablation], path: Path) -> None:
         (low_end, high_end), (bottom, top) = finding_ax.get_ylim(), count_ax.get_ylim()
         for ax in (finding_ax, count_ax):
             ax.set_ylim(min(low_end, bottom), max(high_end, top))
-        settings, kinds = (list(dict.fromkeys(change[i] for change in row.changes)) for i in (0, 1))
-        for i, (setting, (colour, marker)) in enumerate(zip(settings, plotting.STYLES, strict=False)):
+        settings = list(dict.fromkeys(setting for setting, *_ in row.changes))
+        kinds = list(dict.fromkeys(kind for _, kind, *_ in row.changes))
+        distance = min(0.22, 0.8 / max(1, len(settings)))  # between two settings of one kind
+        for i, (setting, (colour, marker)) in enumerate(plotting.line_styles(settings).items()):
             changes = [change for change in row.changes if change[0] == setting]
-            y = [kinds.index(change[1]) + 0.22 * (i - (len(settings) - 1) / 2) for change in changes]
+            y = [kinds.index(change[1]) + distance * (i - (len(settings) - 1) / 2) for change in changes]
             change_ax.plot([change[2] for change in changes], y, marker, color=colour, markersize=6, label=setting,
                            clip_on=False)  # fmt: skip
             for height, (_, _, _, low, high) in zip(y, changes, strict=True):

@@ -13,7 +13,7 @@ from ..methods import SparQ, parse
 from ..plotting import ScorePoint
 from . import figures
 from .figures import Ablation, Cells, LengthPoint
-from .results import Row, summary
+from .results import Row, count_once, summary
 from .tasks import Task
 from .tasks import parse as parse_task
 
@@ -38,10 +38,11 @@ def draw_results(records: Records, out: Path) -> list[Path]:
     The first, at `out`, shows scores by bytes. Beside it stand NAME-needle-MODE, NAME-length and NAME-ablation where
     the records have needles, several sizes of a task, or changes of SparQ. All records are of one model.
     """
+    records = count_once(records)
     rows = summary(records)
     paths = [out]
     ablations = ablation_rows(rows)
-    figures.scores(score_panels(rows, changes=not ablations), out)
+    figures.scores(score_panels(rows), out)
     for mode, panels in needle_panels(records).items():
         paths.append(out.with_name(f"{out.stem}-needle-{mode}{out.suffix}"))
         figures.needles(panels, paths[-1])
@@ -81,17 +82,19 @@ def line_names(rows: Sequence[Row]) -> dict[str, str]:
     return names
 
 
-def score_panels(rows: Sequence[Row], changes: bool = True) -> list[ScorePanel]:
+def score_panels(rows: Sequence[Row]) -> list[ScorePanel]:
     """Scores by the share of dense's bytes: a panel for each task and mode.
 
-    A task of divergences has a second panel, for their 99th percentile. changes: whether methods with another field
-    than those of a budget are shown for other tasks.
+    A task of divergences has a second panel, for their 99th percentile. Changes of SparQ that an ablation shows
+    (`ablation_rows`) are left out.
     """
     names = line_names(rows)
     panels: dict[str, ScorePanel] = {}
-    for row in rows:
-        task = parse_task(row.task)
-        if changes or task.is_of_documents or ", " not in label(row.method):
+    for task_rows in _by_task(rows):
+        changed = {row.method for row in _ablated(task_rows) if label(row.method) != "SparQ"}
+        others = [row for row in task_rows if row.method not in changed]
+        for row in others or task_rows:
+            task = parse_task(row.task)
             means = row.mean, row.low, row.high
             what = {score_name(task): means}
             if row.tail is not None:
@@ -102,6 +105,14 @@ def score_panels(rows: Sequence[Row], changes: bool = True) -> list[ScorePanel]:
                 panel = panels.setdefault(title, (title, [], task.greatest, task.is_of_documents))
                 panel[1].append((names[row.method], row.share or 1.0, *values))
     return list(panels.values())
+
+
+def _by_task(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each task and mode."""
+    tasks: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        tasks.setdefault((row.task, row.mode), []).append(row)
+    return list(tasks.values())
 
 
 def score_name(task: Task) -> str:
@@ -182,10 +193,9 @@ def ablation_rows(rows: Sequence[Row]) -> list[Ablation]:
     """
     names = line_names(rows)
     ablations = []
-    for task, mode in dict.fromkeys((row.task, row.mode) for row in rows):
-        own = [row for row in rows if (row.task, row.mode) == (task, mode)]
-        changes = _changes(own)
-        if {change for _, change, *_ in changes} <= {PUBLISHED, MATCHED_CHANGE} or parse_task(task).is_of_documents:
+    for own in _by_task(rows):
+        ablated = _ablated(own)
+        if not ablated:
             continue
         finding, counts = [], []
         for row in own:
@@ -195,20 +205,30 @@ def ablation_rows(rows: Sequence[Row]) -> list[Ablation]:
                 finding.append((name, *point))
             if name in ("Dense", "SparQ"):
                 counts.append((names[row.method], *point))
+        task, mode = own[0].task, own[0].mode
+        changes = [_change(row) for row in ablated]
         ablations.append(Ablation(f"{task}, {mode}", finding, changes, counts, parse_task(task).greatest))
     return ablations
 
 
-def _changes(rows: Sequence[Row]) -> list[tuple[str, str, float, float | None, float | None]]:
-    """SparQ as published and changed at the same r and k: (r and k, what is changed, mean, low, high)."""
+def _ablated(rows: Sequence[Row]) -> list[Row]:
+    """Of one task and mode, SparQ's rows at every r and k with which it ran several times; none if it is no ablation.
+
+    It is none where scores are divergences, or where no field was changed but the one that the sweep "matched" changes.
+    """
     same_budget: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         method = parse(row.method)
         if isinstance(method, SparQ):
             same_budget.setdefault((method.r, method.k), []).append(row)
-    changes = []
-    for (r, k), budget_rows in same_budget.items():
-        for row in budget_rows if len(budget_rows) > 1 else ():
-            change = label(row.method).removeprefix("SparQ").lstrip(", ").replace(", ", "\n")
-            changes.append((f"r = {r}, k = {k}", change or PUBLISHED, row.mean, row.low, row.high))
-    return changes
+    ablated = [row for own in same_budget.values() if len(own) > 1 for row in own]
+    if {_change(row)[1] for row in ablated} <= {PUBLISHED, MATCHED_CHANGE} or parse_task(rows[0].task).is_of_documents:
+        return []
+    return ablated
+
+
+def _change(row: Row) -> tuple[str, str, float, float | None, float | None]:
+    """A row of SparQ in an ablation: (r and k, what is changed, mean, low, high)."""
+    method: Any = parse(row.method)
+    change = label(row.method).removeprefix("SparQ").lstrip(", ").replace(", ", "\n")
+    return f"r = {method.r}, k = {method.k}", change or PUBLISHED, row.mean, row.low, row.high

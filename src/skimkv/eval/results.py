@@ -177,7 +177,10 @@ class Tail(NamedTuple):
         agreement = [record["agrees"].count("1") / len(record["agrees"]) for record in records]
         interval = cluster_bootstrap(agreement, [_context(record) for record in records], 0, 1)
         tokens = [x for document in kl for x in document]
-        low, high = quantile_bootstrap(kl, TAIL)
+        by_context: dict[Any, list[float]] = {}
+        for record in records:
+            by_context.setdefault(_context(record), []).extend(record["kl"])
+        low, high = quantile_bootstrap(list(by_context.values()), TAIL)
         return cls(quantile(tokens, TAIL), low, high, max(tokens), fmean(agreement), *interval)
 
 
@@ -216,18 +219,32 @@ class Row(NamedTuple):
         return {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in fields.items()}
 
 
+def count_once(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out what would count twice: of one method's records of one example, the one that was counted stays.
+
+    So a file may hold a run with --counted beside one without. Of two that were counted, or two that were not, the
+    later one stays.
+    """
+    kept: dict[RecordKey, Mapping[str, Any]] = {}
+    for record in records:
+        key = RecordKey.of(record)._replace(counted=False)
+        if record["counted"] or key not in kept or not kept[key]["counted"]:
+            kept[key] = record
+    return list(kept.values())
+
+
 def summary(
     records: Iterable[Mapping[str, Any]], ms_per_token: Mapping[tuple[str, str, str], float] | None = None
 ) -> list[Row]:
-    """Summarise records by task, mode and method, in the order in which these first appear.
+    """Summarise what `count_once` keeps, by task, mode and method, in the order in which these first appear.
 
     ms_per_token: the times that a run took, by task, mode and method; records hold none. Raises ValueError if a
     record's task is unknown.
     """
     cells: dict[tuple[str, str, str], dict[Any, Mapping[str, Any]]] = {}
-    for record in records:
+    for record in count_once(records):
         cell = cells.setdefault((record["task"], record["mode"], record["method"]), {})
-        cell[record["model"], record["dtype"], record["seed"], record["counted"], record["id"]] = record
+        cell[record["model"], record["dtype"], record["seed"], record["id"]] = record
     rows = []
     for (task, mode, method), cell in cells.items():
         greatest = parse_task(task).greatest

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -76,6 +77,7 @@ class Pieces:
     name: str
     is_kl: bool
     _prompts: KeptPrompts = field(default_factory=dict)
+    _step_bytes: dict[Method, int | None] = field(default_factory=dict)
 
     def trial(self, method: Method) -> Trial:
         """The method beside dense attention. Pieces whose records the file holds are not run again."""
@@ -101,26 +103,47 @@ class Pieces:
         job = Job(task, self.name, document_groups(examples, self.context, self.setup.weights), [method])
         return run_evaluation(self.setup, Plan([job], []), self.results, prompts=self._prompts)
 
-    def step_bytes(self, method: Method) -> int:
-        """The bytes of the method's step in the middle of a piece, in closed form, for one sequence."""
-        n = (self.context + len(self.pieces[0])) // 2
-        return sum(method.traffic(n, shape, dtype).bytes for shape, dtype in self._layers)
+    def step_bytes(self, method: Method) -> int | None:
+        """The bytes that a step moves in the layers that a method serves, for one sequence, on average over a piece.
+
+        They are the closed form, and equal what a trial measures in these layers. None: they depend on the data, so
+        that the closed form without data is no more than a bound, and only a trial tells them.
+        """
+        if method not in self._step_bytes:
+            self._step_bytes[method] = self._closed_form(method)
+        return self._step_bytes[method]
+
+    def _closed_form(self, method: Method) -> int | None:
+        if any(method.store(shape, dtype).traffic_depends_on_data for shape, dtype in self._layers):
+            return None
+        lengths = range(self.context, len(self.pieces[0]))
+        total = 0
+        for (shape, dtype), layers in self._layers.items():
+            total += layers * sum(method.traffic(n, shape, dtype).bytes for n in lengths)
+        return round(total / len(lengths))
 
     @functools.cached_property
     @torch.inference_mode()
-    def _layers(self) -> list[tuple[Shape, torch.dtype]]:
-        """The shape and number format of every layer that a method serves."""
+    def _layers(self) -> Counter[tuple[Shape, torch.dtype]]:
+        """How many layers that a method serves have each shape and number format."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.setup.model.device)
         layers = record_prompt(self.setup.model, ids, new_tokens=len(self.pieces[0]) - 1).recorded.values()
-        return [(layer.shape, layer.k.dtype) for layer in layers]
+        return Counter((layer.shape, layer.k.dtype) for layer in layers)
 
     def lines(self, names: Sequence[str], channels: Sequence[str]) -> list[list[Method]]:
         """The settings that are tried of methods of these names: each line has one r, or none, and its k grow.
 
-        channels: how SparQ stores its channels. Settings that are not possible, do not fit the model, or read more than
-        dense attention, are left out.
+        channels: how SparQ stores its channels. Settings that are not possible, do not fit the model, or are known to
+        move as many bytes as dense attention, are left out.
         """
         limit, lines = self.step_bytes(Dense()), list[list[Method]]()
+        assert limit is not None
+
+        def moves_less(method: Method) -> bool:
+            """Whether the method may move fewer bytes than dense attention."""
+            known = self.step_bytes(method)
+            return known is None or known < limit
+
         for name in names:
             method: Callable[..., Method] = METHODS[name]
             required = {f.name for f in dataclasses.fields(METHODS[name]) if f.default is dataclasses.MISSING}
@@ -134,7 +157,7 @@ class Pieces:
                 if "page" in required:
                     sizes = [{"page": PAGE, "k": size["k"]} for size in sizes if size["k"] % PAGE == 0]
                 line, _ = supported_methods(self.setup, _possible(method, [{**variant, **size} for size in sizes]))
-                lines.append([method for method in line if self.step_bytes(method) < limit])
+                lines.append(list(filter(moves_less, line)))
         return lines
 
 
@@ -148,23 +171,34 @@ def _possible(method: Callable[..., Method], settings: Sequence[Mapping[str, Any
 
 
 def search(
-    lines: Sequence[Sequence[Method]], cost: Callable[[Method], float], within: Callable[[Method], bool]
+    lines: Sequence[Sequence[Method]],
+    known_bytes: Callable[[Method], int | None],
+    attempt: Callable[[Method], tuple[int, bool]],
+    limit: int,
 ) -> Method | None:
-    """The cheapest method of all lines that is within the bound; None if there is none.
+    """The method of all lines that moves the fewest bytes within the bound, and fewer than `limit`; None without one.
 
-    Along a line the cost rises and what is bounded falls. Of each line the dearest method that is cheaper than the best
-    so far is tried first: if that is beyond the bound, so is the rest of the line. Else the line is bisected.
+    known_bytes: what a method moves, as a trial will measure it; None where only a trial tells. attempt: try a method;
+    gives the bytes that were measured, and whether it is within the bound.
+
+    Along a line the bytes rise and what is bounded falls. Of each line, methods that are known to move no fewer bytes
+    than the best so far are left out. Of the others the dearest is tried first: if that is beyond the bound, so is the
+    rest of the line. Else the line is bisected. A line whose bytes are not known is bisected from the start, for its
+    first method that is within the bound or moves no fewer bytes than the best.
     """
     best: Method | None = None
+    fewest = limit
     for line in lines:
-        cheaper = [method for method in line if best is None or cost(method) < cost(best)]
-        if not cheaper or not within(cheaper[-1]):
-            continue
-        low, high = -1, len(cheaper) - 1  # beyond the bound, and within it
+        known = [known_bytes(method) for method in line]
+        cheaper = [method for method, moved in zip(line, known, strict=True) if moved is None or moved < fewest]
+        low, high = -1, len(cheaper)  # beyond the bound; within it, or with no fewer bytes than the best
+        middle = (low + high) // 2 if None in known else high - 1
         while high - low > 1:
+            moved, is_within = attempt(cheaper[middle])
+            if is_within and moved < fewest:
+                best, fewest = cheaper[middle], moved
+            low, high = (low, middle) if is_within or moved >= fewest else (middle, high)
             middle = (low + high) // 2
-            low, high = (low, middle) if within(cheaper[middle]) else (middle, high)
-        best = cheaper[high]
     return best
 
 
@@ -178,8 +212,9 @@ def tune(
     """Find the method that moves the fewest bytes within the target: (the chosen one or None, all that were tried).
 
     names: of the methods that are searched. target: the greatest mean KL in nats, or the greatest increase of the loss
-    (0.01 for 1%). on_trial is called before each trial, and after it with what it found. Raises ValueError if the
-    target is below what rounding does to dense attention itself.
+    (0.01 for 1%). on_trial is called before each trial, and after it with what it found. The order of the names and of
+    the channels changes nothing. A method that moves as many bytes as dense attention is never chosen. Raises
+    ValueError if the target is below what rounding does to dense attention itself.
     """
     lines = pieces.lines(names, channels)  # before the first trial: a mistake in them takes no time
     trials: dict[Method, Trial] = {}
@@ -192,11 +227,8 @@ def tune(
             on_trial(method, trials[method])
         return trials[method]
 
-    def cost(method: Method) -> float:
-        """The bytes of a step: measured where the method was tried, else in closed form."""
-        return trials[method].bytes if method in trials else pieces.step_bytes(method)
-
-    floor = trial(Dense()).value
+    dense = trial(Dense())
+    floor = dense.value
     if target < floor:
         name = str(pieces.setup.model.dtype).removeprefix("torch.")
         other = ", or --dtype float32" if pieces.setup.model.dtype.itemsize < 4 else ""
@@ -204,6 +236,22 @@ def tune(
             f"the target {target:g} is below {floor:.2g}, which is what rounding in {name} does to dense attention "
             f"itself: give a larger target{other}"
         )
-    chosen = search(lines, cost, lambda method: trial(method).value <= target)
     del trials[Dense()]
+    library_bytes = dense.bytes - (pieces.step_bytes(Dense()) or 0)  # of layers that no method serves
+
+    def known_bytes(method: Method) -> int | None:
+        """What a trial of the method will measure; None if only the trial tells."""
+        known = pieces.step_bytes(method)
+        return None if known is None else known + library_bytes
+
+    def attempt(method: Method) -> tuple[int, bool]:
+        """Try the method: its bytes, and whether it is within the target."""
+        tried = trial(method)
+        return tried.bytes, tried.value <= target
+
+    def place(line: Sequence[Method]) -> tuple[int, str]:
+        """What lines are sorted by: first those whose bytes only trials tell, then the others, the cheapest first."""
+        return known_bytes(line[0]) or 0, repr(line[0])
+
+    chosen = search(sorted(filter(None, lines), key=place), known_bytes, attempt, dense.bytes)
     return None if chosen is None else trials[chosen], list(trials.values())

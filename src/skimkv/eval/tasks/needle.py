@@ -26,8 +26,8 @@ def examples(
 ) -> Iterator[Example]:  # fmt: skip
     """Give every length with every depth, then again with other hay, without end.
 
-    A length is in tokens, those of the question and its answer among them; depths are spread evenly from 0, the
-    beginning, to 1, the end.
+    A length is in tokens, those of the question, of its answer and of a chat's template among them; depths are spread
+    evenly from 0, the beginning, to 1, the end.
     """
     lengths = tuple(lengths) if isinstance(lengths, (tuple, list)) else (lengths,)
     if not lengths:
@@ -42,7 +42,7 @@ def examples(
     else:
         texts = [source.read_text(p) for p in ([path] if path.is_file() else sorted(path.glob("*.txt")))]
     question = f"\n\n{QUESTION} {HEAD}"
-    room = count_tokens(question + f" {ANSWER}")
+    answer_tokens = count_tokens(f"{question} {ANSWER}") - count_tokens(question)  # without what is around a prompt
     for repetition in count():
         random.Random(f"{seed} {repetition}").shuffle(texts)
         hay = "\n\n".join(texts)
@@ -52,9 +52,9 @@ def examples(
             def hide(size: int, depth: float = depth, hay: str = hay) -> Sample:
                 """Hide the needle in this number of characters of hay."""
                 at = _sentence_start(hay, int(depth * size)) if depth < 1 else size
-                return Sample(f"{hay[:at]}{' ' if at == size else ''}{HEAD} {ANSWER}. {hay[at:size]}", "", ())
+                return Sample(f"{hay[:at]}{' ' if at == size else ''}{HEAD} {ANSWER}. {hay[at:size]}", question, ())
 
-            found, size = fit(hide, length, room, count_tokens, 0, 4 * length, len(hay))
+            found, size = fit(hide, length, answer_tokens, count_tokens, 0, 4 * length, len(hay))
             if size == len(hay):
                 raise ValueError(f"needle: {path or 'the hay'} has {size} characters, too few for {length} tokens")
             name = f"{repetition}-{length}-{depth:.3g}"

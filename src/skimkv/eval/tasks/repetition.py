@@ -1,7 +1,8 @@
 """Repetition (SparQ Attention, appendix G.1.4): go on with a passage that the context holds.
 
-6000 characters of Shakespeare, then 128 characters out of them; the score is how many of the 256 characters that
-follow there are repeated before the first difference. An output that ends early scores only what it repeated.
+6000 characters of Shakespeare, then 128 characters out of them; the score is how many of the next 256 characters, from
+the word that follows there, are repeated before the first difference. An output that ends early scores only what it
+repeated.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ def examples(
         raise ValueError(f"repetition: the text has {len(whole_text)} characters, a context needs {context}")
     rng = random.Random(seed)
     rng.shuffle(pieces)
-    passage = re.compile(rf"(\S.{{{prompt - 1},}}?)(?=\s)(.{{{reference}}})", flags=re.DOTALL)
+    passage = re.compile(rf"(\S.{{{prompt - 1},}}?)(\s+)(\S.{{{reference - 1}}})", flags=re.DOTALL)
     for piece in pieces:
         for i in range(asked):
             start = rng.randrange(i * room // asked, (i + 1) * room // asked)
             match = passage.search(piece[0], start)
             if match:
                 place = before + piece.start() + match.start()
-                yield Example(str(place), piece[0], match[1], (match[2],), reference, chars=reference + 8)
+                most = len(match[2]) + reference  # a token may be one character
+                yield Example(str(place), piece[0], match[1], (match[3],), most, chars=most + 8)
 
 
 def prompt(example: Example) -> tuple[str, str]:
