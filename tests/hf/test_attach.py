@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache
 import skimkv
 from support.generation import GREEDY, NEW, N
 from support.refusals import refuses
-from support.tiny_models import FAMILIES, WITH_FULL_ATTENTION, build, family, padded, prompt, with_slow
+from support.tiny_models import FAMILIES, WITH_FULL_ATTENTION, build, family, new_family, padded, prompt, with_slow
 
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MOE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
@@ -68,7 +68,7 @@ def test_refused_encoder_decoder_shared_layers_and_strangers():
 @pytest.mark.parametrize("name", with_slow(WITH_FULL_ATTENTION))
 def test_other_caches_get_the_models_own_answer(name):
     """While a method is attached: no cache, library caches, chunks, right padding and 4-D masks, all bit for bit."""
-    model, ids = family(name), prompt(2, N)
+    model, ids = new_family(name), prompt(2, N)  # to which no cache of another test gave our layers
     batch, right = padded([N, 10]), torch.ones(2, N, dtype=torch.long)
     right[1, 11:] = 0
     corner = torch.ones(2, 1, N, N, dtype=torch.bool).tril()
