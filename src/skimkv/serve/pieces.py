@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers.cli.serving.utils import get_response_template
@@ -50,8 +51,6 @@ class Writer:
         self._held = ""  # text that could be the beginning of a stop string
         self._parses = parser is not None
         self._unparsed = ""  # what the parser was given and has not made a piece of
-        # what is no text to a reader, where nothing is parsed any more
-        self._specials = re.compile("|".join(map(re.escape, getattr(tokenizer, "all_special_tokens", []))) or "(?!)")
         if parser is not None:
             for piece in [piece for event in parser.initial_events for piece in self._pieces(event)]:
                 put(piece)
@@ -89,7 +88,13 @@ class Writer:
             self.put(Text(plain))
 
     def _plain(self, text: str) -> str:
-        return text if self.parser is None else self._specials.sub("", text)
+        """The text without the marks for which a parser looks, where there was one."""
+        return text if self.parser is None else self._special_tokens.sub("", text)
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        names = getattr(self._text.tokenizer, "all_special_tokens", [])  # a tokenizer may have thousands
+        return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
     def _parse(self, text: str | None) -> None:
         """Put the pieces of more text; None is the end. A call of a tool that cannot be read is text like any other."""
