@@ -222,7 +222,7 @@ class Row(NamedTuple):
 def count_once(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Leave out what would count twice: of one method's records of one example, the one that was counted stays.
 
-    So a file may hold a run with --counted beside one without. Of two that were counted, or two that were not, the
+    So a file may hold a run with --count beside one without. Of two that were counted, or two that were not, the
     later one stays.
     """
     kept: dict[RecordKey, Mapping[str, Any]] = {}
