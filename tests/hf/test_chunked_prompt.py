@@ -72,8 +72,14 @@ def test_a_prompt_in_chunks(spec, n, size, pads):
             assert model().generate(ids, prefill_chunk_size=size, **OPTIONS).tolist() == whole.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if "kv=" not in spec])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=[] if spec.startswith("SubGen") else pytest.mark.slow)
+        for spec in SPECS
+        if "kv=" not in spec
+    ],
+)
 def test_a_second_turn_in_chunks(spec):
     """Its attention is exact over what the cache has kept, and over the turn.
 

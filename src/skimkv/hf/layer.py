@@ -244,9 +244,9 @@ class _PromptInChunks:
 def _takes_chunks(method: Method, store: Store) -> bool:
     """Whether a prompt may come in chunks to a method with what it keeps of them: then it forgets and rounds nothing.
 
-    A method with a `prefill` of its own, which reads a later block token by token, may take its later blocks so too.
+    Where a store keeps no history, which a dense prompt would attend to, a method reads later blocks token by token.
     """
-    if any(store.lengths) and type(method).prefill is not Method.prefill:
+    if any(store.lengths) and type(store).history is Store.history:
         return True
     return isinstance(store, Full) and method.kv is None and type(method).take is Method.take
 
