@@ -71,6 +71,23 @@ def test_rows_keep_the_contract(machine, weights, compile):
         assert len(set(of_ours)) == 1 and of_transformers != of_ours[0] and min(of_transformers, of_ours[0]) > 0
 
 
+def test_bytes_that_depend_on_the_data_are_those_of_the_last_step(monkeypatch):
+    observed, step_bytes = [], models.step_bytes
+
+    def spy(model, method, n, of_stores=()):
+        if repr(method) == "Skim(k=8)":
+            observed.extend(of_stores)
+        return step_bytes(model, method, n, of_stores)
+
+    monkeypatch.setattr(models, "step_bytes", spy)
+    out = time_random(Cpu(), "tiny", 2, "float32", [300], ["Dense()", "Skim(k=8)"], 2)
+    (row,) = (row for row in out["rows"] if row["method"] == "Skim(k=8)")
+    assert len(observed) == 2 and all(of_layer["value_rows"] <= of_layer["key_rows"] for of_layer in observed)
+    method, n, shape = parse("Skim(k=8)"), 300 + bench.WARM_UP + 1, Shape(1, 2, 2, 64)
+    layers = [method.traffic(n, shape, torch.float32, **of_layer).bytes for of_layer in observed]
+    assert row["bytes_read"] == sum(layers) < 2 * method.traffic(n, shape, torch.float32).bytes
+
+
 def test_steps_that_are_many_times_as_slow_are_seldom_taken(monkeypatch: pytest.MonkeyPatch):
     """Transformers' own are, if they are slow; with 0 as the limit they always are."""
     monkeypatch.setattr(bench, "SLOW", 0.0)

@@ -106,7 +106,8 @@ def attention(
             stages.append({**stage_row(machine, contenders[repr(method)], shape, rounds, tick), "length": n})
             stages[-1]["method"] = repr(method)
         peaks.append(peak)
-        rows += _rows(machine, timings, specs, shape, n, dtype, peak, sets)
+        moved = {repr(method): step_bytes(contenders[repr(method)], method, shape, n, dtype) for method in specs}
+        rows += _rows(machine, timings, moved, specs, shape, n, dtype, peak, sets)
     crossings = {repr(method): crossover(method, shape, dtype) for method in specs}
     return {
         "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
@@ -319,9 +320,27 @@ def stage_row(
     }
 
 
+def step_bytes(candidate: Candidate, method: Method, shape: Shape, n: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a step after n tokens reads and writes, the mean over the sets.
+
+    Where a method reads as many rows as the data ask for, its steps are taken once more, and what they read is counted.
+    """
+    moved = []
+    for step in candidate:
+        assert step.store is not None
+        observed = dict[str, int]()
+        if step.store.traffic_depends_on_data:
+            step.run()
+            observed = step.store.observed()
+            step.undo()
+        moved.append(method.traffic(n, shape, dtype, **observed).bytes)
+    return round(statistics.fmean(moved))
+
+
 def _rows(
     machine: Machine,
     timings: Timings,
+    ours: Mapping[str, int],
     methods: Sequence[Method],
     shape: Shape,
     n: int,
@@ -329,7 +348,7 @@ def _rows(
     peak: float,
     sets: int,
 ) -> list[dict[str, Any]]:
-    """The rows of the JSON contract at one length."""
+    """The rows of the JSON contract at one length; ours: the bytes of every method's step."""
     (B, H, G, D), dense = shape, repr(Dense())
     backends = {repr(method): _backend(machine, method) for method in methods}
     theirs = [name for name in timings.seconds if name.startswith("torch:")]
@@ -337,9 +356,8 @@ def _rows(
     backends |= dict.fromkeys(onnx, "onnxruntime")
     best_of_torch = min(theirs, key=timings.ms)
     best = min([*theirs, dense], key=timings.ms)
-    whole = Dense().traffic(n, shape, dtype).bytes
-    moved = {name: whole * dtype_of(name).itemsize // dtype.itemsize for name in (*theirs, *onnx)}
-    moved |= {repr(method): method.traffic(n, shape, dtype).bytes for method in methods}
+    whole = ours[dense]
+    moved = {name: whole * dtype_of(name).itemsize // dtype.itemsize for name in (*theirs, *onnx)} | dict(ours)
     rows = []
     for name, bytes_ in moved.items():
         ms, (ms_min, ms_max) = timings.ms(name), timings.ms_range(name)

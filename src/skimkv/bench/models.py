@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,15 +177,17 @@ def _share_of_experts(model: PreTrainedModel) -> float:
     return float(config.num_experts_per_tok / total)
 
 
-def step_bytes(model: PreTrainedModel, method: Method, n: int) -> int:
+def step_bytes(model: PreTrainedModel, method: Method, n: int, observed: Sequence[Mapping[str, int]] = ()) -> int:
     """Return the bytes of caches that one step after n tokens reads and writes, in all layers.
 
-    A sliding layer that the method does not decode is dense attention over its window.
+    observed: what the stores of the layers that the method decodes tell of their step (`Store.observed`); without it
+    the bytes that depend on the data are the most that are expected. A sliding layer that the method does not decode is
+    dense attention over its window.
     """
-    shape, total = cache_shape(model), 0
+    shape, total, of_stores = cache_shape(model), 0, iter(observed)
     for layer in model_layers(model, needed_max_tokens(model, n + 1)):
         if layer.supported:
-            total += method.traffic(n, shape, model.dtype).bytes
+            total += method.traffic(n, shape, model.dtype, **next(of_stores, {})).bytes
         elif layer.window is not None:
             total += Dense().traffic(min(n, layer.window - 1), shape, model.dtype).bytes
     return total

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..hf.attach import attach, detach
 from ..methods import Dense, parse
 from ..methods.base import Method
+from ..stores.base import Store
 from . import models
 from .machine import Call, Machine, nothing, peak_bandwidth
 from .models import Decoder, NextToken, Subject
@@ -75,10 +76,10 @@ def time_tokens(
             kind_programs = programs(kind, subject.file, n, machine.threads, turns, models.cache_shape(model).G)
             rivals += [(path, program) for program in kind_programs]
         groups = _groups(machine, subject, decoders, rivals, n, compile)
-        parts, peak = list[Timings](), 0.0
+        parts, peak, observed = list[Timings](), 0.0, dict[str, list[dict[str, int]]]()
         for group in groups:
-            measured, bandwidth = _time_group(machine, subject, group, n, rounds, tick, compile)
-            parts, peak = [*parts, measured], max(peak, bandwidth)
+            measured, bandwidth, of_stores = _time_group(machine, subject, group, n, rounds, tick, compile)
+            parts, peak, observed = [*parts, measured], max(peak, bandwidth), observed | of_stores
             gc.collect()
         peaks.append(peak)
         together = all(decoder.label in part.seconds for decoder in decoders for part in parts)
@@ -88,7 +89,7 @@ def time_tokens(
                 {name: waited for part in parts for name, waited in part.waited.items()},
             )]  # fmt: skip
         setting = {"shape": subject.shape, "weights": subject.weights, "length": n, "interleaved": together}
-        for row in _joined([_rows(model, specs, rivals, n, rounds, part, peak) for part in parts]):
+        for row in _joined([_rows(model, specs, rivals, n, rounds, part, peak, observed) for part in parts]):
             rows.append({**row, **setting, "compiled": compile and row["method"] != "transformers"})
     return {
         "machine": machine.name, "peak_gb_per_s": max(peaks) / 1e9, "peak": machine.peak, "rows": rows,
@@ -159,10 +160,11 @@ def _time_group(
     rounds: int,
     tick: Call,
     compile: bool,
-) -> tuple[Timings, float]:
+) -> tuple[Timings, float, dict[str, list[dict[str, int]]]]:
     """Take the steps of contenders in turn, of decoders by their labels, and those of PLAIN and OURS.
 
-    The number is the bandwidth in bytes per second meanwhile. Raises ValueError if they do not fit in memory.
+    The number is the bandwidth in bytes per second meanwhile. The dictionary has what the stores of each of our
+    decoders tell of their last step (`Store.observed`). Raises ValueError if they do not fit in memory.
     """
     need, free = sum(_bytes(subject, contender, n) for contender in contenders), machine.free_bytes()
     if need > free:
@@ -179,12 +181,14 @@ def _time_group(
                 rival.start()  # before the next one is there, so that none runs while another one prepares itself
                 others[rival.name] = rival
         calls: dict[str, Call] = {}
+        stores = dict[str, list[Store]]()
         has_own = machine.device.type == "cpu" and not compile
         ours = twin_of(model) if has_own else model
         for name, decoder in named.items():
             of_decoder = model if decoder.method is None else ours
             cache = models.random_cache(of_decoder, decoder.method, decoder.tokens, WARM_UP + rounds)
             calls[name] = NextToken(of_decoder, cache)
+            stores[name] = [] if decoder.method is None else cache.stores
         moves = machine.bandwidth_calls()
 
         def before(name: str) -> None:
@@ -222,7 +226,8 @@ def _time_group(
         timings = take_turns(calls, rounds, clock, before, WARM_UP, tick, waited if own_wait else None, slow_steps)
         detach(ours)
         timings.seconds.update({name: rival.finish()[WARM_UP:] for name, rival in others.items()})
-        return timings, peak_bandwidth(moves, timings.seconds)
+        observed = {name: [store.observed() for store in layers] for name, layers in stores.items()}
+        return timings, peak_bandwidth(moves, timings.seconds), observed
 
 
 def _rows(
@@ -233,8 +238,12 @@ def _rows(
     rounds: int,
     timings: Timings,
     peak: float,
+    observed: Mapping[str, Sequence[Mapping[str, int]]],
 ) -> list[dict[str, Any]]:
-    """The times and bytes of the rows at one length; bytes are those of the step in the middle."""
+    """The times and bytes of the rows at one length.
+
+    Bytes are those of the step in the middle; what of them depends on the data is as observed in the last step.
+    """
     layers, weights = models.layer_count(model), models.weight_bytes(model)
     dense_label = Decoder(Dense(), n).label
     rivals = [program.name for _, program in programs if program.name in timings.seconds]
@@ -243,9 +252,9 @@ def _rows(
         decoder, few = Decoder(spec, n), Decoder(spec, FEW).label
         label_of[decoder.name] = label = decoder.label
         linear = PLAIN if spec is None else OURS
-        moved, dense = (
-            models.step_bytes(model, method or Dense(), n + WARM_UP + rounds // 2) for method in (spec, None)
-        )
+        middle = n + WARM_UP + rounds // 2
+        moved = models.step_bytes(model, spec or Dense(), middle, observed[label])
+        dense = models.step_bytes(model, Dense(), middle)
         ms_attention = timings.ms_longer(label, few)
         rows.append({
             "method": decoder.name, **_times(timings, label, dense_label), "layers": layers,
