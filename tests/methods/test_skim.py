@@ -211,6 +211,17 @@ def test_each_head_has_a_k_of_its_own() -> None:
     assert bool((p >= key_probability(score, n, 4)).all()) and bool((p[0, 2] == 1).all())
 
 
+def test_of_equal_scores_the_first_rows_are_read_for_certain() -> None:
+    """So what one row of the batch reads does not depend on the k of another."""
+    score = torch.full((1, 2, 300), 1 / 300)
+    k = torch.tensor([[[5], [150]]])
+    p = key_probability(score, lengths(300), k)
+    for h, each in enumerate((5, 150)):
+        expected = torch.full((300,), each / 300)
+        expected[: 4 + each] = expected[300 - 17 :] = 1
+        assert torch.allclose(p[0, h], expected)
+
+
 def test_rows_for_an_error_by_hand() -> None:
     """Row 0 is read for certain, rows 30 and 31 with k / 20 and k / 80, unless they are among the k best.
 

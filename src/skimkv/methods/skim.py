@@ -194,17 +194,19 @@ def estimated_logits(q: Tensor, store: Full, r: int, scale: float) -> Tensor:
 def key_probability(score: Tensor, lengths: Tensor, k: Tensor | int) -> Tensor:
     """The probability with which a row of K is drawn: score (B,H,N), lengths (B,1,1), k (B,H,1) -> (B,H,N).
 
-    1 for the first SINKS tokens, the current one and the LOCAL before it, and the k largest scores besides; min(1, k
-    score) for the others, and 0 beyond a row's length.
+    1 for the first SINKS tokens, the current one and the LOCAL before it, and the k largest scores besides (of equal
+    ones the first); min(1, k score) for the others, and 0 beyond a row's length.
     """
-    k = torch.as_tensor(k, device=score.device)
+    k = torch.as_tensor(k, device=score.device).expand(*score.shape[:2], 1)
     position = torch.arange(score.shape[-1], device=score.device)
     cached = position < lengths
     certain = (position < SINKS) | (position >= lengths - 1 - LOCAL)
-    best = score.masked_fill(certain | ~cached, -1).topk(min(int(k.max()), score.shape[-1]), -1).indices
-    probability = (k * score).clamp(max=1).masked_fill(certain, 1)
-    of_best = probability.gather(-1, best).masked_fill(torch.arange(best.shape[-1], device=score.device) < k, 1)
-    return probability.scatter(-1, best, of_best).masked_fill(~cached, 0)
+    rest = score.masked_fill(certain | ~cached, -1)
+    largest = rest.topk(min(int(k.max()), score.shape[-1]), -1).values
+    bound = largest.gather(-1, (k - 1).clamp(max=largest.shape[-1] - 1))
+    above, equal = rest > bound, rest == bound
+    best = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+    return (k * score).clamp(max=1).masked_fill(certain | best, 1).masked_fill(~cached, 0)
 
 
 def value_probability(weights: Tensor, rows: Tensor, lengths: Tensor, k: Tensor | int) -> Tensor:
