@@ -28,6 +28,8 @@ DIVERGENCE_RANGE = 1e-7  # of the largest divergence that is drawn: what is belo
 FAN = 0.004, 0.03  # of the axis: how far lines that meet are drawn apart, each from the next, and all together
 MOST_BANDS = 4  # of intervals in a panel; those of more lines are bars
 BAR_DISTANCE = 1.3  # points from one line's bars to the next line's
+LETTERS = 14  # of a legend at font size 9, in an inch
+HANDLE = 9  # letters: what a mark and the space around an entry of a legend take
 
 # (line, share of dense's bytes, mean, low, high); the ends of the mean's interval are None where there is none
 ScorePoint = tuple[str, float, float, float | None, float | None]
@@ -85,6 +87,30 @@ def length_axis(ax: Axes, lengths: Sequence[float]) -> None:
     log2_axis(ax, lengths, [f"{n:,.0f}" for n in lengths], fontsize=8)
 
 
+def plain_log_ticks(low: float, high: float) -> list[float]:
+    """The ticks of a logarithmic axis from low to high, both above 0: 1, 2, 5, 10 … or, over many decades, only powers.
+
+    Write them as plain numbers (`"{x:,g}"`). There are at most nine, and at least two wherever high is 5 times low.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [1, 2, 5] if math.log10(high / low) < 2.4 else [1]
+    every = -(-len(decades) // 9)
+    ticks = [step * 10.0**decade for decade in decades[::every] for step in steps]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def legend_columns(names: Sequence[str], inches: float) -> int:
+    """How many columns a legend of these names at font size 9 can have within this width; it has at least one."""
+    for columns in range(len(names), 1, -1):
+        longer, rest = divmod(len(names), columns)  # matplotlib fills the first columns first
+        lengths = [longer + (i < rest) for i in range(columns)]
+        starts = [sum(lengths[:i]) for i in range(columns)]
+        widths = (max(map(len, names[start : start + n])) for start, n in zip(starts, lengths, strict=True))
+        if sum(widths) + columns * HANDLE <= inches * LETTERS:
+            return columns
+    return 1
+
+
 def mark_matched_shares(ax: Axes) -> None:
     """Draw a dashed vertical line at 1/2, 1/4 and 1/8 of dense attention's bytes."""
     for share in MATCHED_SHARES:
@@ -129,11 +155,34 @@ def shifted(ax: Axes, i: int, n: int, right: float = 0.0, down: float = 0.6) -> 
 
 
 def draw_line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, n: int, greatest: float, **style: Any) -> None:
-    """Draw line i of the n lines of a panel of scores. style: what `Axes.plot` takes."""
+    """Draw line i of the n lines of a panel of scores, a little apart from the others: `apart_note` says so.
+
+    style: what `Axes.plot` takes.
+    """
     if math.isfinite(greatest):
         ax.plot(x, side_by_side(y, i, n, greatest), clip_on=False, **style)
     else:
         ax.plot(x, y, transform=shifted(ax, i, n), **style)
+        _reach(ax, x, y)
+
+
+def _reach(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+    """Let axes that fit their data reach these points. What is drawn with `shifted` may not do so itself."""
+    points = [point for point in zip(x, y, strict=True) if all(map(math.isfinite, point))]
+    ax.update_datalim(points or [(math.nan, math.nan)])
+    ax.autoscale_view()
+
+
+def apart_note(panels: Sequence[tuple[int, float]]) -> str:
+    """The sentence with which a figure says that `draw_line` moved its lines; "" where no panel has two of them.
+
+    panels: (number of lines, greatest possible score) of each panel.
+    """
+    moved = [greatest for lines, greatest in panels if lines > 1]
+    if not moved:
+        return ""
+    distance = f", at most {FAN[1]:.0%} of the axis," if all(map(math.isfinite, moved)) else ""
+    return f"Lines are drawn a little apart{distance} so that none hides another."
 
 
 def draw_intervals(
@@ -149,6 +198,7 @@ def draw_intervals(
     if n > MOST_BANDS or len(x) == 1:
         beside = shifted(ax, i, n, BAR_DISTANCE if n > MOST_BANDS else 0.0, 0.0)
         ax.vlines(x, low, high, color=colour, linewidth=1, alpha=0.55, zorder=2, transform=beside)
+        _reach(ax, [*x, *x], [*low, *high])
     else:
         ax.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0, zorder=2)
 

@@ -50,6 +50,14 @@ def drawn(monkeypatch):
     return given
 
 
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would be saved."""
+    made: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: made.append(figure))
+    return made
+
+
 def plot(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert main(["plot", str(path), "--out", str(path.with_name("f.png")), "--json"]) == 0
     return [Path(figure).name for figure in json.loads(capsys.readouterr().out)["figures"]]
@@ -330,10 +338,130 @@ def test_the_name_of_the_chosen_method_is_in_the_picture(share: float, tmp_path:
     figures.tuning(points, 0.01, ("SparQ(r=4, k=8, channels='int4')", share, 0.02), "a text", tmp_path / "f.png")
     (figure,) = drawn
     figure.draw_without_rendering()
-    ax = figure.axes[0]
-    (name,) = [text for text in ax.texts if "SparQ" in text.get_text()]
-    inside, around = name.get_window_extent(), ax.get_window_extent()
-    assert around.x0 <= inside.x0 and inside.x1 <= around.x1
+    (name,) = [text for text in figure.legends[0].get_texts() if "SparQ(" in text.get_text()]
+    assert name.get_text() == "chosen: SparQ(r=4, k=8, channels='int4')"
+    inside = name.get_window_extent()
+    assert inside.x0 >= 0 and inside.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize("from_dense", [False, True])
+def test_no_name_of_tuning_stands_over_a_point(from_dense: bool, saved: list[Any], tmp_path: Path) -> None:
+    """Points, bars and dashed lines fill the axes; what names them stands outside, and inside the picture."""
+    points = [(f"Method{i}, channels='int4'", 0.03 * 1.1**j, value, value / 2, 2 * value)
+              for i in range(8) for j in range(20) for value in [0.1 / (1 + i + j)]]  # fmt: skip
+    figures.tuning(
+        points, 0.01, ("SparQ(r=16, k=128, channels='int4')", 0.1, 0.009), "a text", tmp_path / "f.png", from_dense
+    )
+    (figure,) = saved
+    figure.draw_without_rendering()
+    (ax,), (legend,) = figure.axes, figure.legends
+    texts = [*ax.texts, *legend.get_texts(), *(label for label in ax.get_xticklabels() if label.get_text())]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    assert len(boxes) >= 12 and "target" in boxes[0][0]
+    assert overlap([*boxes, ("the axes", ax.get_window_extent())]) == []
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for _, box in boxes)
+
+
+def test_the_bytes_of_tuning_have_two_ticks_at_least(saved: list[Any], tmp_path: Path) -> None:
+    points = [("Skim", share, 0.01, None, None) for share in (0.034, 0.09)]
+    figures.tuning(points, 0.01, ("Skim(k=8)", 0.034, 0.01), "a text", tmp_path / "f.png")
+    saved[0].draw_without_rendering()
+    ax = saved[0].axes[0]
+    left, right = ax.get_xlim()
+    assert [label.get_text() for at, label in zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+            if left <= at <= right] == ["1/32", "1/16", "1/8"]  # fmt: skip
+
+
+APART = "Lines are drawn a little apart, at most 3% of the axis, so that none hides another."
+
+
+def texts_of(figure: Any) -> str:
+    """All that stands in a figure outside its panels, in one line."""
+    parts = [*figure.texts, figure._supxlabel, figure._supylabel]
+    return " ".join(part.get_text() for part in parts if part is not None).replace("\n", " ")
+
+
+def point_of(share: float, score: float) -> tuple[float, float, None, None]:
+    return share, score, None, None
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_figures_say_that_lines_are_drawn_apart(lines: int, saved: list[Any], tmp_path: Path) -> None:
+    """Lines of one score in all three figures; a single line is not moved, and then nothing is said."""
+    names = [f"M{i}" for i in range(lines)]
+    path, points = tmp_path / "f.png", [(name, *point_of(share, 1.0)) for name in names for share in (0.25, 0.5)]
+    figures.scores([("a task", points, 1.0, False)], path)
+    figures.lengths([("a task", "score", {name: [point_of(300, 1.0), point_of(600, 1.0)] for name in names}, 1.0,
+                      False)], path)  # fmt: skip
+    figures.ablation([figures.Ablation("a task", points, [], points, 1.0)], path)
+    assert [APART in texts_of(figure) for figure in saved] == [lines > 1] * 3
+    for figure in saved:
+        figure.draw_without_rendering()
+        if lines > 1:
+            box = figure._supxlabel.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+            assert not any(box.overlaps(ax.get_tightbbox()) for ax in figure.axes)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_axes_without_an_end_fit_their_lines(count: int, saved: list[Any], tmp_path: Path) -> None:
+    """A score from 40 to 90 at 300 to 600 tokens, with intervals that are bands or bars."""
+    lines = {f"M{i}": [(300, 40.0, 35.0, 45.0), (600, 90.0, 85.0, 95.0)] for i in range(count)}
+    figures.lengths([("a task", "score", lines, math.inf, False)], tmp_path / "f.png")
+    ax = saved[0].axes[0]
+    assert 250 < ax.get_xlim()[0] < 300 and 600 < ax.get_xlim()[1] < 700
+    assert 30 < ax.get_ylim()[0] < 35 and 95 < ax.get_ylim()[1] < 100
+
+
+def test_what_is_said_of_lines_that_are_drawn_apart() -> None:
+    """Where a scale has no end, lines are moved by points of the paper, which are no share of the axis."""
+    assert plotting.apart_note([(1, 1.0), (3, 1.0)]) == APART
+    assert plotting.apart_note([(2, math.inf)]) == "Lines are drawn a little apart so that none hides another."
+    assert plotting.apart_note([(1, 1.0), (0, math.inf)]) == plotting.apart_note([]) == ""
+
+
+def test_the_legends_of_an_ablation_say_what_lines_are_and_hide_none(saved: list[Any], tmp_path: Path) -> None:
+    finding = [(name, *point_of(share, 0.9)) for name in ("oracle top-k", "LowRank", "SparQ")
+               for share in (0.05, 0.1, 0.5)]  # fmt: skip
+    counts = [(f"SparQ, k={k}", *point_of(share, 0.1)) for k in (32, 64, 128, 256) for share in (0.1, 0.9)]
+    changes = [(setting, kind, score, 0.0, 1.0) for setting in ("r = 8, k = 32", "r = 16, k = 128")
+               for kind in ("as published", "local=0") for score in (0.1, 0.9)]  # fmt: skip
+    dense = ("Dense", *point_of(1.0, 0.5))
+    row = figures.Ablation("a task", [dense, *finding], changes, [dense, *counts], 1.0)
+    figures.ablation([row, row._replace(finding=finding[3:])], tmp_path / "f.png")
+    (figure,) = saved
+    figure.draw_without_rendering()
+    legends = [ax.get_legend() for ax in figure.axes]
+    assert [text.get_text() for text in legends[0].get_texts()] == ["oracle top-k", "LowRank", "SparQ", "Dense"]
+    assert legends[0].get_title().get_text() == "each mark: another r, at k = 128 (oracle top-k: another k)"
+    assert legends[3].get_title().get_text() == "each mark: another r, at k = 128"
+    assert legends[2].get_title().get_text() == "each mark: another r"
+    assert "changed" in legends[1].get_title().get_text()
+    boxes = [(f"panel {i}", ax.get_window_extent()) for i, ax in enumerate(figure.axes)]
+    boxes += [(f"legend {i}", legend.get_window_extent()) for i, legend in enumerate(legends)]
+    boxes += [(f"label {i}", ax.xaxis.label.get_window_extent()) for i, ax in enumerate(figure.axes)]
+    assert overlap(boxes) == []
+
+
+def test_a_legend_has_no_more_columns_than_there_is_room_for(saved: list[Any], tmp_path: Path) -> None:
+    """One panel with the longest names: the legend stays in the picture."""
+    names = ["Dense", *(f"SparQ(r={r}, k=128, channels='int8', local=0)" for r in (8, 16, 32, 64))]
+    lines = {name: [point_of(300, 1.0), point_of(600, 1.0)] for name in names}
+    figures.lengths([("a task", "score", lines, 1.0, False)], tmp_path / "f.png")
+    (figure,) = saved
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    assert plotting.legend_columns(["a", "b", "c"], 9) == 3 and plotting.legend_columns(names, 5) == 1
+
+
+@pytest.mark.parametrize(("low", "high", "ticks"), [
+    (1, 70, [1, 2, 5, 10, 20, 50]), (2.5, 900, [10, 100]), (1, 512, [1, 10, 100]), (0.15, 0.9, [0.2, 0.5]),
+    (1, 1, [1]),
+])  # fmt: skip
+def test_the_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: list[float]) -> None:
+    assert plotting.plain_log_ticks(low, high) == pytest.approx(ticks)
+    assert len(plotting.plain_log_ticks(1e-20, 1e20)) <= 9
 
 
 @pytest.mark.parametrize("share", [0.01, 0.029, 0.1, 1.05])

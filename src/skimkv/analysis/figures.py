@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -13,19 +14,25 @@ import torch
 from torch import Tensor
 
 from ..methods.sparq import TEMPERATURES
-from ..plotting import STYLES, label_axes, line_styles, log2_axis, new_figure, panel_grid
+from ..plotting import STYLES, label_axes, line_styles, log2_axis, new_figure, panel_grid, plain_log_ticks
 from . import TOP, statistics
 from .output_error import OutputError
 from .survey import CENTRES, CHANNEL_CHOICES, DELTAS, Cloud, Findings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 TAU = {"coverage": "τ = √(D |q[i₁]| / |q|)", "sqrt_d": "τ = √D", "sqrt_r": "τ = √r"}  # of each temperature
 BLUE, ORANGE = STYLES[0][0], STYLES[1][0]
 LEAST_SHARE = 1e-6  # of the accumulated score: smaller shares are counted in words and not drawn
 MIDDLE_LAYER = 0.5  # of the depth: the layer whose queries are drawn as a density
+MOST_TICKS = 13  # of an axis of layers or heads
+HEAVIEST = 5  # tokens of the vocabulary that have a name in the figure
+LONGEST_NAME = 20  # letters of a token
+SPACES = {" ": "space", "\n": "newline", "\t": "tab", "\r": "carriage return", "\xa0": "no-break space"}
+SPACE_MARKERS = "\u2581\u0120"  # with which some vocabularies write a leading space
 
 
 def draw_sparq(findings: Findings, path: Path) -> None:
@@ -38,7 +45,7 @@ def draw_sparq(findings: Findings, path: Path) -> None:
     _density(c, findings.q[middle], findings.layers[middle])
     _points_by_layer(d, findings.layers, statistics.kurtosis(findings.q), BLUE)
     d.axhline(0, color="0.5", linestyle="--", linewidth=1)
-    d.set_yscale("symlog", linthresh=1)
+    _kurtosis_axis(d)
     _label(d, "Kurtosis of q, a point a head", "layer", "Fisher kurtosis (0: Gaussian)")
     _points_by_layer(e, findings.layers, statistics.tail_mass(findings.q), ORANGE)
     e.axhline(1, color="0.5", linestyle="--", linewidth=1)
@@ -51,8 +58,11 @@ def draw_sparq(findings: Findings, path: Path) -> None:
 
 
 def draw_h2o(findings: Findings, tokenizer: Any, path: Path) -> None:
-    """Save H2O's fig. 2: sparsity by layer, accumulated scores by rank, and by how often a token occurs."""
-    figure = new_figure((15, 4.6), dpi=130)
+    """Save H2O's fig. 2: sparsity by layer, accumulated scores by rank, and by how often a token occurs.
+
+    The heaviest tokens of the vocabulary have marks of their own; their names stand beside the last panel.
+    """
+    figure = new_figure((16.5, 4.6), dpi=130)
     a, b, c = figure.subplots(1, 3)
     _points_by_layer(a, findings.layers, 100 * findings.sparsity, BLUE)
     a.set_ylim(0, 100)
@@ -138,19 +148,43 @@ def _points_by_layer(ax: Axes, layers: Sequence[int], x: Tensor, colour: str) ->
         wide = [i + (j / max(1, len(row) - 1) - 0.5) * 0.5 for j in range(len(row))]
         ax.plot(wide, row, "o", color=colour, markersize=3.5, alpha=0.75, linewidth=0, clip_on=False)
         ax.plot([i - 0.35, i + 0.35], [sum(row) / len(row)] * 2, color="black", linewidth=1.5)
-    every = max(1, len(layers) // 8)
-    ax.set_xticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
+    _whole_ticks(ax.xaxis, layers)
+
+
+def _whole_ticks(axis: Axis, numbers: Sequence[int]) -> None:
+    """Give an axis on which `numbers` stand at 0, 1, 2, … a tick at every one, or at every second or fourth."""
+    every = 1
+    while len(numbers) > MOST_TICKS * every:
+        every *= 2
+    axis.set_ticks(range(0, len(numbers), every), [str(number) for number in numbers[::every]])
+
+
+def _kurtosis_axis(ax: Axes) -> None:
+    """Make y logarithmic beyond -1 and 1 if it reaches that far, with ticks that are plain numbers."""
+    low, high = ax.get_ylim()
+    if low > -1 and high < 1:
+        return
+    ax.set_yscale("symlog", linthresh=1)
+    low, high = ax.get_ylim()
+    positive = plain_log_ticks(1, max(1, high))
+    negative = [-tick for tick in plain_log_ticks(1, max(1, -low))]
+    ticks = [tick for tick in (*reversed(negative), 0, *positive) if low <= tick <= high]
+    ax.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_ylim(low, high)
 
 
 def _top_mass_histogram(ax: Axes, mass: Tensor) -> None:
     """SparQ fig. 4a, with a dashed line at the mean."""
+    from matplotlib.ticker import MaxNLocator
+
     mean = float(mass.mean())
     ax.hist(mass.tolist(), bins=25, range=(0, 1), color=BLUE, edgecolor="white", linewidth=0.5)
     ax.axvline(mean, color="black", linewidth=1.2, linestyle="--")
-    where: Any = {"transform": ax.get_xaxis_transform(), "ha": "right", "va": "top"}
-    ax.text(mean - 0.02, 0.97, f"mean {mean:.2f}", fontsize=8, **where)
     ax.set_xlim(0, 1)
-    _label(ax, f"Mass of the {TOP} largest scores", "sum of softmax scores", "queries, all heads")
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))  # they are counted
+    where = f"sum of softmax scores; dashed: the mean, {mean:.2f}"
+    _label(ax, f"Mass of the {TOP} largest scores", where, "number of queries, all heads")
 
 
 def _top_mass_heads(ax: Axes, figure: Figure, findings: Findings) -> None:
@@ -159,10 +193,8 @@ def _top_mass_heads(ax: Axes, figure: Figure, findings: Findings) -> None:
     image = ax.imshow(heads.tolist(), cmap="viridis", vmin=0, vmax=1, aspect="auto", origin="lower")
     figure.colorbar(image, ax=ax, label="mean mass")
     _label(ax, "… for each head", "query head", "layer")
-    every = 4 if len(layers) > 12 else 1
-    ax.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
-    if heads.shape[1] <= 12:
-        ax.set_xticks(range(heads.shape[1]))
+    _whole_ticks(ax.xaxis, range(heads.shape[1]))
+    _whole_ticks(ax.yaxis, layers)
 
 
 def _density(ax: Axes, q: Tensor, layer: int) -> None:
@@ -240,6 +272,7 @@ def _scores_by_rank(ax: Axes, findings: Findings) -> None:
     power_law = offset.exp() * rank.double() ** p
     ax.loglog(rank, power_law, "--", color="0.4", linewidth=1.2, label=f"rank^{p:.2f}, R² = {fit:.2f}")
     ax.set_xlim(left=1)
+    _plain_log_axis(ax.xaxis)
     ax.set_ylim(LEAST_SHARE, 1)
     ax.legend(fontsize=8, frameon=False, loc="upper right")
     _label(
@@ -260,14 +293,70 @@ def describe_undrawn(shares: Tensor) -> str:
 
 
 def _scores_by_frequency(ax: Axes, findings: Findings, tokenizer: Any) -> None:
-    """H2O fig. 2c: a point for each token of the vocabulary, the five heaviest by name."""
+    """H2O fig. 2c: a point for each token of the vocabulary, the heaviest with marks that a legend names."""
     ids, count, score = findings.scores_by_token()
-    ax.loglog(count, score, "o", color=ORANGE, markersize=3.5, alpha=0.5, linewidth=0, clip_on=False)
+    heaviest = score.topk(min(HEAVIEST, len(ids))).indices.tolist()
+    others = [i for i in range(len(ids)) if i not in heaviest]
+    ax.loglog(count[others], score[others], "o", color="0.5", markersize=3.5, alpha=0.5, linewidth=0, clip_on=False)
+    marks = []
+    for i, (colour, marker) in zip(heaviest, STYLES, strict=False):
+        name = token_name(tokenizer, int(ids[i]))
+        marks += ax.loglog(
+            count[i], score[i], marker, color=colour, markersize=7, markerfacecolor="none", markeredgewidth=1.4,
+            label=name, clip_on=False,
+        )  # fmt: skip
+    legend = ax.legend(
+        handles=marks, title="heaviest tokens", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8,
+        title_fontsize=8, numpoints=1, handletextpad=0.2,
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a token may have a $
     ax.set_xlim(left=1)
-    near: Any = {"textcoords": "offset points", "fontsize": 8, "ha": "right"}
-    for i in score.topk(min(5, len(ids))).indices.tolist():
-        ax.annotate(repr(tokenizer.decode([int(ids[i])])), (float(count[i]), float(score[i])), (-5, 4), **near)
+    _plain_log_axis(ax.xaxis)
+    _plain_log_axis(ax.yaxis)
     _label(ax, "Heavy hitters and frequency", "times a token occurs in the text", "accumulated score, all layers")
+
+
+def _plain_log_axis(axis: Axis) -> None:
+    """Write the ticks of a logarithmic axis as plain numbers, with some between the powers where these are few."""
+    low, high = axis.get_view_interval()
+    ticks = plain_log_ticks(low, high)
+    if len(ticks) > 1:
+        axis.set_ticks(ticks, [f"{tick:,g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
+
+
+def token_name(tokenizer: Any, token: int) -> str:
+    """What a token is called in a figure: its text in quotes, and spaces and control characters by their names.
+
+    A token with letters that the font of figures lacks, or with a part of a letter only, is called by its number.
+    """
+    text = tokenizer.decode([token])
+    for marker in SPACE_MARKERS:
+        text = text.replace(marker, " ") if text.startswith(marker) else text
+    names = []
+    for (is_text, name), part in itertools.groupby(text, _letter_kind):
+        letters = "".join(part)
+        if is_text:
+            shown = letters if len(letters) <= LONGEST_NAME else letters[: LONGEST_NAME - 1] + "…"
+            names.append(f"'{shown}'" if '"' in shown else f'"{shown}"')
+        else:
+            names.append(name if len(letters) == 1 else f"{len(letters)} {name}s")
+    return " + ".join(names) if names and _can_be_written(text) else f"token {token}"
+
+
+def _letter_kind(letter: str) -> tuple[bool, str]:
+    """Whether a letter can be seen, and its name if it cannot."""
+    name = SPACES.get(letter, "" if letter.isprintable() else f"U+{ord(letter):04X}")
+    return not name, name
+
+
+def _can_be_written(text: str) -> bool:
+    """Whether the font of figures has all letters of a text that can be seen, and none stands for a broken letter."""
+    from matplotlib import font_manager
+
+    glyphs = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
+    return "\ufffd" not in text and all(ord(letter) in glyphs for letter in text if _letter_kind(letter)[0])
 
 
 def _cloud(ax: Axes, cloud: Cloud) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,35 +17,43 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]  # of the JSON contract
 LENGTHS = "cached tokens N (log scale)"
+LINES = "solid: measured, dashed: what the bytes allow"
+MARKS = "mark: measured, short line: what the bytes allow"  # of one length, where there are no lines
 
 
 def attention(rows: Rows, path: Path) -> None:
     """Draw speed-up over our dense attention against length, from the rows of `bench attention --json`.
 
-    One colour a method; dashed: what its bytes allow. The best of PyTorch's dense paths is a line of its own.
+    One colour a method; dashed: what its bytes allow. The best of PyTorch's dense paths is a line of its own. Where all
+    rows have one length, the methods stand beside each other.
     """
     fig = new_figure((9, 5.4))
     ax = fig.subplots()
     others = ("torch:", "onnxruntime:")
     names = [n for n in dict.fromkeys(r["method"] for r in rows) if not n.startswith(others) and n != "Dense()"]
+    all_lengths = sorted({r["length"] for r in rows})
+    places = itertools.count()
     for name, (colour, marker) in line_styles(names).items():
         line = sorted((r["length"], r["speedup_dense"], r["speedup_theory"]) for r in rows if r["method"] == name)
-        x, measured, theory = zip(*line, strict=True)
-        ax.plot(x, theory, "--", marker="_", color=colour, linewidth=1.2)  # a single length has no line
+        own, measured, theory = zip(*line, strict=True)
+        x = _places(own, all_lengths, next(places))
+        _draw_allowed(ax, x, theory, all_lengths, colour)
         ax.plot(x, measured, "-", color=colour, marker=marker, linewidth=2, label=name)
     torch_best = sorted((r["length"], r["speedup_dense"]) for r in rows if r.get("best_of_torch"))
     if torch_best:
-        ax.plot(*zip(*torch_best, strict=True), ":", color="black", marker="x", label="PyTorch's best dense")
+        own, speedups = zip(*torch_best, strict=True)
+        x = _places(own, all_lengths, next(places))
+        ax.plot(x, speedups, ":", color="black", marker="x", label="PyTorch's best dense")
     lengths = sorted({r["length"] for r in rows if r["method"].startswith("onnxruntime:")})
     if lengths:
         of_onnx = [(n, r["speedup_dense"]) for r in rows for n in [r["length"]] if r["method"].startswith(others[1])]
         best = [max(speedup for n, speedup in of_onnx if n == length) for length in lengths]
-        ax.plot(lengths, best, ":", color="0.5", marker="+", label="ONNX Runtime's best dense")
+        x = _places(lengths, all_lengths, next(places))
+        ax.plot(x, best, ":", color="0.5", marker="+", label="ONNX Runtime's best dense")
     ax.axhline(1, color="0.4", linewidth=1)
-    length_axis(ax, sorted({r["length"] for r in rows}))
     shape = "batch {batch}, {heads} query heads on {kv_heads}, head size {head_dim}, {dtype}".format(**rows[0])
-    label_axes(ax, f"Decode attention: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
-               "times as fast as our dense attention")  # fmt: skip
+    label_axes(ax, f"Decode attention: {shape}\n{MARKS if len(all_lengths) == 1 else LINES}",
+               _length_axis(ax, all_lengths, next(places)), "times as fast as our dense attention")  # fmt: skip
     ax.set_ylim(bottom=0)
     _legend_below(fig, ax, 2)
     fig.savefig(path)
@@ -53,69 +62,78 @@ def attention(rows: Rows, path: Path) -> None:
 def sweep(rows: Rows, path: Path) -> None:
     """Draw speed-up over the best dense attention, PyTorch's or ours: a panel for each batch, a line for each r.
 
-    The band is over the k. Dashed: what the bytes of the smallest k allow. The rows are those of
-    `bench attention --sweep paper --json`.
+    The band is over the k. Dashed: what the bytes of the smallest k allow. Where all rows have one length, the r stand
+    beside each other. The rows are those of `bench attention --sweep paper --json`.
     """
     sparq_rows = [(parse(row["method"]), row) for row in rows if row["method"].startswith("SparQ(")]
     batches = sorted({row["batch"] for _, row in sparq_rows})
     widths = sorted({method.r for method, _ in sparq_rows})  # type: ignore[attr-defined]
-    fig, axes = panel_grid(len(batches), 2, (4.8, 3.5), (0.4, 0.5))
+    lengths = sorted({row["length"] for _, row in sparq_rows})
+    fig, axes = panel_grid(len(batches), 2, (4.8, 3.5), (0.4, 1.0))
     for ax, batch in zip(axes, batches, strict=True):
-        for (colour, marker), r in zip(STYLES, widths, strict=False):
+        for i, ((colour, marker), r) in enumerate(zip(STYLES, widths, strict=False)):
             points: dict[int, list[tuple[float, float]]] = {}
             for method, row in sparq_rows:
                 if row["batch"] == batch and method.r == r:  # type: ignore[attr-defined]
                     points.setdefault(row["length"], []).append((row["speedup_best"], row["speedup_theory"]))
-            x = sorted(points)
-            fastest, slowest = ([pick(measured for measured, _ in points[n]) for n in x] for pick in (max, min))
-            allowed = [max(theory for _, theory in points[n]) for n in x]
-            ax.fill_between(x, slowest, fastest, color=colour, alpha=0.2, linewidth=0)
+            own = sorted(points)
+            fastest, slowest = ([pick(measured for measured, _ in points[n]) for n in own] for pick in (max, min))
+            allowed = [max(theory for _, theory in points[n]) for n in own]
+            x = _places(own, lengths, i)
+            if len(lengths) == 1:
+                ax.vlines(x, slowest, fastest, color=colour, alpha=0.4, linewidth=4)
+            else:
+                ax.fill_between(x, slowest, fastest, color=colour, alpha=0.2, linewidth=0)
             ax.plot(x, fastest, "-", color=colour, marker=marker, linewidth=1.7, label=f"r = {r}")
-            ax.plot(x, allowed, "--", color=colour, linewidth=1)
+            _draw_allowed(ax, x, allowed, lengths, colour)
         ax.axhline(1, color="0.4", linewidth=1)
-        length_axis(ax, sorted({row["length"] for _, row in sparq_rows}))
-        label_axes(ax, f"batch {batch}", LENGTHS, "times as fast as the best dense")
+        label_axes(ax, f"batch {batch}", _length_axis(ax, lengths, len(widths)), "times as fast as the best dense")
         ax.set_ylim(bottom=0)
-    axes[0].legend(frameon=False, fontsize=9)
+    _legend_below(fig, axes[0], len(widths))
+    lines = "solid: the fastest k, band: all k,\ndashed"
+    if len(lengths) == 1:
+        lines = "mark: the fastest k, bar: all k,\nshort line"
+    fig.suptitle(f"{lines}: what the bytes of the smallest k allow", x=0.01, ha="left", fontsize=9)
     fig.savefig(path)
 
 
 def token(rows: Rows, path: Path) -> None:
     """Draw a token's speed-up over dense against length (SparQ fig. 9 and 10), and its time in attention (fig. 3).
 
-    Dashed: what the bytes of weights and cache allow. The rows are those of `bench token --json`.
+    Dashed: what the bytes of weights and cache allow. Where all rows have one length, the methods stand beside each
+    other. The rows are those of `bench token --json`.
     """
     fig = new_figure((13, 5), dpi=140)
     faster, share = fig.subplots(1, 2)
     names = list(dict.fromkeys(row["method"] for row in rows))
     dense = {row["length"]: row for row in rows if row["method"] == "Dense()"}
     style = line_styles([name for name in names if name != "Dense()"])
-    for name in names:
+    lengths = sorted({row["length"] for row in rows})
+    for i, name in enumerate(names):
         line = sorted((row for row in rows if row["method"] == name), key=lambda row: row["length"])
-        x = [row["length"] for row in line]
+        x = _places([row["length"] for row in line], lengths, i)
         colour, marker = style.get(name, ("black", "."))
         in_attention = [max(0, 100 * row["ms_attention"] / row["ms"]) for row in line]
         share.plot(x, in_attention, color=colour, marker=marker, linewidth=1.8, label=name)
         if name == "Dense()":
             continue
         pairs = [(row, dense[row["length"]]) for row in line if row["length"] in dense]
-        x = [row["length"] for row, _ in pairs]
+        x = _places([row["length"] for row, _ in pairs], lengths, i)
         faster.plot(
             x, [row["speedup_dense"] for row, _ in pairs], color=colour, marker=marker, linewidth=1.8, label=name
         )
         if name != "transformers":
             allowed = [d["floor_ms"] / row["floor_ms"] for row, d in pairs]
-            faster.plot(x, allowed, "--", marker="_", color=colour, linewidth=1.2)
+            _draw_allowed(faster, x, allowed, lengths, colour)
     faster.axhline(1, color="0.4", linewidth=1)
     faster.set_ylim(bottom=0)
     share.set_ylim(0, 100)
-    for ax in (faster, share):
-        length_axis(ax, sorted({row["length"] for row in rows}))
+    at_lengths, _ = (_length_axis(ax, lengths, len(names)) for ax in (faster, share))
     _legend_below(fig, share, 3)
     shape = "{shape}, {layers} layers, {weights} weights".format(**rows[0])
-    label_axes(faster, f"A whole token: {shape}\nsolid: measured, dashed: what the bytes allow", LENGTHS,
+    label_axes(faster, f"A whole token: {shape}\n{MARKS if len(lengths) == 1 else LINES}", at_lengths,
                "times as fast as our dense decoding")  # fmt: skip
-    label_axes(share, "Time in attention", LENGTHS, "% of a token's time")
+    label_axes(share, "Time in attention", at_lengths, "% of a token's time")
     fig.savefig(path)
 
 
@@ -136,8 +154,8 @@ def rivals(rows: Rows, path: Path) -> None:
         ms = [row["ms"] for _, row in bars]
         ends = [[row["ms"] - row["ms_min"] for _, row in bars], [row["ms_max"] - row["ms"] for _, row in bars]]
         ax.bar(x, ms, width, yerr=ends, color=styles[name][0], ecolor="0.3", label=name)
-        for at, value in zip(x, ms, strict=True):
-            ax.text(at, value, f"{value:.0f}", ha="center", va="bottom", fontsize=8)
+        for at, (_, row) in zip(x, bars, strict=True):
+            ax.text(at, row["ms_max"], f"{row['ms']:.0f}", ha="center", va="bottom", fontsize=8)
     ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     title = "A whole token: {shape}, {layers} layers, {weights} weights\nlines: from the shortest time to the longest"
     label_axes(ax, title.format(**rows[0]), "cached tokens N", "ms a token", grid=False)
@@ -148,20 +166,23 @@ def rivals(rows: Rows, path: Path) -> None:
 def memory(rows: Rows, path: Path, shape: str) -> None:
     """Draw what a layer's cache holds against its length, and hollow by how much the process's peak grew.
 
-    The rows are those of `bench memory --json`.
+    Where all rows have one length, the methods stand beside each other. The rows are those of `bench memory --json`.
     """
     fig = new_figure((9, 5.4))
     ax = fig.subplots()
-    for name, (colour, marker) in line_styles(list(dict.fromkeys(row["method"] for row in rows))).items():
+    lengths = sorted({row["length"] for row in rows})
+    styles = line_styles(list(dict.fromkeys(row["method"] for row in rows)))
+    for i, (name, (colour, marker)) in enumerate(styles.items()):
         line = sorted((row["length"], row["nbytes"], row["peak_rss_growth"]) for row in rows if row["method"] == name)
-        x, cache, peak = zip(*line, strict=True)
+        own, cache, peak = zip(*line, strict=True)
+        x = _places(own, lengths, i)
         ax.plot(x, [n / 2**20 for n in cache], color=colour, marker=marker, linewidth=1.8, label=name)
         ax.plot(x, [n / 2**20 for n in peak], marker, color=colour, markerfacecolor="none", linewidth=0)
-    length_axis(ax, sorted({row["length"] for row in rows}))
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:g}")
-    title = f"Memory of a layer's cache: {shape}\nline: the cache, hollow: growth of the process's peak"
-    label_axes(ax, title, LENGTHS, "MiB (log scale)")
+    cache_is = "filled" if len(lengths) == 1 else "line"
+    title = f"Memory of a layer's cache: {shape}\n{cache_is}: the cache, hollow: growth of the process's peak"
+    label_axes(ax, title, _length_axis(ax, lengths, len(styles)), "MiB (log scale)")
     _legend_below(fig, ax, 2)
     fig.savefig(path)
 
@@ -217,6 +238,31 @@ def serve(rows: Rows, path: Path) -> None:
     _legend_below(fig, ax, len(names))
     fig.suptitle("{shape}, {layers} layers, {weights} weights".format(**rows[0]), x=0.01, ha="left", fontsize=11)
     fig.savefig(path)
+
+
+def _places(x: Sequence[float], lengths: Sequence[float], place: int) -> list[float]:
+    """Where a method's points stand: at their lengths, or at the method's place where all rows have one length."""
+    return [place] * len(x) if len(lengths) == 1 else list(x)
+
+
+def _draw_allowed(
+    ax: Axes, x: Sequence[float], speedups: Sequence[float], lengths: Sequence[float], colour: str
+) -> None:
+    """Draw what the bytes allow: a dashed line, or a short line across a method's place at a single length."""
+    if len(lengths) == 1:
+        ax.plot(x, speedups, marker="_", markersize=22, markeredgewidth=1.5, color=colour, linewidth=0)
+    else:
+        ax.plot(x, speedups, "--", marker="_", color=colour, linewidth=1.2)
+
+
+def _length_axis(ax: Axes, lengths: Sequence[float], places: int) -> str:
+    """Make x the axis of lengths, or that of `places` methods at a single length, and return its label."""
+    if len(lengths) > 1:
+        length_axis(ax, lengths)
+        return LENGTHS
+    ax.set_xticks([])
+    ax.set_xlim(-0.6, max(1, places) - 0.4)
+    return f"{lengths[0]:,.0f} cached tokens; from left to right as in the legend"
 
 
 def _served_name(spec: str) -> str:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .. import plotting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LEAST_GAP = 0.05  # between two labels of an axis, of its length
 MARK = 1.04  # times the share of another mark: there the two marks of a demo hide each other
 SIDE_BY_SIDE = "Lines that meet in the left panel are drawn side by side."
 SHARE_LABEL = "bytes read per step, as a share of dense attention's (log scale)"
+FINDING_LEGEND = "each mark: another r, at k = 128"  # what the marks of an ablation's lines are
+ORACLE_LEGEND = " (oracle top-k: another k)"
+COUNTS_LEGEND = "each mark: another r"
+CHANGES_LEGEND = "each mark: SparQ, changed as the left says, with"
 
 LengthPoint = tuple[float, float, float | None, float | None]  # (tokens, mean, low, high)
 TrialPoint = tuple[str, float, float, float | None, float | None]  # (line, share of bytes, increase, low, high)
@@ -177,7 +183,8 @@ def scores(panels: Sequence[tuple[str, Sequence[plotting.ScorePoint], float, boo
     """Draw scores against the share of dense's bytes.
 
     panels: (title, points, greatest possible score, whether scores are divergences from dense). Bands and bars are
-    95% intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes.
+    95% intervals. The grey line across is dense; dashed lines are at 1/2, 1/4 and 1/8 of its bytes. Below the panels
+    stands that lines are drawn apart, where they are.
     """
     from matplotlib.lines import Line2D
 
@@ -189,21 +196,33 @@ def scores(panels: Sequence[tuple[str, Sequence[plotting.ScorePoint], float, boo
     handles = [Line2D([], [], color=styles[n][0], marker=styles[n][1], linewidth=1.7, label=n) for n in names]
     if not all(from_dense for *_, from_dense in panels):
         handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
-    width, height = fig.get_size_inches()
-    longest = max(len(str(handle.get_label())) for handle in handles) + 9
-    columns = max(2, int(width * 14 / longest))  # 14 letters an inch
-    fig.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), columns), frameon=False, fontsize=9)
-    fig.supxlabel(SHARE_LABEL, fontsize=10)
-    parts = "score", "bar or band: 95% interval", "lines that meet are drawn side by side"
-    fig.supylabel(("; " if height > 6 else "\n").join(parts), fontsize=10)  # in one line it is 5 inches long
+    _legend(fig, handles, "outside upper center")
+    panel_lines = [(len({name for name, *_ in points} - {"Dense"}), greatest) for _, points, greatest, _ in panels]
+    fig.supxlabel(f"{SHARE_LABEL}\n{plotting.apart_note(panel_lines)}".rstrip(), fontsize=10)
+    fig.supylabel("score; bar or band: 95% interval", fontsize=10)
     fig.savefig(path)
+
+
+def _legend(
+    fig: Figure, handles: Sequence[Any], place: Literal["outside upper center", "outside lower center"]
+) -> None:
+    """Put a legend outside the panels, in as many columns as the figure is wide enough for."""
+    columns = plotting.legend_columns([str(handle.get_label()) for handle in handles], fig.get_size_inches()[0])
+    fig.legend(handles=handles, loc=place, ncols=columns, frameon=False, fontsize=9)
+
+
+def _say_apart(fig: Figure, panels: Sequence[tuple[int, float]]) -> None:
+    """Say below the panels that their lines are drawn apart. panels: what `plotting.apart_note` takes."""
+    if note := plotting.apart_note(panels):
+        fig.supxlabel(textwrap.fill(note, int(fig.get_size_inches()[0] * plotting.LETTERS)), fontsize=8.5)
 
 
 def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]], float, bool]], path: Path) -> None:
     """Draw scores against the length of the prompt, a line for each method (SparQ fig. 6).
 
     panels: (title, name of the score, the points of each line, greatest possible score, whether scores are divergences
-    from dense). Bands and bars are 95% intervals; dashed is dense.
+    from dense). Bands and bars are 95% intervals; dashed is dense. Below the panels stands that lines are drawn apart,
+    where they are.
     """
     from matplotlib.lines import Line2D
 
@@ -228,49 +247,70 @@ def lengths(panels: Sequence[tuple[str, str, Mapping[str, Sequence[LengthPoint]]
         Line2D([], [], color=styles[n][0], marker=styles[n][1], linestyle="--" if n == "Dense" else "-", label=n)
         for n in shown
     ]
-    columns = min(len(handles), 3 * min(3, len(panels)))
-    fig.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
+    _legend(fig, handles, "outside upper center")
+    _say_apart(fig, [(len(lines), greatest) for _, _, lines, greatest, _ in panels])
     fig.savefig(path)
 
 
 def ablation(rows: Sequence[Ablation], path: Path) -> None:
-    """Draw SparQ fig. 7, a row for each task: how keys are found, what is changed, how many positions are read."""
+    """Draw SparQ fig. 7, a row for each task: how keys are found, what is changed, how many positions are read.
+
+    Below each panel a legend says what its lines and marks are.
+    """
     from matplotlib.lines import Line2D
 
-    fig = plotting.new_figure((15.5, 4.3 * len(rows) + 0.3), dpi=140)
+    fig = plotting.new_figure((15.5, 4.9 * len(rows) + 0.4), dpi=140)
+    fig.get_layout_engine().set(w_pad=0.12)  # type: ignore[union-attr, call-arg]
     grid = fig.subplots(len(rows), 3, squeeze=False)
     for (finding_ax, change_ax, count_ax), row in zip(grid, rows, strict=True):
-        panels = (finding_ax, "how the keys are found", row.finding), (count_ax, "how many are read", row.counts)
-        for ax, what, points in panels:
+        panels = (
+            (finding_ax, "how the keys are found", row.finding, FINDING_LEGEND),
+            (count_ax, "how many are read", row.counts, COUNTS_LEGEND),
+        )
+        for ax, what, points, what_marks_are in panels:
             styles = plotting.line_styles(list(dict.fromkeys(name for name, *_ in points if name != "Dense")))
             plotting.draw_scores(ax, f"{row.title}: {what}", points, styles, row.greatest)
             ax.set_xlabel("bytes read per step, of dense's (log scale)", fontsize=9)
             ax.set_ylabel("score; bar or band: 95% interval", fontsize=9)
             handles = [Line2D([], [], color=s[0], marker=s[1], label=name) for name, s in styles.items()]
-            if handles:
-                ax.legend(handles=handles, frameon=False, fontsize=8)
+            if any(name == "Dense" for name, *_ in points):
+                handles.append(Line2D([], [], color="0.45", linewidth=1.2, label="Dense"))
+            oracle = ax is finding_ax and "oracle top-k" in styles
+            _legend_under(ax, handles, what_marks_are + (ORACLE_LEGEND if oracle else ""))
         (low_end, high_end), (bottom, top) = finding_ax.get_ylim(), count_ax.get_ylim()
         for ax in (finding_ax, count_ax):
             ax.set_ylim(min(low_end, bottom), max(high_end, top))
         settings = list(dict.fromkeys(setting for setting, *_ in row.changes))
         kinds = list(dict.fromkeys(kind for _, kind, *_ in row.changes))
         distance = min(0.22, 0.8 / max(1, len(settings)))  # between two settings of one kind
+        marks = []
         for i, (setting, (colour, marker)) in enumerate(plotting.line_styles(settings).items()):
             changes = [change for change in row.changes if change[0] == setting]
             y = [kinds.index(change[1]) + distance * (i - (len(settings) - 1) / 2) for change in changes]
-            change_ax.plot([change[2] for change in changes], y, marker, color=colour, markersize=6, label=setting,
-                           clip_on=False)  # fmt: skip
+            marks += change_ax.plot([change[2] for change in changes], y, marker, color=colour, markersize=6,
+                                    label=setting, clip_on=False)  # fmt: skip
             for height, (_, _, _, low, high) in zip(y, changes, strict=True):
                 if low is not None and high is not None:
                     change_ax.hlines(height, low, high, color=colour, linewidth=1)
         if row.changes:
             change_ax.set_yticks(range(len(kinds)), kinds, fontsize=8)
             change_ax.invert_yaxis()
-            change_ax.legend(frameon=False, fontsize=8)
+            _legend_under(change_ax, marks, CHANGES_LEGEND)
             if math.isfinite(row.greatest):
                 change_ax.set_xlim(0, row.greatest)
         plotting.label_axes(change_ax, f"{row.title}: what is changed", "score; bar: 95% interval", "")
+    names = [({name for name, *_ in points} - {"Dense"}, row.greatest)
+             for row in rows for points in (row.finding, row.counts)]  # fmt: skip
+    _say_apart(fig, [(len(lines), greatest) for lines, greatest in names])
     fig.savefig(path)
+
+
+def _legend_under(ax: Axes, handles: Sequence[Any], title: str) -> None:
+    """Put a panel's legend below it, where it hides nothing. title: what the lines or marks are."""
+    if handles:
+        columns = plotting.legend_columns([str(handle.get_label()) for handle in handles], 4.5)
+        ax.legend(handles=handles, title=title, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns,
+                  frameon=False, fontsize=8.5, title_fontsize=8.5)  # fmt: skip
 
 
 def needles(panels: Sequence[tuple[str, Cells]], path: Path) -> None:
@@ -306,15 +346,16 @@ def tuning(
 
     points: (line, share of dense's bytes, increase of the loss, the ends of its interval). chosen: (method, share,
     increase). setting: the first line of the title. from_dense: instead of increases, these are divergences from dense
-    attention in nats.
+    attention in nats. All names stand outside the axes, where they hide no point.
     """
     scale, what = (1, "mean KL from dense, in nats a token") if from_dense else (100, "increase of the loss over dense")
-    fig = plotting.new_figure((8.6, 5.2), dpi=140)
+    fig = plotting.new_figure((8.6, 5.6), dpi=140)
     ax = fig.subplots()
+    handles = []
     for name, (colour, marker) in plotting.line_styles(list(dict.fromkeys(point[0] for point in points))).items():
         own = sorted(point[1:] for point in points if point[0] == name)
         x, y = [p[0] for p in own], [scale * p[1] for p in own]
-        ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=name)
+        handles += ax.plot(x, y, marker, color=colour, markersize=6, alpha=0.85, label=name)
         for share, _, low_end, high_end in own:
             if low_end is not None and high_end is not None:
                 ax.vlines(share, scale * low_end, scale * high_end, color=colour, alpha=0.85, linewidth=1)
@@ -324,17 +365,16 @@ def tuning(
             lowest.append((share, scale * value))
     ax.step([p[0] for p in lowest], [p[1] for p in lowest], where="post", color="0.5", linewidth=1, zorder=0)
     ax.axhline(scale * target, color="black", linestyle="--", linewidth=1)
-    ax.text(0.995, scale * target, f"target {target:g} " if from_dense else f"target {target:.2%} ", ha="right",
-            va="bottom", fontsize=9, transform=ax.get_yaxis_transform())  # fmt: skip
-    least, most = min(p[1] for p in points), max(p[1] for p in points)
-    ticks = [t for t in (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1) if least / 2 < t < 2 * most]
-    plotting.log2_axis(ax, ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
+    ax.text(1.01, scale * target, f"target\n{target:g}" if from_dense else f"target\n{100 * target:.4g}%", ha="left",
+            va="center", fontsize=9, transform=ax.get_yaxis_transform())  # fmt: skip
     if chosen is not None:
         name, share, value = chosen
-        left, right = ax.get_xlim()
-        ax.plot(share, scale * value, "*", color="black", markersize=17, zorder=5)
-        ax.annotate(name, (share, scale * value), (-8, -8), textcoords="offset points", weight="bold", fontsize=9,
-                    va="top", ha="right" if share**2 > left * right else "left")  # fmt: skip
+        handles += ax.plot(share, scale * value, "*", color="black", markersize=17, zorder=5, label=f"chosen: {name}")
+    least, most = min(p[1] for p in points), max(p[1] for p in points)
+    ticks = [t for t in (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1) if least / 1.5 < t < 1.5 * most]
+    plotting.log2_axis(ax, ticks, [f"1/{round(1 / t)}" if t < 1 else "all" for t in ticks])
+    left, right = ax.get_xlim()  # which need not reach the ticks
+    ax.set_xlim(min([left, *ticks]), max([right, *ticks]))
     if from_dense:
         plotting.divergence_axis(ax, [target, *(p[2] for p in points)])
     else:
@@ -344,7 +384,7 @@ def tuning(
     ax.grid(color="0.93", zorder=0)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(f"{setting}\nbars: 95% intervals; line: the least at those bytes", loc="left", fontsize=9)
-    ax.legend(frameon=False, fontsize=9)
+    _legend(fig, handles, "outside lower center")
     fig.savefig(path)
 
 
