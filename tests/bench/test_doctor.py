@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from skimkv import Dense, SparQ
-from skimkv.bench import doctor
+from skimkv.bench import doctor, models
 from skimkv.bench.doctor import BAD, GOOD, SLOW, Subject
 from skimkv.bench.machine import Cpu
+from skimkv.hf.gguf_model import load_gguf_model
 from skimkv.ops.cpu import library
-from support import gguf_architectures
+from support import gguf_architectures, gguf_files
 from support.command_line import answer, run
 from support.kernels import NATIVE
 from support.random_models import random_model, tiny_configuration
@@ -164,7 +165,59 @@ def test_a_token_reads_only_the_experts_that_it_chooses(
     assert f"at most {1e9 / (model.weight_bytes + cache):,.3g} tokens" in doctor.speed(model, Dense(), 8, 1e9).found
 
 
-def test_experts_of_an_unknown_number_are_all_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "share"), [("dbrx", 1 / 4), ("aria_text", 2 / 4), ("llama4_text", 2 / 4)])
+def test_experts_by_the_names_of_other_families(tmp_path: Path, family: str, share: float) -> None:
+    whole: Any = random_model(tiny_configuration(family))
+    whole.save_pretrained(tmp_path)
+    model = doctor.subject(str(tmp_path), None)
+    experts = sum(tensor.nbytes for name, tensor in whole.named_parameters() if ".experts." in name)
+    table = whole.get_input_embeddings().weight.nbytes
+    assert model.held_bytes == 4 * sum(p.numel() for p in whole.parameters())
+    assert model.weight_bytes == model.held_bytes - table - experts * (1 - share)
+
+
+def test_a_gguf_file_is_counted_as_it_is_loaded(tmp_path: Path) -> None:
+    """Of the table of positions a step reads one row; of types without a kernel 8-bit weights are made."""
+    gguf_architectures.write(tmp_path / "m.gguf", "gpt2")
+    model = doctor.subject(str(tmp_path / "m.gguf"), None)
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    tables = {"position_embd.weight"} | ({"token_embd.weight"} if "output.weight" in sizes else set())
+    assert model.held_bytes == sum(sizes.values())
+    assert model.weight_bytes == model.held_bytes - sum(sizes[name] for name in tables)
+    gguf_files.write(tmp_path / "t.gguf", gguf_files.of_family("llama"), dict.fromkeys(LARGE, gguf_files.Kind.TQ2_0))
+    model = doctor.subject(str(tmp_path / "t.gguf"), None)
+    with pytest.warns(UserWarning, match="held in 8 bits"):
+        loaded: Any = load_gguf_model(tmp_path / "t.gguf", torch.float32)
+    assert model.held_bytes == pytest.approx(sum(p.nbytes for p in loaded.parameters()), rel=0.01)
+    assert model.weight_bytes == pytest.approx(models.weight_bytes(loaded), rel=0.01)
+
+
+LARGE = [*(f"blk.{i}.ffn_{part}" for i in range(2) for part in ("up", "gate", "down")), "token_embd"]
+
+
+def test_tables_keep_their_format_where_weights_get_another(tmp_path: Path) -> None:
+    random_model(tiny_configuration("gpt2")).save_pretrained(tmp_path)
+    model = doctor.subject(str(tmp_path), "int8")
+    tables = 64 * (97 + 160)
+    every = sum(parameter.numel() for parameter in model.model.parameters())
+    assert model.weight_bytes == int((every - tables) * 34 / 32)
+    assert model.held_bytes == int((every - tables) * 34 / 32 + 4 * tables)
+
+
+def test_a_cache_of_layers_with_different_heads() -> None:
+    """Gemma 4's sliding layers have other heads than its full ones."""
+    config = tiny_configuration("gemma4_text", global_head_dim=32)
+    model = random_model(config)
+    with torch.no_grad():
+        layers = model(input_ids=torch.arange(8)[None], use_cache=True).past_key_values.layers
+    assert len({layer.keys.shape[1:] for layer in layers}) > 1
+    tokens = [min(layer.keys.shape[2] + layer.is_sliding, 8) for layer in layers]  # the library's keep no more than 7
+    true = sum(4 * layer.keys.numel() // layer.keys.shape[2] * n for layer, n in zip(layers, tokens, strict=True))
+    assert doctor.cache_bytes(model, Dense(), 8)[0] == true
+
+
+def test_experts_of_an_unknown_number_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skimkv.bench.shapes.CHOSEN", ("no_such_name",))
     random_model(tiny_configuration("dbrx")).save_pretrained(tmp_path)
     model = doctor.subject(str(tmp_path), None)
     assert model.weight_bytes == model.held_bytes == 4 * sum(p.numel() for p in model.model.parameters())

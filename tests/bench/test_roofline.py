@@ -71,6 +71,14 @@ def test_sliding_layers_stop_growing_at_their_window():
     assert long.held_bytes == 2000 + 2 * 2 * 16 * 2 * (108 + 8)
 
 
+def test_a_table_of_embeddings_is_held_but_not_read():
+    """Llama 3 8B has 8,030,261,248 parameters; the output layer of SmolLM is its table."""
+    for name, parameters in (("llama-3-8b", 8030261248), ("smollm-135m", 134515008)):
+        model = reads_of_sizes(name, MODELS[name])
+        step = roof.decode_step(HARDWARE["a10"], model, Dense(), 100, 1, "bfloat16", torch.bfloat16)
+        assert step.held_bytes == 2 * parameters + 2 * 2 * model.layers * model.H * model.D * 100
+
+
 def test_dense_attention_is_half_of_a_step_where_its_bytes_are_those_of_the_weights():
     assert roof.crossing(HARDWARE["a10"], LLAMA, 1, "bfloat16", torch.bfloat16) == 32768
     assert roof.crossing(HARDWARE["a10"], LLAMA._replace(layers=0), 1, "bfloat16", torch.bfloat16) is None

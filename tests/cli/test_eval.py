@@ -14,11 +14,13 @@ import pytest
 
 import skimkv
 from skimkv import records
+from skimkv.cli import eval as cli_eval
 from skimkv.cli import main
 from skimkv.cli.eval import Mode, Sweep
 from skimkv.eval import results, sweeps
 from skimkv.hf import fingerprint
 from support.evaluation import SPECS, eval_argv
+from support.tiny_models import family
 
 
 @pytest.mark.slow
@@ -250,3 +252,32 @@ def test_what_stands_where_no_time_is_given(tmp_path, capsys):
     argv = eval_argv(tmp_path / "timed.jsonl", limit=1)
     assert main(argv) == 0 and "no time is" not in capsys.readouterr().out
     assert main(argv) == 0 and "the records were there before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma3", "1 of 2"), ("llama", None)])
+def test_the_matched_sweep_says_of_which_layers_its_shares_are(monkeypatch, name: str, layers: str | None):
+    notes = cli_eval._matched_notes(family(name))
+    assert len(notes) == (layers is not None)
+    for note in notes:
+        assert note.startswith(
+            f"The sweep matches 1/2, 1/4 and 1/8 of the bytes that dense attention reads in the {layers}"
+        )
+
+
+def test_the_note_on_the_matched_sweep_is_printed_for_that_sweep_alone(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(cli_eval, "_matched_notes", lambda model: ["What is matched."])
+    argv = [
+        "eval",
+        "--task",
+        "record(lines=12)",
+        "--limit",
+        "1",
+        "--out",
+        str(tmp_path / "r.jsonl"),
+        "--method",
+        "Dense()",
+    ]
+    monkeypatch.setitem(sweeps.SWEEPS, "rivals", ("Dense()",))
+    monkeypatch.setattr("skimkv.eval.plan.matched_to", lambda setup, job: ([skimkv.Dense()], []))
+    assert main([*argv, "--sweep", "rivals"]) == 0 and "What is matched." not in capsys.readouterr().out
+    assert main([*argv, "--sweep", "matched"]) == 0 and "What is matched." in capsys.readouterr().out

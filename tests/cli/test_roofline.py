@@ -20,7 +20,8 @@ def test_rows_facts_and_a_figure(tmp_path: Path, monkeypatch, capsys):
     result = answer(capsys, *argv, "--plot", str(figure))
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert set(result) == {"model", "batch", "weights", "cache", "hardware", "rows", "figure"}
-    assert set(result["model"]) == {"name", "weights", "layers", "H", "G", "D", "sliding", "window", "weight_bytes"}
+    sizes = {"name", "weights", "layers", "H", "G", "D", "sliding", "window"}
+    assert set(result["model"]) == sizes | {"weight_bytes", "held_weights", "held_weight_bytes"}
     dense, h2o = result["rows"][:2]
     assert (dense["method"], dense["speedup"], h2o["method"]) == ("Dense()", 1, "H2O(k=512)")
     assert h2o["speedup"] == pytest.approx(dense["ms"] / h2o["ms"])
@@ -54,6 +55,7 @@ def test_a_gguf_file_counts_the_bytes_of_its_own_blocks(tmp_path: Path, capsys):
     assert (model["weights"], model["weight_bytes"], model["layers"], model["H"]) == (weights, nbytes, 2, 2)
     assert result["weights"] == "Q8_0, Q4_K"
     row, cache = result["rows"][0], 2 * 2 * 2 * 512 * 64 * 2
+    assert row["held_bytes"] == cache + sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors)
     assert row["ms"] == pytest.approx((nbytes + cache) / 600e9 * 1e3, rel=0.01)
     as_int8 = answer(capsys, *argv, "--weights", "int8")
     assert as_int8["weights"] == "int8" and as_int8["rows"][0]["ms"] > row["ms"]

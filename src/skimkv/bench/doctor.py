@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +19,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .. import ops
 from ..hf.attach import attach
 from ..hf.decode_step import step_forward
+from ..hf.gguf import FLOATS, GGUFFile
+from ..hf.gguf_names import EXPERTS
 from ..hf.load import check_formats, check_source
 from ..hf.structure import empty_model
 from ..hf.supported import decoder_of, describe_layers, max_positions, model_layers
 from ..hf.tiny_sizes import SIZES
 from ..methods import Dense
 from ..methods.base import Method
+from ..ops import block_weights
 from ..ops.cpu import library
 from ..stores.base import Shape
 from .machine import Cpu
-from .models import weight_bytes
-from .shapes import WEIGHT_BYTES
+from .shapes import WEIGHT_BYTES, contents_of_gguf, elements_read, heads_of_layers, lookup_tables, share_of_experts
 
 GOOD, SLOW, BAD = "good", "slow", "bad"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -159,17 +162,36 @@ def subject(name: str, weights: str | None) -> Subject:
     source, model = check_source(name), empty_model(name)
     model_layers(model)
     if source.kind == "gguf":
-        from ..hf.gguf_model import read_contents
-
-        contents = read_contents(source.location)
-        return Subject(name, model, contents.weights, contents.nbytes, contents.held_bytes)
-    format = weights or str(model.config.dtype or torch.float32).removeprefix("torch.")
-    held = sum(tensor.numel() for tensor in model.parameters())
+        contents, _ = contents_of_gguf(source.location)
+        of_step, of_all = grown_bytes(Path(source.location), share_of_experts(model))
+        return Subject(name, model, contents.weights, contents.nbytes + int(of_step), contents.held_bytes + int(of_all))
+    own = str(model.config.dtype or torch.float32).removeprefix("torch.")
+    format = weights or own
+    held, tables = (sum(t.numel() for t in tensors) for tensors in (model.parameters(), lookup_tables(model)))
     try:
-        read = weight_bytes(model) / model.dtype.itemsize
+        read = elements_read(model)
     except AttributeError:  # its configuration does not say how many experts a token reads
         read = held
-    return Subject(name, model, format, int(read * WEIGHT_BYTES[format]), int(held * WEIGHT_BYTES[format]))
+    held_bytes = (held - tables) * WEIGHT_BYTES[format] + tables * getattr(torch, own).itemsize  # as they are
+    return Subject(name, model, format, int(read * WEIGHT_BYTES[format]), int(held_bytes))
+
+
+def grown_bytes(path: Path, share: float) -> tuple[float, float]:
+    """By how many bytes the weights of a GGUF file grow when it is loaded: those that a step reads, and all.
+
+    Matrices of types that no kernel reads become 8-bit weights. share: that of its experts that a token chooses.
+    """
+    of_step = of_all = 0.0
+    with GGUFFile(path) as file:
+        entries = file.tensors
+    tables = {"position_embd.weight"} | ({"token_embd.weight"} if "output.weight" in entries else set())
+    for name, entry in entries.items():
+        if len(entry.shape) > 1 and entry.quantisation not in (*FLOATS, *block_weights.TYPES):
+            growth = math.prod(entry.shape) * WEIGHT_BYTES["int8"] - entry.nbytes
+            of_all += growth
+            if name not in tables:
+                of_step += growth * (share if EXPERTS.fullmatch(name) else 1)
+    return of_step, of_all
 
 
 def model_findings(model: Subject, method: Method, length: int, bandwidth: float) -> Iterator[Finding]:
@@ -231,15 +253,12 @@ def cache_bytes(model: PreTrainedModel, method: Method, length: int) -> tuple[in
     one; states count as nothing. Of a method whose bytes depend on the data, the most that are expected count.
     Raises ValueError if the method does not fit the model's heads.
     """
-    config: Any = model.config.get_text_config(decoder=True)
-    heads, dtype = config.num_attention_heads, torch.bfloat16
-    H = getattr(config, "num_key_value_heads", None) or heads
-    shape = Shape(1, H, heads // H, getattr(config, "head_dim", None) or config.hidden_size // heads)
-    method.store(shape, dtype)
-    held = read = 0
-    for layer in model_layers(model):
+    held, read, dtype = 0, 0, torch.bfloat16
+    for layer, heads in zip(model_layers(model), heads_of_layers(model), strict=True):
         if layer.attends:
+            shape = Shape(1, *heads)
             one, window = (method, length + 1) if layer.supported else (Dense(), layer.window or length + 1)
+            one.store(shape, dtype)
             held += one.bound(min(length, window), shape, dtype)
             read += one.traffic(min(length, window - 1), shape, dtype).bytes
     return held, read

@@ -12,18 +12,17 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from ..hf.cache import Cache
 from ..hf.layer import Layer
 from ..hf.load import check_formats, check_source, load
-from ..hf.matrix_modules import MatrixEmbedding
 from ..hf.next_logits import NextLogits
 from ..hf.positions import positions_of
 from ..hf.states import state_tensors
-from ..hf.supported import decoder_of, model_layers, needed_max_tokens
+from ..hf.supported import model_layers, needed_max_tokens
 from ..hf.weights import random_linear
 from ..methods import Dense
 from ..methods.base import Method
 from ..stores import memory
 from ..stores.base import Shape
 from .caches import filled_store, keys_values, random_store
-from .shapes import check_model
+from .shapes import check_model, read_tensors, share_of_experts
 
 
 def random_llama(
@@ -117,7 +116,7 @@ def check_fillable(subject: Subject) -> None:
     why = None
     try:
         expected = cache_shape(model)
-        _share_of_experts(model)
+        share_of_experts(model)
     except (AttributeError, RuntimeError):  # of settings that are missing, or differ between layers
         why = "its layers differ in their heads, or its experts are not counted in its configuration"
     else:
@@ -151,30 +150,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
     The row is not counted. A table that is the output layer too is read whole.
     """
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    parts = [decoder_of(model), head]
-    modules = [module for part in parts for module in part.modules()]
-    tables = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding | MatrixEmbedding)}
-    tables.discard(id(head.weight))
-    named = [(name, t) for part in parts for name, t in [*part.named_parameters(), *part.named_buffers()]]
-    tensors = {id(tensor): (name, tensor) for name, tensor in named if id(tensor) not in tables}
-    share = _share_of_experts(model)
-    return int(sum(t.nbytes * (share if ".experts." in name else 1) for name, t in tensors.values()))
-
-
-def _share_of_experts(model: PreTrainedModel) -> float:
-    """The share of its experts that a model chooses for a token; 1 if it has none.
-
-    Raises AttributeError if its configuration does not say how many they are.
-    """
-    if not any(".experts." in name for name, _ in model.named_parameters()):
-        return 1.0
-    config: Any = model.config.get_text_config(decoder=True)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    total = next((number for name in names if (number := getattr(config, name, None))), None)
-    if total is None:
-        raise AttributeError(f"{type(config).__name__} has none of {', '.join(names)}")
-    return float(config.num_experts_per_tok / total)
+    return int(sum(tensor.nbytes * share for tensor, share in read_tensors(model)))
 
 
 def step_bytes(model: PreTrainedModel, method: Method, n: int, observed: Sequence[Mapping[str, int]] = ()) -> int:

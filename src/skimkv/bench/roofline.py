@@ -23,7 +23,7 @@ class DecodeStep(NamedTuple):
     """One decode step of a batch, at best.
 
     seconds: of the whole step; attention: of its attention. intensity: multiply-adds per byte. memory_bound: memory is
-    slower than arithmetic in both parts. held_bytes: weights and cache.
+    slower than arithmetic in both parts. held_bytes: all weights, also those that a step does not read, and cache.
     """
 
     method: str
@@ -56,7 +56,12 @@ def decode_step(
     by_method, in_window = method.traffic(n, shape, cache), Dense().traffic(read, shape, cache)
     cache_bytes = full * by_method.bytes + model.sliding * in_window.bytes
     cache_elements = full * by_method.elements + model.sliding * in_window.elements
-    weight_bytes = float(model.weight_bytes or 0) if weights is None else model.weights * WEIGHT_BYTES[weights]
+    if weights is None:
+        weight_bytes = float(model.weight_bytes or 0)
+        held_weights = float(model.held_weight_bytes or weight_bytes)
+    else:
+        size = WEIGHT_BYTES[weights]
+        weight_bytes, held_weights = model.weights * size, (model.held_weights or model.weights) * size
     products, sums = batch * model.weights, cache_elements * model.G
     rate = hardware.peak.get(cache.itemsize, hardware.peak[2])
     arithmetic = [products / rate, sums / rate]
@@ -65,7 +70,7 @@ def decode_step(
     cache_size = full * method.bound(n, shape, cache) + model.sliding * Dense().bound(held, shape, cache)
     return DecodeStep(
         repr(method), n, sum(seconds), seconds[1], (products + sums) / (weight_bytes + cache_bytes),
-        seconds == transfers, int(weight_bytes + cache_size),
+        seconds == transfers, int(held_weights + cache_size),
     )  # fmt: skip
 
 

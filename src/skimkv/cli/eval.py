@@ -16,6 +16,7 @@ from .errors import fail_interrupted
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from ..eval.results import Record, Row
     from ..eval.tasks import Suite, Task
@@ -57,14 +58,15 @@ def evaluate(
         Sweep | None,
         typer.Option(
             help="A set of methods. paper: the settings of the papers' tables. matched: every method at 1/2, 1/4 and "
-            "1/8 of dense attention's bytes. ablation: the variants of SparQ. rivals: methods of other papers."
+            "1/8 of dense attention's bytes, in the layers that methods decode. ablation: the variants of SparQ. "
+            "rivals: methods of other papers."
         ),
     ] = None,
     mode: Annotated[
         Mode,
         typer.Option(
-            help="blind: the question comes after the prompt, so that no method could keep what it asks for. aware: "
-            "the question belongs to the prompt. both: run both.",
+            help="blind: the question comes only after methods have chosen which tokens of the prompt to keep. aware: "
+            "the question is part of the prompt. both: run both.",
         ),
     ] = Mode.blind,
     limit: Annotated[int, typer.Option(min=1, help="Number of examples of each task.")] = 20,
@@ -100,9 +102,9 @@ def evaluate(
 ) -> int:  # fmt: skip
     """Compare methods by the quality of their answers, the bytes that a token reads, and the time that it takes.
 
-    The tasks record, passkey, conversation and kl are our own, and ruler is RULER's 13; the others are those of the
-    methods' papers. kl measures how far a method moves the distribution of the next token, over any text.
-    A run that was interrupted goes on where it was when the same command is given again.
+    The tasks record, passkey, conversation and kl are our own, and ruler runs the 13 tasks of RULER; the others are
+    those of the methods' papers. kl measures how far a method moves the distribution of the next token from dense
+    attention's, on any text. To continue a run that was interrupted, give the same command again.
 
     Example:
 
@@ -155,7 +157,7 @@ def evaluate(
             )
         times: StepTimes = {}
         console = output.console(stderr=as_json)
-        for note in plan.notes:
+        for note in (*plan.notes, *(_matched_notes(network) if sweep is Sweep.matched else ())):
             console.print(note, style="dim", soft_wrap=True, markup=False)
         with output.progress_bar(keep=True) as bar:
             bar_task = bar.add_task("", total=None)
@@ -184,6 +186,20 @@ def evaluate(
     for line in (*_notes(rows, count), f"{len(records)} records in {out}"):
         output.console().print(line, soft_wrap=True, markup=False)
     return 0
+
+
+def _matched_notes(model: PreTrainedModel) -> list[str]:
+    """Of which layers the shares of the sweep "matched" are, if a method decodes only some of the model's."""
+    from ..hf.supported import model_layers
+
+    layers = model_layers(model)
+    decoded = sum(layer.supported for layer in layers)
+    if decoded in (0, len(layers)):  # where none is, all are in caches that are no longer than their window
+        return []
+    return [
+        f"The sweep matches 1/2, 1/4 and 1/8 of the bytes that dense attention reads in the {decoded} of {len(layers)} "
+        "layers that methods decode; the bytes in the table, and the shares of dense, are those of all layers."
+    ]
 
 
 def _check_tasks(parsed_tasks: Sequence[Task], suites: Sequence[Suite], data: Path | None, seed: int) -> None:
