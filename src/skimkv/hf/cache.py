@@ -118,15 +118,16 @@ class Cache(LibraryCache):
     def save(self, path: str | Path, tokens: Sequence[int] | None = None) -> None:
         """Write the cache to a file of safetensors, which `load` reads again, in this process or another one.
 
-        tokens: the ids of those that it holds, of which the file keeps a digest. The file is complete or is not there.
-        Raises ValueError if the cache is in the middle of a prompt, or if its model is gone, TypeError if it holds
-        something that cannot be saved, such as the states of a method of one's own, and OSError as a file does.
+        tokens: the ids of the cached tokens. The file keeps a digest of them, with which `load` can compare. An
+        interrupted call never leaves an incomplete file.
+        Raises ValueError if the cache is in the middle of a prompt, or if its model no longer exists; TypeError if the
+        cache holds something that cannot be saved, such as the state of a custom method; OSError if writing fails.
         """
         if self._model is None:
-            raise ValueError("a cache that was pickled does not know its model, which a file names: save the first one")
+            raise ValueError("a cache that was pickled does not know its model and cannot be saved: save the original")
         model = self._model()
         if model is None:
-            raise ValueError("the model of this cache is not in memory any more, and a file names it")
+            raise ValueError("the model of this cache is not in memory any more; saving a cache needs it")
         saved_cache.save(self, path, model, tokens)
 
     @classmethod
@@ -139,9 +140,10 @@ class Cache(LibraryCache):
     ) -> Cache:
         """The cache that `save` wrote, for the same model; the next token continues the text that it holds.
 
-        method: None: the file's. tokens: the ids that it must hold; None: they are not compared.
-        Raises ValueError, in one line with what differs, if it is a file of another model, method, number format,
-        version or text, or no such file.
+        method: the method that the file must have been saved with; with None, the method is taken from the file.
+        tokens: the ids of the tokens that the file must hold; with None, they are not compared.
+        Raises ValueError, with one line that says what differs, if the file was saved with another model, method,
+        number format, version or text, or if it is not a file of a saved cache.
         """
         check_adapter(model)
         model = transformers_model(model)

@@ -229,7 +229,7 @@ def install(model: PreTrainedModel) -> Installation:
     model.set_attn_implementation(after)
     if text._attn_implementation != ours:
         model.set_attn_implementation(before)
-        raise ValueError(f"{name} is not supported: its attention function cannot be exchanged")
+        raise ValueError(f"{name} is not supported: its attention function cannot be replaced")
     installation = model.__dict__["_skimkv"] = Installation(before, positions_of(model))
     decoder = decoder_of(model)
     parameters = [*inspect.signature(type(decoder).forward).parameters][1:]

@@ -44,7 +44,7 @@ HeadDim = Annotated[
     int, typer.Option("--head-dim", min=1, rich_help_panel=options.MODEL_OPTIONS, help="Number of channels of a head.")
 ]
 Rounds = Annotated[
-    int, typer.Option("--rounds", min=1, help="Times that everything is measured; the median of them is shown.")
+    int, typer.Option("--rounds", min=1, help="How often everything is measured; the median of all rounds is shown.")
 ]
 Threads = Annotated[
     int,
@@ -88,8 +88,8 @@ RandomWeights = Annotated[
 LoadedModel = Annotated[
     str | None,
     options.model_option(
-        "A model with its own weights, in the place of a random one: builtin, a folder, a GGUF file, or a Hugging Face "
-        "id. --weights is then that of `skimkv generate`.",
+        "A model with its own weights instead of random ones: builtin, a folder, a GGUF file, or a Hugging Face id. "
+        "With it, --weights takes the same formats as in `skimkv generate`.",
         default="random weights",
     ),
 ]

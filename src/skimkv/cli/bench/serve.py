@@ -71,11 +71,12 @@ def serve(
     plot: options.Plot = None,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
-    """Measure the tokens per second of the largest batch whose caches fit into one memory, for every method.
+    """Measure the tokens per second of the largest batch whose caches fit into the same memory, for every method.
 
-    A cache that is smaller makes room for more sequences, which share the reading of the weights (H2O, tables 2, 3 and
-    7). Beside it stands the latency at dense attention's batch. All candidates take turns, step by step. Without
-    --method, each method keeps a fifth of all tokens of a sequence, H2O with and without 4-bit rows.
+    A smaller cache makes room for more sequences, which share the reading of the weights (H2O, tables 2, 3 and 7). The
+    command also measures the latency of every method at the batch size of dense attention. All candidates take turns,
+    step by step. Without --method, each method keeps a fifth of all tokens of a sequence, and H2O runs twice: with its
+    rows in the model's type, and in 4 bits.
 
     With --engine vllm all engines get the same requests and the same bytes of cache: vLLM as it is, and vLLM with each
     method. The latency is that of as many requests as have room in every engine.

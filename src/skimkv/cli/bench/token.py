@@ -45,8 +45,8 @@ def token(
 
     The model has random weights, or with --model its own, and a cache of random tokens. All candidates take turns,
     token by token, each round in another order. A token during which threads waited 100 µs and 1% of its time for a
-    processor does not count. Beside the times stand the bytes that a token reads, and the time that memory needs for
-    them at least.
+    processor does not count. The table also shows the bytes that a token reads, and the shortest time in which the
+    memory can deliver them.
 
     Example:
 
