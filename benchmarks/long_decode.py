@@ -12,6 +12,7 @@ Where skimkv is not installed, write PYTHONPATH=src in front.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -155,11 +156,12 @@ def order(item: tuple[str, Any]) -> int:
 
 def main() -> None:
     """Measure what is missing, and draw."""
-    if len(sys.argv) != 2:
-        sys.exit(f"{sys.argv[0]} TEXT: give the text file to decode")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path, help="the text file to decode")
+    text = parser.parse_args().text
     torch.set_num_threads(1)
     file = OUT.with_suffix(".jsonl")
-    measure(Path(sys.argv[1]), file)
+    measure(text, file)
     draw(lines(file), OUT.with_suffix(".png"))
 
 

@@ -8,6 +8,7 @@ docs/models.md. A slow test runs the families again and compares.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -35,7 +36,7 @@ from skimkv.hf.families import (
     counts,
     remarks,
 )  # fmt: skip
-from skimkv.hf.supported import ModelLayer, model_layers, other_layers
+from skimkv.hf.supported import model_layers, other_layers
 from skimkv.hf.tiny_sizes import POSITIONS, VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,7 @@ def run_model(name: str, model: PreTrainedModel) -> Family:
     except ValueError as error:
         return Family(name, kind, REFUSED, 0, _count(model), _reason(kind, error), [])
     if not some and any(layer.window is not None for layer in layers):
-        return _run_wide(name, layers)
+        return _run_wide(name)
     decoded = sum(layer.supported for layer in layers)
     if not decoded:
         return Family(name, kind, REFUSED, 0, len(layers), "it has no layer of full attention", [])
@@ -89,7 +90,7 @@ def run_model(name: str, model: PreTrainedModel) -> Family:
     return Family(name, kind, status, decoded, len(layers), why, lacks)
 
 
-def _run_wide(name: str, narrow: list[ModelLayer]) -> Family:
+def _run_wide(name: str) -> Family:
     """Run a family whose attention layers all slide, with windows that cover all tokens."""
     kept = {"sliding_window", "attention_window_size", "sliding_window_size"}
     config = tiny_configuration(name)
@@ -258,6 +259,7 @@ def to_markdown(record: Record) -> str:
 
 def main() -> None:
     """Run all families, and write the record and the page."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     names = families()
     with progress_bar() as bar:
         task = bar.add_task("", total=len(names))

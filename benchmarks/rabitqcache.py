@@ -114,7 +114,7 @@ class RaBitQCache(Method[CentredSigns]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("p", self.p)
+        check_share(self.p)
 
     def store(self, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> CentredSigns:
         """An empty store."""

@@ -83,6 +83,8 @@ namespace neon {
 extern const Kernels kernels;
 }
 
+constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
+
 // The kernels of the instruction set in use, or nullptr if SKIMKV_ISA names a set that this machine does not have.
 const Kernels *selected_kernels();
 

@@ -19,6 +19,7 @@ using skimkv::Kernels;
 using skimkv::ScratchMemory;
 using skimkv::selected_kernels;
 using skimkv::usable_threads;
+using skimkv::value_bytes;
 
 thread_local ScratchMemory rows_memory, work_memory, runs_memory;
 
@@ -28,8 +29,6 @@ constexpr size_t WORK_AT_ONCE = 4 << 20;
 
 // Tokens that one task writes at most.
 constexpr int64_t TOKENS_OF_A_RUN = 128;
-
-int64_t element_size(int dtype) { return dtype == SKIMKV_F32 ? 4 : 2; }
 
 bool is_quantised(const skimkv_cache *c) { return c->channels >= SKIMKV_INT8; }
 
@@ -41,7 +40,7 @@ const char *validate_memory(const skimkv_cache *c, const skimkv_paged *p) {
     if (c->dtype < SKIMKV_F32 || c->dtype > SKIMKV_F16) return "cache dtype is unknown";
     if (c->mean || c->projection) return "the cache of blocks has no mean and no projection";
     if (p->block.start != 0) return "a block starts at 0";
-    if (p->blocks < 1 || p->bytes < 1 || p->bytes % element_size(c->dtype))
+    if (p->blocks < 1 || p->bytes < 1 || p->bytes % value_bytes(c->dtype))
         return "there must be blocks, and their distance must be a multiple of an element";
     if (!p->block.k || !p->block.v) return "a block's k or v is NULL";
     return nullptr;
@@ -88,7 +87,7 @@ skimkv_chunk chunk_of_block(const skimkv_paged *p, int64_t number, int64_t start
 
 // The keys of the incomplete group of a quantised index that begins at position `at` of a block.
 const void *open_group_of_block(const skimkv_cache *c, const skimkv_paged *p, int64_t number, int64_t at) {
-    return (const char *)p->open + number * p->bytes + at % p->o_r * element_size(c->dtype);
+    return (const char *)p->open + number * p->bytes + at % p->o_r * value_bytes(c->dtype);
 }
 
 // The mean of V in block number i for head h, and how many tokens it is of.
@@ -137,8 +136,8 @@ struct Row {
 // The operation of row b: its part of what the caller gives for all rows.
 skimkv_op part_of_row(const skimkv_op *op, int b) {
     skimkv_op part = *op;
-    part.q = (const char *)op->q + b * op->q_b * element_size(op->dtype);
-    part.y = (char *)op->y + b * op->y_b * element_size(op->dtype);
+    part.q = (const char *)op->q + b * op->q_b * value_bytes(op->dtype);
+    part.y = (char *)op->y + b * op->y_b * value_bytes(op->dtype);
     if (op->rows_read) part.rows_read = op->rows_read + 2 * b;
     return part;
 }
@@ -147,7 +146,7 @@ skimkv_op part_of_row(const skimkv_op *op, int b) {
 const char *make_row_of_slots(const skimkv_op *op, const skimkv_paged *p, int b, Row *row, skimkv_chunk *chunk) {
     const skimkv_cache *c = op->cache;
     const int64_t number = p->table[b * p->table_b], at = number * p->bytes;
-    const int64_t new_row = b * op->n_b * element_size(c->dtype);
+    const int64_t new_row = b * op->n_b * value_bytes(c->dtype);
     if (number < 0 || number >= p->blocks) return "the table names a block that does not exist";
     *chunk = chunk_of_block(p, number, 0);
     row->cache = one_row(c, p);
@@ -263,7 +262,8 @@ const char *skimkv::step_in_blocks(const skimkv_op *op, int threads, skimkv_para
     }
     const size_t means = needs_mean(op) ? (size_t)c->B * (size_t)c->H * (size_t)c->D * sizeof(float) : 0;
     char *memory = (char *)rows_memory.get(c->B * sizeof(Row) + (size_t)blocks * sizeof(skimkv_chunk) + means);
-    if (!kernels || !memory) return "no memory for the kernels' scratch space";
+    if (!kernels) return skimkv::NO_KERNELS;
+    if (!memory) return "no memory for the kernels' scratch space";
     Row *rows = (Row *)memory;
     skimkv_chunk *chunks = (skimkv_chunk *)(memory + c->B * sizeof(Row));
     float *mean = (float *)(chunks + blocks);
@@ -294,12 +294,13 @@ const char *skimkv_append_paged(const skimkv_tokens *tokens, const skimkv_paged 
     if (!tokens) return "tokens is NULL";
     if (const char *error = validate_blocks(tokens->cache, paged)) return error;
     const skimkv_cache *c = tokens->cache;
-    const int64_t n = tokens->n, cap = paged->block.cap, size = element_size(c->dtype);
+    const int64_t n = tokens->n, cap = paged->block.cap, size = value_bytes(c->dtype);
     if (n < 0 || (n > 0 && (!tokens->k || !tokens->v || !slots))) return "n is negative, or k, v or slots is NULL";
     if (is_misaligned(tokens->k, c->dtype) || is_misaligned(tokens->v, c->dtype)) return "k or v is not aligned";
     const Kernels *kernels = selected_kernels();
     Run *runs = (Run *)runs_memory.get(((size_t)n + 1) * sizeof(Run));
-    if (!kernels || !runs) return "no memory for the kernels' scratch space";
+    if (!kernels) return skimkv::NO_KERNELS;
+    if (!runs) return "no memory for the kernels' scratch space";
     int64_t count = 0;
     for (int64_t i = 0; i < n;) {
         const int64_t first = i, slot = slots[i++], at = slot < 0 ? 0 : slot % cap;

@@ -8,7 +8,6 @@
 
 namespace skimkv {
 
-constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
 constexpr char NO_MEMORY[] = "no memory for the inputs of a linear layer";
 
 // The most matrices of one `multiply`.
@@ -20,8 +19,6 @@ struct Sizes {
 };
 
 inline Sizes sizes_of(const skimkv_matrix &m) { return {m.rows, m.columns, m.dtype}; }
-
-inline int64_t value_bytes(int dtype) { return dtype == SKIMKV_F32 ? 4 : 2; }
 
 // In one line what is wrong with a matrix or its tokens, or nullptr.
 const char *matrix_error(const skimkv_matrix &m, const Tokens &tokens);

@@ -13,13 +13,13 @@ namespace {
 
 using skimkv::for_each_task;
 using skimkv::Kernels;
+using skimkv::NO_KERNELS;
 using skimkv::selected_kernels;
 using skimkv::usable_threads;
 
 // Scratch memory of the calling thread, which is kept between steps.
 thread_local skimkv::ScratchMemory scratch;
 
-constexpr char NO_KERNELS[] = "the instruction set that SKIMKV_ISA names is not available";
 constexpr char NO_MEMORY[] = "no memory for the kernels' scratch space";
 
 // Scratch memory of the calling thread for a step on these threads; NULL if there is none. If fewer threads than

@@ -1,12 +1,10 @@
 // Threads that stay together while one of them leads through many short operations.
 #pragma once
+#include <sched.h>
 #include <stdint.h>
 #include <time.h>
 
 #include <atomic>
-#if defined(__unix__) || defined(__APPLE__)
-#include <sched.h>
-#endif
 #if defined(__linux__)
 #include <sys/resource.h>
 #endif
@@ -41,9 +39,7 @@ template <class Condition> void wait_until(const Condition &holds) {
 #elif defined(__aarch64__)
         __asm__ volatile("yield");
 #endif
-#if defined(__unix__) || defined(__APPLE__)
         if (i >= BEFORE_YIELDING) sched_yield();
-#endif
     }
 }
 

@@ -19,11 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define SKIMKV_API __declspec(dllexport)
-#else
 #define SKIMKV_API __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {

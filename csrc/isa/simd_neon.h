@@ -26,7 +26,6 @@ static inline vf load(const uint8_t *p) {
     return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
 }
 static inline void store(float *p, vf x) { vst1q_f32(p, x); }
-template <class T> static inline vf load8(const T *p) { return load(p); }
 
 static inline vf vmax(vf a, vf b) { return vmaxq_f32(a, b); }
 static inline vf vmin(vf a, vf b) { return vminq_f32(a, b); }
@@ -37,20 +36,9 @@ static inline unsigned at_least(vf a, vf b) {
     const int32_t bit[4] = {1, 2, 4, 8};
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, b), vreinterpretq_u32_s32(vld1q_s32(bit))));
 }
-// The two parts of exp2: x - floor(x), and p * 2^floor(x), or 0 up to -126. Adding 1.5 * 2^23 + 127 rounds a float to
-// an integer, whose low bits are then the exponent of 2^floor(x). NaN stays NaN, since p is multiplied.
-constexpr float ROUNDS_TO_EXPONENT = 12582912 + 127;
-static inline vf exponent(vf x) { return vmax(splat(-126.f), x) - splat(0.5f) + splat(ROUNDS_TO_EXPONENT); }
-static inline vf fraction(vf x) { return vmax(splat(-126.f), x) - (exponent(x) - splat(ROUNDS_TO_EXPONENT)); }
-static inline vf times_power(vf p, vf x) {
-    return (vf)((vi)(p * (vf)((vi)exponent(x) << 23)) & ~(vi)(x < splat(-126.f)));
-}
-
 static inline void interleave(vf a, vf b, vf &first, vf &second) {
     first = vzip1q_f32(a, b), second = vzip2q_f32(a, b);
 }
-template <class T> static inline void load_pair(const T *p, vf &a, vf &b) { a = load(p), b = load(p + W); }
-template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
 

@@ -52,7 +52,6 @@ static inline vf load(const bf16 *p) { return (vf)(vi{p[0].bits, p[1].bits, p[2]
 static inline vf load(const f16 *p) { return vf{as_float(p[0]), as_float(p[1]), as_float(p[2]), as_float(p[3])}; }
 static inline vf load(const uint8_t *p) { return vf{(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
 static inline void store(float *p, vf x) { __builtin_memcpy(p, &x, sizeof x); }
-template <class T> static inline vf load8(const T *p) { return load(p); }
 
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
@@ -66,20 +65,9 @@ static inline unsigned at_least(vf a, vf b) {
     vi m = a >= b;
     return (m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8);
 }
-// The two parts of exp2: x - floor(x), and p * 2^floor(x), or 0 up to -126. Adding 1.5 * 2^23 + 127 rounds a float to
-// an integer, whose low bits are then the exponent of 2^floor(x). NaN stays NaN, since p is multiplied.
-constexpr float ROUNDS_TO_EXPONENT = 12582912 + 127;
-static inline vf exponent(vf x) { return vmax(splat(-126.f), x) - splat(0.5f) + splat(ROUNDS_TO_EXPONENT); }
-static inline vf fraction(vf x) { return vmax(splat(-126.f), x) - (exponent(x) - splat(ROUNDS_TO_EXPONENT)); }
-static inline vf times_power(vf p, vf x) {
-    return (vf)((vi)(p * (vf)((vi)exponent(x) << 23)) & ~(vi)(x < splat(-126.f)));
-}
-
 static inline void interleave(vf a, vf b, vf &first, vf &second) {
     first = vf{a[0], b[0], a[1], b[1]}, second = vf{a[2], b[2], a[3], b[3]};
 }
-template <class T> static inline void load_pair(const T *p, vf &a, vf &b) { a = load(p), b = load(p + W); }
-template <class T> static inline void restore_order(const T *, vf &, vf &) {}
 
 static inline vf sums_of(const vf *x) { return vf{sum_lanes(x[0]), sum_lanes(x[1]), sum_lanes(x[2]), sum_lanes(x[3])}; }
 

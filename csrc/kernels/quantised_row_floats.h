@@ -43,12 +43,7 @@ template <int BITS>
 static inline const uint8_t *unpack_codes(const uint8_t *code, int n, uint8_t (&unpacked)[SPAN_CHANNELS]) {
     if (n == SPAN_CHANNELS) {
         if constexpr (BITS == 8) return code;
-        typedef uint8_t half __attribute__((vector_size(SPAN_CHANNELS / 2)));
-        half x;
-        __builtin_memcpy(&x, code, sizeof x);
-        const half first = x & 15, second = x >> 4;
-        __builtin_memcpy(unpacked, &first, sizeof x);
-        __builtin_memcpy(unpacked + sizeof x, &second, sizeof x);
+        split_nibbles(code, unpacked);
         return unpacked;
     }
     for (int i = 0; i < SPAN_CHANNELS; i++) {

@@ -67,16 +67,21 @@ template <class T> static void quantise_row(const T *x, int D, int bits, uint8_t
     }
 }
 
+// The 4-bit codes of 64 channels, one byte each.
+static inline void split_nibbles(const uint8_t *code, uint8_t *to) {
+    typedef uint8_t half __attribute__((vector_size(SPAN_CHANNELS / 2)));
+    half x;
+    __builtin_memcpy(&x, code, sizeof x);
+    const half first = x & 15, second = x >> 4;
+    __builtin_memcpy(to, &first, sizeof x);
+    __builtin_memcpy(to + sizeof x, &second, sizeof x);
+}
+
 // Dequantises 64 channels with vectors; dequantise_rest does the shorter span that may end a row.
 template <int BITS> static inline void dequantise_span(const uint8_t *code, float low, float step, float *to) {
     uint8_t pair[SPAN_CHANNELS];
     if constexpr (BITS == 4) {
-        typedef uint8_t half __attribute__((vector_size(SPAN_CHANNELS / 2)));
-        half x;
-        __builtin_memcpy(&x, code, sizeof x);
-        const half first = x & 15, second = x >> 4;
-        __builtin_memcpy(pair, &first, sizeof x);
-        __builtin_memcpy(pair + sizeof x, &second, sizeof x);
+        split_nibbles(code, pair);
         code = pair;
     }
     for (int i = 0; i < SPAN_CHANNELS; i += W) store(to + i, fma(splat(step), load(code + i), splat(low)));

@@ -8,8 +8,8 @@ model are. It takes about two minutes on two cores.
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,9 @@ def draw(maps: Sequence[tuple[str, Tensor]], lines: Sequence[tuple[int, Tensor]]
 
 def main() -> None:
     """Measure, draw, and print the numbers."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("subgen_stream_regime.png")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", nargs="?", type=Path, default=Path(__file__).with_name("subgen_stream_regime.png"))
+    path = parser.parse_args().path
     maps = []
     for title, lookup in (("Diffuse head: keys around their centres", False), ("Lookup head: one key matters", True)):
         errors = torch.stack([error(lookup, t, RESERVOIRS[-1]) for t in SAMPLES_PER_CLUSTER])

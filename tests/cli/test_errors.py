@@ -60,7 +60,6 @@ def test_a_defect_is_not_hidden(error: Exception) -> None:
         ended(error)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs pipes that a reader can close")
 def test_a_reader_that_leaves_early_ends_the_command_in_silence() -> None:
     read, write = os.pipe()
     os.close(read)
@@ -69,7 +68,6 @@ def test_a_reader_that_leaves_early_ends_the_command_in_silence() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 @pytest.mark.parametrize(("redirection", "status"), [("<&-", 2), (">&-", 0)])
 def test_closed_streams(redirection: str, status: int) -> None:
     command = "generate" if status else "--version"

@@ -43,7 +43,6 @@ def test_a_torn_run_goes_on_where_it_was(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
     out = tmp_path / "killed.jsonl"
     source = str(Path(skimkv.__file__).parents[1])

@@ -106,7 +106,6 @@ def test_past_the_positions_of_the_model(capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0 and re.search(r"\d+ tokens go past the 8192 positions", err)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs devices")
 def test_a_prompt_without_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert_mistake(run(capsys, "generate", "--prompt-file", "/dev/zero"), "this is a device, which may have no end")
 

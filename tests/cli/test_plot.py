@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -305,7 +304,6 @@ def test_damaged_benchmarks_are_drawn_or_refused_in_one_line(tmp_path, capsys):
     assert n // 4 < refused < n
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs devices")
 def test_what_has_no_end_is_not_read(capsys):
     assert main(["plot", "/dev/zero"]) == 2
     assert "this is a device" in capsys.readouterr().err

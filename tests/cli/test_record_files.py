@@ -33,7 +33,6 @@ def serve_argv(out: Path) -> list[str]:
 def test_two_processes_do_not_write_to_one_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    pytest.importorskip("fcntl")
     out = tmp_path / "r.jsonl"
     argv = {"eval": eval_argv(out, limit=1), "tune": tune_argv(tmp_path, out), "bench serve": serve_argv(out)}[command]
     with subprocess.Popen(

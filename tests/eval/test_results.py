@@ -119,7 +119,6 @@ def test_a_file_of_a_later_format_is_left_alone(tmp_path):
         Results(path, "cpu")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs named pipes and devices")
 def test_only_regular_files_hold_records(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/full"), Path("/dev/zero"), tmp_path / "pipe", tmp_path):
@@ -151,7 +150,6 @@ def test_a_torn_line_is_dropped(tmp_path):
 
 
 def test_one_writer_at_a_time(tmp_path):
-    pytest.importorskip("fcntl")
     with Results(tmp_path / "r.jsonl", "cpu"), pytest.raises(ValueError, match="another run"):
         Results(tmp_path / "r.jsonl", "cpu")
     with Results(tmp_path / "r.jsonl", "cpu") as again:

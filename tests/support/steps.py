@@ -8,7 +8,7 @@ from __future__ import annotations
 from skimkv import ops
 from skimkv.methods import LMInfinite, LowRank, SparQ, TopK
 from skimkv.methods.dense import Dense
-from skimkv.methods.h2o import attend_score_evict
+from skimkv.methods.h2o import H2O, attend_score_evict
 from skimkv.ops import KernelStep, Token
 from skimkv.ops.cpu.run import CpuBackend
 
@@ -60,6 +60,7 @@ def slots(store, q, k, v, scale, softcap, recent=None, reference=False):
         return _attend(LMInfinite(99), store, q, (k, v), scale, softcap, reference)
     backend = None if reference else ops.backend_for(store.device)
     if backend is None:
-        return attend_score_evict(store, q, Token(k, v), recent, scale=scale, softcap=softcap)
+        form, token = H2O(1), Token(k, v)
+        return attend_score_evict(store, q, token, recent, form._rank, form._protected, scale=scale, softcap=softcap)
     kernel = KernelStep("scored_slots", recent=tuple(recent))
     return backend.run(kernel, store, q, Token(k, v), {"scale": scale, "softcap": softcap})

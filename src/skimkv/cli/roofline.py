@@ -90,7 +90,7 @@ def roofline(
 
         skimkv roofline --model llama-3-8b --hardware h100 --length 16384 --weights int8
     """
-    names, places = list(dict.fromkeys(hardware or HARDWARE)), list[Any]()
+    names = list(dict.fromkeys(hardware or HARDWARE))
     from_file = weights is None and sizes is None and model.endswith(".gguf")
     weights = None if from_file else DTYPES.get(weights or "bfloat16", weights)
     _check(names, weights)

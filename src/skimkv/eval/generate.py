@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,5 +234,9 @@ def run(
 
 def first_difference(a: str, b: str) -> int | None:
     """The position of the first character at which two texts differ; None if they are equal."""
-    shorter = min(len(a), len(b))
-    return None if a == b else next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    return None if a == b else common_start(a, b)
+
+
+def common_start(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items at the beginning of both are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

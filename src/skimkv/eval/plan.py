@@ -19,7 +19,7 @@ from ..methods.base import Method
 from . import budgets
 from .answer import Question
 from .forced import take_documents
-from .generate import chat_text, encode
+from .generate import chat_text, common_start, encode
 from .results import RecordKey
 from .shared_prompt import layer_shapes, record_prompt
 from .sweeps import MODES, SWEEPS
@@ -253,11 +253,11 @@ def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]
 
     whole = [tokens(context + question + (e.answers[0] if e.given else "")) for e, context, question in members]
     prompt_tokens = setup.encode_beginning(context + question, prompt)
-    shared = min(_common_start(prompt_tokens, ids) for ids in whole)
+    shared = min(common_start(prompt_tokens, ids) for ids in whole)
     group = []
     for (example, context, question), ids in zip(members, whole, strict=True):
         if example.given:
-            unscored, new_tokens = max(_common_start(tokens(context + question), ids), shared), 0
+            unscored, new_tokens = max(common_start(tokens(context + question), ids), shared), 0
         else:
             unscored, new_tokens = len(ids), example.new or len(encode(setup.tokenizer, example.answers[0], chat=False))
         end = example.stop, example.chars, example.enough, example.answers if example.enough else ()
@@ -265,11 +265,6 @@ def _in_tokens(setup: Setup, prompt: str, members: list[tuple[Example, str, str]
         source = hashlib.sha256(json.dumps((setup.weights, ids[:shared], asked.feed, example.answers)).encode())
         group.append(PlannedExample(example, ids[:shared], asked, source.hexdigest()[:16]))
     return group
-
-
-def _common_start(a: list[int], b: list[int]) -> int:
-    """How many tokens at the beginning of both are the same."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @torch.inference_mode()

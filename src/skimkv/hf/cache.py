@@ -23,7 +23,7 @@ from . import saved_cache
 from .adapters import check_adapter, transformers_model
 from .attention_interface import left_padding, padding_counts
 from .cache_step import CacheStep, takes_steps
-from .installation import install, lock, wants_fast
+from .installation import install_for_cache
 from .layer import AttentionLayer, Layer, LayerAttention
 from .positions import GivenPositions, Positions, counts_in_cache, positions_of
 from .rotary import key_rotations
@@ -64,11 +64,7 @@ class Cache(LibraryCache):
             check_whole("max_tokens", max_tokens, 1)
         self._set_up(method)
         self.make_layers(model, max_tokens)  # raises before anything is changed
-        with lock:
-            installation = install(model)
-            if installation.attached is None:
-                installation.lasts, installation.fast = True, wants_fast(model, fast)
-                installation.update(model)
+        install_for_cache(model, fast)
 
     @classmethod
     def without_layers(cls, method: Method) -> Cache:
@@ -108,6 +104,11 @@ class Cache(LibraryCache):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}
+
+    def __copy__(self) -> Cache:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -152,11 +153,7 @@ class Cache(LibraryCache):
         cache = cls.without_layers(method)
         with ordinary_tensors():
             saved_cache.load(cache, path, model, tokens)
-        with lock:
-            installation = install(model)
-            if installation.attached is None:
-                installation.lasts, installation.fast = True, wants_fast(model, None)
-                installation.update(model)
+        install_for_cache(model, None)
         return cache
 
     def update(

@@ -341,3 +341,12 @@ def _logits_processors(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             processor.unconditional_context["past_key_values"] = empty_twin(model)
     return processors
+
+
+def install_for_cache(model: PreTrainedModel, fast: bool | None) -> None:
+    """Make the changes to a model that a Cache needs, which stay until `detach`. fast: as of `Cache`."""
+    with lock:
+        installation = install(model)
+        if installation.attached is None:
+            installation.lasts, installation.fast = True, wants_fast(model, fast)
+            installation.update(model)

@@ -34,15 +34,13 @@ def empty_packed(out: int, inputs: int) -> Tensor:
     return memory.empty(packed_weights.packed_shape(out, inputs), torch.int16, least=HUGE_PAGES_FROM)
 
 
-def fill_packed(
-    packed: Tensor, out: int, blocks: Callable[[int, int], Tensor], step: int = packed_weights.ROWS
-) -> Tensor:
+def fill_packed(packed: Tensor, out: int, blocks: Callable[[int, int], Tensor]) -> Tensor:
     """Write packed weights slab by slab, and return them.
 
-    blocks(first, last) returns rows first .. last-1 of the matrix as Q8_0 blocks; first is a multiple of `step`.
+    blocks(first, last) returns rows first .. last-1 of the matrix as Q8_0 blocks; first is a multiple of ROWS.
     """
     inputs = packed.shape[1] * packed_weights.BLOCK
-    slab = max(step, SLAB // inputs // step * step)
+    slab = max(1, SLAB // inputs // packed_weights.ROWS) * packed_weights.ROWS
     for first in range(0, out, slab):
         packed_weights.pack(blocks(first, min(out, first + slab)), packed, first)
     return packed
@@ -165,7 +163,7 @@ def quantise(model: PreTrainedModel, weights: str = "int8") -> PreTrainedModel:
 
     weights: one of FORMATS. Matrices are linear layers whose inputs come in blocks of 32, and an embedding that is
     tied to such an output layer; what stands between them becomes ours too where it is as Llama has it
-    (decode_modules.py). On the meta device the new modules are empty.
+    (decode_step.py). On the meta device the new modules are empty.
 
     Raises ValueError if there is nothing to replace.
     """

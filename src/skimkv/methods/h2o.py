@@ -137,7 +137,7 @@ class H2O(ChoosingMethod):
         A pattern has one token more after another, and loses at most one of those before: none is missing.
         """
         if self.pattern == RECENT:
-            return is_recent(local, pos, weight, seen)
+            return pos >= seen - local
         if self.pattern == TOP:
             most = min(local, pos.shape[-1] - 1)  # one must go
             return torch.zeros_like(pos, dtype=torch.bool).scatter(-1, best(weight, pos, most), True)
@@ -161,18 +161,13 @@ class H2O(ChoosingMethod):
         return super().bound(n, shape, dtype) + 8 * shape.B * shape.H * min(self.budget(n), n)
 
 
-def is_recent(local: int, pos: Tensor, weight: Tensor, seen: int) -> Tensor:
-    """Which positions are among the last `local` of `seen` tokens: pos (H,m) -> (H,m); the weights do not matter."""
-    return pos >= seen - local
-
-
 def attend_score_evict(
     store: Slots,
     q: Tensor,
     token: Token,
     recent: Sequence[int],
-    rank: Rank = lambda score, pos, seen: score,
-    protect: Protect = is_recent,
+    rank: Rank,
+    protect: Protect,
     **softmax: Unpack[SoftmaxOptions],
 ) -> Tensor:
     """One iteration of algorithm 1, where recent[b] tokens of row b are never evicted: the latest, or by `protect`.

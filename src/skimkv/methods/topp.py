@@ -37,7 +37,7 @@ class TopP(Method[Full]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("p", self.p)
+        check_share(self.p)
 
     def _index(self, D: int) -> IndexFormat:
         return IndexFormat("int4", D)
@@ -97,10 +97,10 @@ class TopP(Method[Full]):
         return shape.B * shape.H * (rows + self._index(shape.D).bound(n, dtype))
 
 
-def check_share(name: str, p: float) -> None:
+def check_share(p: float) -> None:
     """Raise ValueError unless p is a share of the weights."""
     if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 1:
-        raise ValueError(f"{name} = {p!r} must be a share of the weights, above 0 and at most 1")
+        raise ValueError(f"p = {p!r} must be a share of the weights, above 0 and at most 1")
 
 
 def smallest_set(weights: Tensor, p: float, sinks: bool) -> Tensor:

@@ -47,7 +47,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def _path() -> str | None:
-    names = ("libskimkv.so", "libskimkv.dylib", "skimkv.dll")
+    names = ("libskimkv.so", "libskimkv.dylib")
     paths = (os.path.join(folder, name) for folder in _package for name in names)
     return next((path for path in paths if os.path.exists(path)), None)
 

@@ -74,9 +74,9 @@ class Memory(abc.ABC):
         if self.has_sinks:
             self.op.sinks, self.has_sinks = None, False
 
-    @abc.abstractmethod
     def is_current(self, store: Any) -> bool:
-        """Whether the store still has the tensors that this memory points into."""
+        """Whether the store still has the tensors that this memory points into; blocks of an engine stay."""
+        return True
 
     @abc.abstractmethod
     def place(self, store: Any, recent: Sequence[int], more: int) -> bool:
@@ -247,10 +247,6 @@ class BlocksMemory(Memory):
             p.m_h, p.n_h = parts.mean.stride(1), parts.counts.stride(1)
         self.op.paged = ctypes.addressof(p)
 
-    def is_current(self, store: Blocks) -> bool:
-        """True: the memory of blocks stays where it is."""
-        return True
-
     def place(self, store: Blocks, recent: Sequence[int], more: int) -> bool:
         """Take the rows of the batch. Arguments and errors: as of `Memory`."""
         if more:
@@ -286,10 +282,6 @@ class SlotBlocksMemory(Memory):
                 parts.pos.data_ptr(),
                 parts.score.stride(1),
             )
-
-    def is_current(self, store: SlotBlocks) -> bool:
-        """True: the memory of blocks stays where it is."""
-        return True
 
     def place(self, store: SlotBlocks, recent: Sequence[int], more: int) -> bool:
         """Take the rows of the batch. Arguments and errors: as of `Memory`."""
