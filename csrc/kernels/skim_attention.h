@@ -160,7 +160,7 @@ static void draw_values(const skimkv_op *op, Unit &u, const SkimScratch &x) {
         vi certain = place == (int32_t)(u.n - 1);
         for (int g = 0; g < G; g++) {
             const vf w = load(x.weight + g * x.ld + j);
-            largest = vmax(w, largest), certain |= (vi)(w == splat(x.most[g]));
+            largest = vmax(w, largest), certain |= (w == splat(x.most[g])) & (w > splat(0.f));
         }
         const vf p = vmax(largest * splat(share), splat(least)), inverse = splat(1.f) / vmin(p, splat(1.f));
         const vf factor = (vf)(((vi)inverse & ~certain) | ((vi)splat(1.f) & certain));

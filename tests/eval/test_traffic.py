@@ -50,6 +50,22 @@ def test_a_share_is_of_the_prompt_and_not_of_what_follows(spec):
         assert cache_traffic(cache).bytes == counted[1]
 
 
+@pytest.mark.parametrize("spec", SHARES)
+def test_a_second_prompt_raises_a_budget_that_is_not_used_up(spec):
+    """Half of 60 tokens and a few more are kept, and then half of more than 100 may be."""
+    spec, model = spec.replace("0.25", "0.5"), family("llama")
+    cache = skimkv.Cache(model, spec)
+    with torch.inference_mode(), skimkv.backend("ref"), skimkv.attach(model, spec):
+        for n, steps in ((60, 40), (10, 3)):
+            model(prompt(1, n), past_key_values=cache)
+            for _ in range(steps):
+                before = cache.elements, cache.bytes
+                model(prompt(1, 1), past_key_values=cache)
+    counted = cache.elements - before[0], cache.bytes - before[1]
+    said, row = cache_traffic(cache, steps_ago=1), RowCosts(cache).step(0)
+    assert (said.elements, said.bytes) == (row.elements, row.bytes) == counted
+
+
 @pytest.mark.parametrize("spec", [*SHARES, "Dense()", "H2O(k=12)", "SparQ(r=4, k=8)"])
 def test_rows_of_different_lengths(spec):
     cache, counted = feed(spec, [40, 10], 9)

@@ -9,7 +9,7 @@ import skimkv
 from skimkv.eval.shared_prompt import copy_rows
 from support.generation import BATCH_CHANGES, GREEDY, NEW, N
 from support.specs import EACH
-from support.tiny_models import family, padded, prompt
+from support.tiny_models import family, new_family, padded, prompt
 
 SPECS = [
     "Dense()",
@@ -146,6 +146,27 @@ def test_stores_that_drop_tokens_are_cropped_while_recording(spec):
         close(feed(copy.deepcopy(cache), last), feed(plain, last))
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(5)
+
+
+@pytest.mark.parametrize("spec", ["StreamingLLM(k=8, sinks=2)", "LMInfinite(k=8, initial=2, positions='cache')"])
+def test_crop_keeps_the_positions_of_tokens_that_are_decoded_again(spec):
+    """There is a gap in the positions before the last tokens that stay."""
+    model, ids, outs = new_family("llama"), prompt(1, 40), []
+    for drafted in (0, 2):
+        cache, at = skimkv.Cache(model, spec), torch.arange(40)[None]
+        at[:, 15:] += 30
+        cache.activate_past_recording()
+        parts = [slice(0, 12), *(slice(t, t + 1) for t in range(12, 18))]
+        for part in parts:
+            model(ids[:, part], position_ids=at[:, part], past_key_values=cache)
+        if drafted:
+            model(ids[:, 30:32], position_ids=at[:, 18:20], past_key_values=cache)
+            cache.crop(-drafted)
+        logits = [
+            model(ids[:, t : t + 1], position_ids=at[:, t : t + 1], past_key_values=cache).logits for t in range(18, 26)
+        ]
+        outs.append(torch.cat(logits))
+    close(*outs)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])

@@ -98,6 +98,7 @@ def test_copies_and_caches_whose_model_is_gone(tmp_path):
     cache, token = read(model, "TOVA(k=16)")
     twin, pickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
     twin.save(tmp_path / "c")
+    copy.copy(cache).save(tmp_path / "e")
     loaded = skimkv.Cache.load(tmp_path / "c", model)
     assert torch.equal(tokens_after(model, loaded, token, 5), tokens_after(model, cache, token, 5))
     with pytest.raises(ValueError, match="a cache that was pickled does not know its model"):

@@ -105,7 +105,7 @@ def test_queries_are_checked_before_a_token_enters(method, wrong):
         assert state(store) == before
 
 
-@pytest.mark.parametrize("softcap", [0.0, -5.0, float("nan")])
+@pytest.mark.parametrize("softcap", [0.0, -5.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("method", [m for m in EACH if not isinstance(m, SubGenStream)], ids=repr)
 def test_a_soft_cap_is_positive(method, softcap):
     q, k, v = block(5)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from skimkv import ops
 from skimkv.methods import Dense, Skim, SparQ
 from skimkv.methods.skim import (
     KEYS,
@@ -186,6 +187,31 @@ def test_shrink_by_hand() -> None:
     assert y.item() == pytest.approx(0.5 * 2 + 0.5 * 4 - lost * 1.5)
     certain = shrink(weights, values, torch.ones(1, 1, 2), torch.tensor([[[1.0]]]))
     assert certain.item() == 3.0, "nothing is drawn at random"
+
+
+def test_shrink_where_squares_overflow() -> None:
+    """What is lost is the mean value's share: all of the random part where its noise is not smaller than itself."""
+    weights, values = torch.tensor([[[[0.5, 0.5]]]]), torch.tensor([[[[2e30], [4e30]]]])
+    y = shrink(weights, values, torch.tensor([[[1.0, 0.25]]]), torch.tensor([[[1e30]]]))
+    assert y.item() == pytest.approx(0.5 * 2e30 + 0.5 * 1e30)
+    nothing = shrink(weights, torch.ones(1, 1, 2, 1), torch.tensor([[[1.0, 0.25]]]), torch.ones(1, 1, 1))
+    assert nothing.item() == 1.0, "without noise, and without a deviation"
+
+
+@pytest.mark.parametrize("sink", [5.0, 110.0, 120.0, 1000.0])
+def test_a_sink_that_takes_all_of_a_query_makes_no_row_certain(sink: float) -> None:
+    """The other query of the group reads what it reads without that one, in the reference and in the kernel."""
+    x, read, outputs = Sequences.random(Shape(1, 1, 2, 16), 601), [], []
+    sinks = torch.tensor([[sink, 0.0]])
+    for name in ("ref", "cpu"):
+        with ops.backend(name):
+            store = prompt(Skim(k=4), x.tokens(0, 600))
+            y = Skim(k=4).decode(store, x.q[..., 600, :], x.k[:, :, 600], x.v[:, :, 600], scale=0.25, sinks=sinks)
+        outputs.append(y[:, :, 1])
+        read.append(store.observed())
+    assert read[0]["value_rows"] < read[0]["key_rows"]
+    assert read[0] == read[1]
+    torch.testing.assert_close(*outputs, rtol=0.01, atol=1e-3)  # the kernel rounds the weights of the index
 
 
 def test_shrink_lowers_the_error_of_diffuse_heads() -> None:

@@ -210,6 +210,17 @@ def test_a_shared_store_is_independent_and_shares_whole_groups(channels, rows, b
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38, 1e12, 5.0])
+def test_the_mean_forgets_values_of_any_size(value):
+    store = Full(Shape(1, 2, 1, 16), torch.float32, mean=True)
+    k, v, others = torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 3, 16)
+    store.append(k, v)
+    others[0, 1, 2, 4] = value
+    store.append(others, others)
+    store.crop(3)
+    torch.testing.assert_close(store.v_mean, v.mean(2), rtol=1e-5, atol=1e-5)
+
+
 def test_no_rows_are_shared():
     store = Full(Shape(2, 2, 1, 16), torch.float32)
     store.append(*torch.randn(2, 2, 2, 300, 16))

@@ -31,6 +31,18 @@ def method_in(method: Method, store: Store, row: int) -> Method:
     return method.as_in(store, row) if isinstance(method, SlotMethod) and isinstance(store, Slots) else method
 
 
+def cached_tokens(store: Store, row: int, steps_ago: int) -> int:
+    """How many cached tokens the traffic of a step of this row follows from: 0 steps ago is the next one.
+
+    These are all that it has seen, unless a store with a budget has fewer than both: another prompt raised the budget,
+    where that is a share, above what was left of the prompt before.
+    """
+    n = store.lengths[row]
+    if isinstance(store, Slots) and not store.grows and store.filled[row] < store.budget[row]:
+        n = min(n, store.filled[row])
+    return max(n - steps_ago, 0)
+
+
 def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) -> Traffic:
     """The traffic of one decode step of the whole batch over these layers' stores.
 
@@ -39,17 +51,18 @@ def step_traffic(method: Method, stores: Sequence[Store], steps_ago: int = 0) ->
     """
     parts = []
     for store in stores:
-        observed, lengths, shape = store.observed(), store.lengths, store.shape
+        observed, shape = store.observed(), store.shape
+        lengths = [cached_tokens(store, row, steps_ago) for row in range(shape.B)]
         if not steps_ago:  # what the last append wrote says nothing of the next one
             observed.pop("accepted_rows", None)
         are_alike = store.has_even_rows and (not isinstance(store, Slots) or len(set(store.budget)) == 1)
         if are_alike or "accepted_rows" in observed:  # which is known of the whole batch only
             own = method_in(method, store, 0)
-            parts.append(own.traffic(max(lengths) - steps_ago, shape, store.dtype, **observed))
+            parts.append(own.traffic(max(lengths), shape, store.dtype, **observed))
             continue
         for row, n in enumerate(lengths):
             own, of_row = method_in(method, store, row), store.observed(row)
-            parts.append(own.traffic(n - steps_ago, shape._replace(B=1), store.dtype, **of_row))
+            parts.append(own.traffic(n, shape._replace(B=1), store.dtype, **of_row))
     return Traffic(*(sum(getattr(x, name) for x in parts) for name in ("elements", "bytes", "paper")))
 
 
@@ -135,13 +148,14 @@ class RowCosts:
     def step(self, row: int, steps_later: int = 0) -> Cost:
         """The cost of the last step that was taken in this row, or of the one before which `steps_later` were taken."""
         n = self._stores[0].lengths[row] - 1 - steps_later if self._stores else 0
-        known = n, *(store.budget[row] for store in self._stores if isinstance(store, Slots))
+        cached = [cached_tokens(store, row, 1 + steps_later) for store in self._stores]
+        known = n, *cached, *(store.budget[row] for store in self._stores if isinstance(store, Slots))
         if known in self._known:
             return self._known[known]
-        layers: Counter[tuple[Method, Shape, torch.dtype, Observed]] = Counter()  # most layers are alike
-        for store in self._stores:
+        layers: Counter[tuple[Method, int, Shape, torch.dtype, Observed]] = Counter()  # most layers are alike
+        for store, m in zip(self._stores, cached, strict=True):
             observed = tuple(store.observed(row).items())
-            layers[method_in(self._method, store, row), store.shape._replace(B=1), store.dtype, observed] += 1
+            layers[method_in(self._method, store, row), m, store.shape._replace(B=1), store.dtype, observed] += 1
         cost = Cost()
         for (method, *layer), times in layers.items():
             cost = cost.plus(_layer_cost(method, n, *layer), times)
@@ -160,12 +174,13 @@ class RowCosts:
     def _library_cost(self, n: int) -> Cost:
         cost = self._states
         for sliding, times in self._sliding.items():
-            layer = sliding.shape._replace(B=1), sliding.dtype, ()
-            cost = cost.plus(_layer_cost(Dense(), min(n, sliding.rows), *layer), times)
+            rows, layer = min(n, sliding.rows), (sliding.shape._replace(B=1), sliding.dtype, ())
+            cost = cost.plus(_layer_cost(Dense(), rows, rows, *layer), times)
         return cost
 
 
 @functools.lru_cache(4096)
-def _layer_cost(method: Method, n: int, shape: Shape, dtype: torch.dtype, observed: Observed) -> Cost:
-    own, dense = method.traffic(n, shape, dtype, **dict(observed)), Dense().traffic(n, shape, dtype)
+def _layer_cost(method: Method, n: int, cached: int, shape: Shape, dtype: torch.dtype, observed: Observed) -> Cost:
+    """The cost of a step after n tokens, of which the method's follows from `cached` tokens: see `cached_tokens`."""
+    own, dense = method.traffic(cached, shape, dtype, **dict(observed)), Dense().traffic(n, shape, dtype)
     return Cost(own.elements, own.bytes, own.paper, dense.elements, dense.bytes)

@@ -478,6 +478,8 @@ class Layer(AttentionLayer):  # type: ignore[no-untyped-call]
         else:
             assert snapshot is not None
             snapshot.elements, snapshot.bytes = store.elements, store.bytes  # traffic of forgotten tokens counts too
+            if isinstance(snapshot, Slots) and isinstance(store, Slots):
+                snapshot.places = store.places  # of the tokens that are decoded again too
             self.store = snapshot
             for token in log[: len(log) - n]:
                 self.method.decode(snapshot, *token, **self.softmax)

@@ -62,11 +62,13 @@ class SANTA(Method[Full]):
         p = softmax_with_sinks(logits, softmax.get("sinks"))  # (B,H,G,N)
         # (2) i_j ~ p for j = 1 .. s, by the running sum of p; c_n = how many of them are n
         lengths = torch.tensor(store.lengths, device=store.device)[:, None]  # (B,1)
-        u = points(lengths, store.shape.H, self.s, self.draws).to(p.dtype)
-        share = shares(p.detach(), u, sinks=softmax.get("sinks") is not None)
-        # (3) y = 1/s sum_j v_{i_j} = sum_n c_n / s v_n; p / p is 1, and has the gradient of p_n v_n in expectation
-        weights = torch.where(share > 0, share * (p / p.detach()), 0)
-        weights = torch.where((lengths <= self.s)[..., None, None], p, weights)
+        weights = p
+        if max(store.lengths) > self.s:
+            u = points(lengths, store.shape.H, self.s, self.draws).to(p.dtype)
+            share = shares(p.detach(), u, sinks=softmax.get("sinks") is not None)
+            # (3) y = 1/s sum_j v_{i_j} = sum_n c_n / s v_n; p / p is 1, and has the gradient of p_n v_n in expectation
+            weights = torch.where(share > 0, share * (p / p.detach()), 0)
+            weights = torch.where((lengths <= self.s)[..., None, None], p, weights)
         current = torch.arange(p.shape[-1], device=p.device) == lengths[..., None] - 1
         rows, valid = compact((weights.detach() != 0).any(2) | current)
         y = take(weights, rows).masked_fill(~valid[:, :, None], 0) @ store.read_values(rows, valid)

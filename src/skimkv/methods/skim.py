@@ -216,7 +216,7 @@ def value_probability(weights: Tensor, rows: Tensor, lengths: Tensor, k: Tensor 
     current token, for the row that has most of a query's weight, and where a context has no more than k tokens.
     """
     largest = weights.amax(2)
-    most = (weights == weights.amax(-1, keepdim=True)).any(2)
+    most = ((weights == weights.amax(-1, keepdim=True)) & (weights > 0)).any(2)
     return (2 * k * largest).clamp(max=1).masked_fill(most | (rows == lengths - 1) | (lengths <= k), 1)
 
 
@@ -254,8 +254,10 @@ def shrink(weights: Tensor, values: Tensor, probability: Tensor, mean: Tensor) -
     uncertain = weights.masked_fill((probability >= 1)[:, :, None], 0)
     centred = values - mean[:, :, None]
     deviation = uncertain @ centred
-    variance = (uncertain.square() * ((1 - probability) * centred.square().sum(-1))[:, :, None]).sum(-1, keepdim=True)
-    lost = (variance / deviation.square().sum(-1, keepdim=True)).detach().nan_to_num(0, 1, 1).clamp(max=1)
+    spread = ((1 - probability) * centred.square().sum(-1)).masked_fill(probability >= 1, 0)  # which may be infinite
+    variance = (uncertain.square() * spread[:, :, None]).sum(-1, keepdim=True)
+    norm = deviation.square().sum(-1, keepdim=True)
+    lost = torch.where(variance < norm, variance / norm, (variance > 0).to(norm.dtype)).detach()
     return weights @ values - lost * deviation
 
 

@@ -5,6 +5,8 @@ A NaN among a head's logits makes its output NaN, as it does in dense attention.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,9 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Raise ValueError unless softcap is a positive number, or None."""
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap = {softcap} must be positive")
+    """Raise ValueError unless softcap is a positive, finite number, or None."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap = {softcap} must be positive and finite; None means no cap")
 
 
 def check_query(q: Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -282,10 +283,14 @@ class Full(Store):
             self._become(self.fork())
             self.shared_tokens = 0
         old, self.lengths = self.lengths, [length - n for length in self.lengths]
+
+        def values(row: slice, start: int, stop: int) -> Tensor:
+            return self.row_format.decode(self._stored("v", row, start, stop), self.dtype)
+
         for b, (was, now) in enumerate(zip(old, self.lengths, strict=True)):
             row = slice(b, b + 1)
             if self.mean is not None and n:
-                self.mean.forget(row, now, self.row_format.decode(self._stored("v", row, now, was), self.dtype))
+                self.mean.forget(row, now, values(row, now, was), partial(values, row, 0, now))
             if self.pages is not None and n:
                 opened = now // self.pages.page * self.pages.page
                 self.pages.reopen(row, now, self.row_format.decode(self._stored("k", row, opened, now), self.dtype))

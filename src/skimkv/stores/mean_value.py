@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .base import Part, Shape
+
+MOST_FORGOTTEN = 100  # times the sum of the values that stay: more costs the mean more than two of its seven digits
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +31,16 @@ class MeanValue(Part):
             mean += (v.float().sum(2) - n * mean) / (start + n)
         return 2 * mean.numel() if n else 0
 
-    def forget(self, row: slice, n: int, v: Tensor) -> None:
-        """Forget all but the first n values of a row, of which v (1,H,m,D) are the others."""
-        kept = self.value[row] * (n + v.shape[2]) - v.float().sum(2)
-        self.value[row] = kept / n if n else 0
+    def forget(self, row: slice, n: int, v: Tensor, first: Callable[[], Tensor]) -> None:
+        """Forget all but the first n values of a row, of which v (1,H,m,D) are the others.
+
+        first: gives those n values (1,H,n,D). They are read only where the sum of the others is so large, or not
+        finite, that little would be left of the mean's digits without it.
+        """
+        others = v.float().sum(2)
+        kept = self.value[row] * (n + v.shape[2]) - others
+        is_exact = bool((MOST_FORGOTTEN * kept.norm(dim=-1) > others.norm(dim=-1)).all())
+        self.value[row] = 0 if not n else kept / n if is_exact else first().float().mean(2)
 
     @staticmethod
     def traffic(D: int) -> list[tuple[int, float]]:
