@@ -43,7 +43,7 @@ class Dilated(skimkv.Method[Full]):
         """Keep every token."""
         return Full(shape, dtype, device, kv=self.kv)
 
-    def step(
+    def step(  # type: ignore[override]  # it takes no sinks
         self,
         store: Full,
         q: Tensor,

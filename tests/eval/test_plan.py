@@ -85,6 +85,26 @@ def two_methods(monkeypatch):
     monkeypatch.setattr(budgets, "METHODS", quick)
 
 
+@pytest.mark.parametrize("fails", ["k = 6 must be odd", "got an unexpected keyword argument 'k'"])
+def test_a_method_of_others_that_cannot_be_solved_is_left_out(monkeypatch, fails):
+    """Its parameters mean something else; what skimkv's own methods raise is an error."""
+
+    def at_share(method, *_):
+        if method is skimkv.H2O:
+            raise (TypeError if "argument" in fails else ValueError)(fails)
+        return skimkv.Dense()
+
+    monkeypatch.setattr(budgets, "at_share", at_share)
+    monkeypatch.setattr(budgets, "METHODS", {name: skimkv.METHODS[name] for name in ("H2O", "TOVA")})
+    monkeypatch.setattr(skimkv.H2O, "__module__", "elsewhere")
+    matched, left_out = budgets.matched_methods([], shares=[0.25])
+    assert len(matched) == 2 and left_out == [f"H2O at 1/4 of dense: no parameters were found ({fails})"]
+    monkeypatch.undo()
+    monkeypatch.setattr(budgets, "at_share", at_share)
+    with pytest.raises((TypeError, ValueError), match=fails):
+        budgets.matched_methods([], shares=[0.25])
+
+
 @pytest.mark.usefixtures("two_methods")
 def test_the_matched_sweep_runs_sparq_with_and_without_the_mean_value():
     """The bundled model has two query heads for each KV head: SparQ's step 3 is off there unless it is asked for."""

@@ -104,6 +104,40 @@ class _OtherKernel(Dense):
         return KernelStep("top_k", k=3)
 
 
+@dataclass(frozen=True, repr=False)
+class _ReturnsFloats(Dense):
+    """It returns float32, whatever the queries are."""
+
+    def attend(self, store, q, token, **softmax):
+        return super().attend(store, q, token, **softmax).float()
+
+
+@dataclass(frozen=True, repr=False)
+class _Ends(Dense):
+    """It ends in an error of Python's."""
+
+    def attend(self, store, q, token, **softmax):
+        raise IndexError("nothing is here")
+
+
+@dataclass(frozen=True, repr=False)
+class _KernelWithoutCap(Dense):
+    """Its kernel does not know the soft cap."""
+
+    def attend(self, store, q, token, **softmax):
+        if ops.select_backend("cpu")[0] != "ref":
+            softmax["softcap"] = None
+        return super().attend(store, q, token, **softmax)
+
+
+@dataclass(frozen=True, repr=False)
+class _NoCap(Dense):
+    """It leaves out the soft cap, in every form."""
+
+    def attend(self, store, q, token, **softmax):
+        return super().attend(store, q, token, **{**softmax, "softcap": None})
+
+
 @dataclass(frozen=True)
 class _OtherRepr(Dense):
     """Its repr is no spec."""
@@ -118,9 +152,12 @@ class _OtherRepr(Dense):
         (_ReadsLess(), "counted_is_predicted"),
         (_MixesRows(), "rows_are_independent"),
         (_OccupiesMore(), "bytes_are_bounded"),
-        (_SeesPadding(), "padding_is_invisible"),
         (_OtherKernel(), "kernel_is_the_algorithm"),
         (_OtherRepr(), "repr_is_the_spec"),
+        (_SeesPadding(), "padding_is_invisible: 41 of 300 tokens are padding"),
+        (_ReturnsFloats(), "counted_is_predicted: a step returns torch.float32"),
+        (_Ends(), "rows_are_independent, which ends in IndexError: nothing is here"),
+        (_KernelWithoutCap(), "kernel_is_the_algorithm"),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
@@ -131,7 +168,15 @@ def test_a_method_that_breaks_a_law_is_found(method, law):
         check_method(method)
 
 
+def test_a_spec_is_checked_too():
+    assert len(check_method("TopK(k=12)", "TopK(k=400)")) == len(LAWS) + 1
+    with pytest.raises(ValueError, match="unknown method 'TopJ'"):
+        check_method("TopJ(k=12)")
+
+
 def test_a_budget_that_is_too_small_is_not_dense():
+    with pytest.raises(AssertionError, match=r"full_budget_is_dense: .*softcap=2"):
+        check_method(_NoCap(), full=_NoCap())
     with pytest.raises(AssertionError, match="full_budget_is_dense"):
         check_method(TopK(k=12), full=TopK(k=100))
 

@@ -208,7 +208,7 @@ def _parse_target(loss: str | None, kl: float | None) -> Target:
 
 def _check_name(name: str) -> None:
     if name not in KNOWN:
-        raise ValueError(f"--search {name!r} must be one of {', '.join(KNOWN)}")
+        raise ValueError(f"--search {name!r} must be one of {', '.join(KNOWN)}; other methods are not searched")
 
 
 def _cut(path: Path, tokenizer: Any, size: int, pieces: int) -> list[list[int]]:

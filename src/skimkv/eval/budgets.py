@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..methods import METHODS, Dense
+from ..methods import METHODS, Dense, load_announced_methods
 from ..methods.base import Method
 from ..methods.subgen import count_founders
 from ..stores.base import Shape, Store
@@ -40,16 +40,25 @@ def matched_methods(
 ) -> tuple[list[tuple[Method, float]], list[str]]:
     """Every method at these shares of dense's bytes, as (method, share), Dense first; and what has no such form.
 
+    Methods that other packages announce are among them; one whose parameters mean something else than those of
+    `at_share` has no such form.
     `dense`: the stores of a cache that Dense has prefilled, with one row. mean_share: as of `at_share`. without: the
     names of methods that are left out.
     """
     matched: list[tuple[Method, float]] = [(Dense(), 1.0)]
     left_out = []
+    load_announced_methods()
     for share in shares:
         for name, method in METHODS.items():
             if method is Dense or name in without:
                 continue
-            fitting = at_share(method, share, dense, mean_share)
+            try:
+                fitting = at_share(method, share, dense, mean_share)
+            except (TypeError, ValueError) as error:
+                if method.__module__.startswith("skimkv."):
+                    raise
+                left_out.append(f"{name} at 1/{round(1 / share)} of dense: no parameters were found ({error})")
+                continue
             if fitting is None:
                 left_out.append(f"{name} cannot read as little as 1/{round(1 / share)} of dense")
             else:
