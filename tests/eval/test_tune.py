@@ -193,6 +193,7 @@ def test_the_cheapest_within_a_divergence(tmp_path, monkeypatch):
         lines = pieces.lines(["Skim", "SparQ", "SnapKV"], ["int8", "copy"])
         grid = [method for line in lines for method in line]
         assert {type(method) for method in grid} == {Skim, SparQ, SnapKV}
+        assert {method.r for method in grid if isinstance(method, Skim)} == {None, 2}, "an eighth of the head size too"
         alone = measure_divergence(setup.model, texts, grid, 20)
         target = 1.01 * sorted(measured.mean for measured in alone)[len(alone) // 3]
         tried = []

@@ -133,6 +133,8 @@ class Pieces:
     def lines(self, names: Sequence[str], channels: Sequence[str]) -> list[list[Method]]:
         """The settings that are tried of methods of these names: each line has one r, or none, and its k grow.
 
+        Skim has its default r, a quarter of the head size, and an eighth.
+
         channels: how SparQ stores its channels. Settings that are not possible, do not fit the model, or are known to
         move as many bytes as dense attention, are left out.
         """
@@ -148,6 +150,8 @@ class Pieces:
             method: Callable[..., Method] = METHODS[name]
             required = {f.name for f in dataclasses.fields(METHODS[name]) if f.default is dataclasses.MISSING}
             variants: list[dict[str, Any]] = [{"r": r} for r in RANKS] if "r" in required else [{}]
+            if name == "Skim":  # in long texts the index is most of what it reads
+                variants += [{"r": D // 8} for D in sorted({shape.D for shape, _ in self._layers}) if D >= 8]
             if name == "SparQ":
                 variants = [{**variant, "channels": way} for way in channels for variant in variants]
             for variant in variants:
