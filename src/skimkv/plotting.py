@@ -182,7 +182,7 @@ def apart_note(panels: Sequence[tuple[int, float]]) -> str:
     if not moved:
         return ""
     distance = f", at most {FAN[1]:.0%} of the axis," if all(map(math.isfinite, moved)) else ""
-    return f"Lines are drawn a little apart{distance} so that none hides another."
+    return f"Lines are drawn a little apart{distance} so that they hide each other less."
 
 
 def draw_intervals(

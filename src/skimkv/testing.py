@@ -237,8 +237,8 @@ def kernel_is_the_algorithm(method: Method) -> None:
 
     Kernels take the products with a quantised index in integers. With codes of 8 bits, that rounds to 2^-16 of the
     largest. With codes of 4 bits it rounds to 2^-8, so that of rows whose scores are nearly equal others may be chosen
-    or drawn: there, the errors against dense attention are the same up to a tenth. So it is with keys and values of 16
-    bits, in which scores may be equal.
+    or drawn: there, the errors against dense attention are the same up to a tenth. In 16 bits scores may be equal, and
+    there nine of ten results are the same.
     """
     if ops.select_backend("cpu")[0] == "ref" or not method.has_kernel("cpu"):
         return
@@ -264,7 +264,10 @@ def kernel_is_the_algorithm(method: Method) -> None:
             exact, _ = outputs(method)
         what = f"the kernel and the algorithm in PyTorch, {shape}, {dtype}, scale={scale}, softcap={softcap}"
         bits = store.bits if isinstance(store, Full) else None
-        if bits == 4 or dtype != torch.float32:
+        if dtype != torch.float32 and bits != 4:
+            far = (fast.float() - exact.float()).abs().amax(-1) > TOLERANCE[dtype] * exact.float().abs().amax(-1)
+            require(far.float().mean().item() <= 0.1, f"{what}: {far.sum()} of {far.numel()} results differ")
+        elif bits == 4:
             dense, _ = outputs(Dense())
             error, expected = ((y.float() - dense.float()).abs().mean().item() for y in (fast, exact))
             problem = f"{what}: the kernel's error is {error:.3g}, that of the algorithm {expected:.3g}"

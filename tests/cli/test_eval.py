@@ -254,7 +254,7 @@ def test_what_stands_where_no_time_is_given(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma3", "1 of 2"), ("llama", None)])
-def test_the_matched_sweep_says_of_which_layers_its_shares_are(monkeypatch, name: str, layers: str | None):
+def test_the_matched_sweep_says_of_which_layers_its_shares_are(name: str, layers: str | None):
     notes = cli_eval._matched_notes(family(name))
     assert len(notes) == (layers is not None)
     for note in notes:

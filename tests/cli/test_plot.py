@@ -370,7 +370,7 @@ def test_the_bytes_of_tuning_have_two_ticks_at_least(saved: list[Any], tmp_path:
             if left <= at <= right] == ["1/32", "1/16", "1/8"]  # fmt: skip
 
 
-APART = "Lines are drawn a little apart, at most 3% of the axis, so that none hides another."
+APART = "Lines are drawn a little apart, at most 3% of the axis, so that they hide each other less."
 
 
 def texts_of(figure: Any) -> str:
@@ -414,7 +414,7 @@ def test_axes_without_an_end_fit_their_lines(count: int, saved: list[Any], tmp_p
 def test_what_is_said_of_lines_that_are_drawn_apart() -> None:
     """Where a scale has no end, lines are moved by points of the paper, which are no share of the axis."""
     assert plotting.apart_note([(1, 1.0), (3, 1.0)]) == APART
-    assert plotting.apart_note([(2, math.inf)]) == "Lines are drawn a little apart so that none hides another."
+    assert plotting.apart_note([(2, math.inf)]) == "Lines are drawn a little apart so that they hide each other less."
     assert plotting.apart_note([(1, 1.0), (0, math.inf)]) == plotting.apart_note([]) == ""
 
 

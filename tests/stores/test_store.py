@@ -221,6 +221,16 @@ def test_the_mean_forgets_values_of_any_size(value):
     torch.testing.assert_close(store.v_mean, v.mean(2), rtol=1e-5, atol=1e-5)
 
 
+def test_the_mean_forgets_values_that_cancel():
+    store = Full(Shape(1, 2, 1, 16), torch.float32, mean=True)
+    k, v, x = torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), 1e8 * torch.randn(1, 2, 1, 16)
+    store.append(k, v)
+    for value in (x, -x, torch.ones_like(x)):
+        store.append(value, value)
+    store.crop(3)
+    torch.testing.assert_close(store.v_mean, v.mean(2), rtol=1e-5, atol=1e-5)
+
+
 def test_no_rows_are_shared():
     store = Full(Shape(2, 2, 1, 16), torch.float32)
     store.append(*torch.randn(2, 2, 2, 300, 16))

@@ -382,9 +382,10 @@ def _backend(machine: Machine, method: Method) -> str:
 
 
 def crossover(method: Method, shape: Shape, dtype: torch.dtype) -> int | None:
-    """Return the shortest length at which the method reads fewer bytes than dense attention: below it cannot win.
+    """Return the shortest length at which the method surely reads fewer bytes than dense attention.
 
-    Lengths are tried in steps of an eighth of an octave; None up to 2^21.
+    Where bytes depend on the data, the most that are expected count. Lengths are tried in steps of an eighth of an
+    octave; None up to 2^21.
     """
 
     def fewer(n: int) -> bool:

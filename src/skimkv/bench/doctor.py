@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .. import ops
 from ..hf.attach import attach
 from ..hf.decode_step import step_forward
-from ..hf.gguf import FLOATS, GGUFFile
+from ..hf.gguf import GGUFFile
+from ..hf.gguf_model import becomes_int8
 from ..hf.gguf_names import EXPERTS
 from ..hf.load import check_formats, check_source
 from ..hf.structure import empty_model
@@ -27,7 +28,6 @@ from ..hf.supported import decoder_of, describe_layers, max_positions, model_lay
 from ..hf.tiny_sizes import SIZES
 from ..methods import Dense
 from ..methods.base import Method
-from ..ops import block_weights
 from ..ops.cpu import library
 from ..stores.base import Shape
 from .machine import Cpu
@@ -160,7 +160,8 @@ def subject(name: str, weights: str | None) -> Subject:
     """The model of that name, as `skimkv.load` names it. Raises ValueError, in one line, if it cannot be read."""
     check_formats(name, None, weights)
     source, model = check_source(name), empty_model(name)
-    model_layers(model)
+    if not any(layer.attends for layer in model_layers(model)):
+        raise ValueError(f"{type(model).__name__} is not supported: it has no layer of attention")
     if source.kind == "gguf":
         contents, _ = contents_of_gguf(source.location)
         of_step, of_all = grown_bytes(Path(source.location), share_of_experts(model))
@@ -186,7 +187,7 @@ def grown_bytes(path: Path, share: float) -> tuple[float, float]:
         entries = file.tensors
     tables = {"position_embd.weight"} | ({"token_embd.weight"} if "output.weight" in entries else set())
     for name, entry in entries.items():
-        if len(entry.shape) > 1 and entry.quantisation not in (*FLOATS, *block_weights.TYPES):
+        if becomes_int8(entry):
             growth = math.prod(entry.shape) * WEIGHT_BYTES["int8"] - entry.nbytes
             of_all += growth
             if name not in tables:

@@ -113,8 +113,8 @@ def token(rows: Rows, path: Path) -> None:
         line = sorted((row for row in rows if row["method"] == name), key=lambda row: row["length"])
         x = _places([row["length"] for row in line], lengths, i)
         colour, marker = style.get(name, ("black", "."))
-        in_attention = [max(0, 100 * row["ms_attention"] / row["ms"]) for row in line]
-        share.plot(x, in_attention, color=colour, marker=marker, linewidth=1.8, label=name)
+        in_attention = [min(100, max(0, 100 * row["ms_attention"] / row["ms"])) for row in line]
+        share.plot(x, in_attention, color=colour, marker=marker, linewidth=1.8, label=name, clip_on=False)
         if name == "Dense()":
             continue
         pairs = [(row, dense[row["length"]]) for row in line if row["length"] in dense]

@@ -35,7 +35,8 @@ def cached_tokens(store: Store, row: int, steps_ago: int) -> int:
     """How many cached tokens the traffic of a step of this row follows from: 0 steps ago is the next one.
 
     These are all that it has seen, unless a store with a budget has fewer than both: another prompt raised the budget,
-    where that is a share, above what was left of the prompt before.
+    where that is a share, above what was left of the prompt before. The step that uses the budget up is taken for one
+    after it, since the store does not note when that was.
     """
     n = store.lengths[row]
     if isinstance(store, Slots) and not store.grows and store.filled[row] < store.budget[row]:

@@ -58,7 +58,7 @@ def load_gguf_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTr
         _check_supported(file)
         model = _empty_model(read_configuration(file), dtype)
         _read_weights(model, file)
-        if converted := sorted({entry.quantisation for entry in file.tensors.values() if _becomes_int8(entry)}):
+        if converted := sorted({entry.quantisation for entry in file.tensors.values() if becomes_int8(entry)}):
             warnings.warn(
                 f"{path}: no kernel reads {', '.join(converted)}: matrices of these types are held in 8 bits",
                 stacklevel=2,
@@ -229,7 +229,7 @@ def _held(file: GGUFFile, entry: TensorEntry, order: Tensor | None = None) -> tu
     return _packed(file, entry, order), matrices.PACKED
 
 
-def _becomes_int8(entry: TensorEntry) -> bool:
+def becomes_int8(entry: TensorEntry) -> bool:
     """Whether a matrix is of blocks that no kernel multiplies."""
     known = (*FLOATS, packed_weights.TYPE, *block_weights.TYPES)
     return len(entry.shape) > 1 and entry.quantisation not in known

@@ -34,12 +34,12 @@ class MeanValue(Part):
     def forget(self, row: slice, n: int, v: Tensor, first: Callable[[], Tensor]) -> None:
         """Forget all but the first n values of a row, of which v (1,H,m,D) are the others.
 
-        first: gives those n values (1,H,n,D). They are read only where the sum of the others is so large, or not
-        finite, that little would be left of the mean's digits without it.
+        first: gives those n values (1,H,n,D). They are read only where the others are so large, or not finite, that
+        little would be left of the mean's digits without them.
         """
-        others = v.float().sum(2)
-        kept = self.value[row] * (n + v.shape[2]) - others
-        is_exact = bool((MOST_FORGOTTEN * kept.norm(dim=-1) > others.norm(dim=-1)).all())
+        others = v.float()
+        kept = self.value[row] * (n + v.shape[2]) - others.sum(2)
+        is_exact = bool((MOST_FORGOTTEN * kept.norm(dim=-1) > others.abs().sum(2).norm(dim=-1)).all())
         self.value[row] = 0 if not n else kept / n if is_exact else first().float().mean(2)
 
     @staticmethod

@@ -127,7 +127,7 @@ def attention(
             print(f"PyTorch's best at {row['length']} tokens: {row['method'].removeprefix('torch:')}")
     for name, n in result["crossover"].items():
         if name != "Dense()":
-            reads = f"fewer bytes than dense from about {n} tokens on" if n else "never fewer bytes than dense"
+            reads = f"fewer bytes than dense from at most about {n} tokens on" if n else "never fewer bytes than dense"
             print(f"{name}: {reads}{_faster(result, name)}")
 
 
