@@ -1,10 +1,12 @@
 """Our loop of generate() gives the tokens of the library's, and leaves to it what it does not do."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers import GenerationMixin, LlamaForCausalLM, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import skimkv
 from skimkv.hf import installation
@@ -117,6 +119,7 @@ def tokens_and_calls(model, monkeypatch, streamer=None, direct=True, rows=1, **s
     """The tokens of generate(), and how often it called the model for one."""
     calls, forward = [], type(model).forward
 
+    @functools.wraps(forward)  # so that it is taken for the library's
     def counted(self, *args, **kwargs):
         calls.append(1)
         return forward(self, *args, **kwargs)
@@ -146,6 +149,70 @@ def test_rows_of_padded_texts_go_to_the_layers(model, monkeypatch):
     out, calls = tokens_and_calls(model, monkeypatch, rows=3, attention_mask=mask)
     theirs, by_model = tokens_and_calls(model, monkeypatch, direct=False, rows=3, attention_mask=mask)
     assert torch.equal(out, theirs) and (calls, by_model) == (2, 12)
+
+
+class Filtered(LlamaForCausalLM):
+    """A model of a user, which never says the token that it says after the last one of all."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        ids = kwargs["input_ids"]
+        if ids.shape[1] == 1:
+            output.logits[ids[:, 0] == self.token, :, self.never] = -torch.inf
+        return output
+
+
+class Bounded(LlamaDecoderLayer):
+    """A layer of a user, whose results are bounded. Small ones, as of a trial, are what they are."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs).clamp(-0.5, 0.5)
+
+
+class Noted(torch.nn.Linear):
+    """A last layer of a user, which notes its calls."""
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_classes_of_users_compute_every_token(model):
+    ids = prompt(1, N)
+    text = model.generate(ids, max_new_tokens=12)[0]
+    for change in ("model", "layer", "head"):
+        changed = copy.deepcopy(model)
+        if change == "model":
+            changed.__class__, changed.token, changed.never = Filtered, int(text[N + 5]), int(text[N + 6])
+        elif change == "layer":
+            changed.model.layers[1].__class__ = Bounded
+        else:
+            changed.lm_head.__class__, changed.lm_head.calls = Noted, 0
+        expected = changed.generate(ids, max_new_tokens=12)
+        if change == "head":
+            changed.lm_head.calls = 0
+        else:
+            assert not torch.equal(expected[0], text)
+        with skimkv.attach(changed, "Dense()"):
+            assert torch.equal(changed.generate(ids, max_new_tokens=12), expected)
+        if change == "head":
+            assert changed.lm_head.calls == 12
+
+
+def test_what_streamers_and_models_get(model):
+    """A streamer may write into what it gets, and sampled beams give it to the model too, as the library does."""
+
+    class Writes(KnownStreamer):
+        def put(self, value):
+            super().put(value)
+            if value.ndim == 1:  # a token, and not the prompt
+                value.fill_(9)
+
+    ids = prompt(1, N)
+    expected = model.generate(ids, max_new_tokens=12)
+    with skimkv.attach(model, "Dense()"):
+        assert torch.equal(model.generate(ids, max_new_tokens=12, streamer=Writes()), expected)
+        model.generate(ids, max_new_tokens=4, streamer=KnownStreamer(), num_beams=2, do_sample=True)
 
 
 def no_hook(*_):

@@ -34,7 +34,7 @@ LIBRARY_ATTENTION = {"skimkv": "sdpa", "skimkv_eager": "eager"}
 # Keywords of an attention call that `attention` passes on, or that cannot change its result.
 KNOWN_KEYWORDS = {
     "scaling", "softcap", "s_aux", "position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict",
-    "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch", "tokenizer", "assistant_tokenizer",
+    "token_type_ids", "labels", "logits_to_keep", "num_items_in_batch", "tokenizer", "assistant_tokenizer", "streamer",
 }  # fmt: skip
 
 # What the library makes masks from: a sliding window is an intersection, blocks that images form are a union.

@@ -31,7 +31,7 @@ from .layer import AttentionLayer, LayerAttention
 from .linear_forward import LinearForward, mixes_types, replace_linear
 from .matrix_modules import MatrixModule
 from .norms import NormForward, adds_one_of, eps_of, is_close, replace_norms
-from .watch import NotesChanges, Watch, has_hooks
+from .watch import NotesChanges, Watch, has_hooks, is_of_libraries
 
 MOST_TOKENS = 15  # with more rows a call for each product costs little beside the product
 MOST_BLOCK_TOKENS = 64  # of all rows, where each has several: that many are multiplied together
@@ -237,7 +237,8 @@ class StepForward:
         watch = Watch([model.layers, *(part for layer in model.layers for part in layer.modules()), model.norm], model)
         count = model.config.num_hidden_layers
         operation = None
-        if count == len(model.layers) == len(windows) and not _is_changed(watch.modules):
+        are_known = all(is_of_libraries(type(one)) for one in [model, *self._first_parts(), *watch.modules])
+        if are_known and count == len(model.layers) == len(windows) and not _is_changed(watch.modules):
             operation = layers_operation(model, x)
         if operation is None:
             return Prepared(form, watch)

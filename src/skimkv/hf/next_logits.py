@@ -14,7 +14,7 @@ from .decode_step import TakenStep, matrix_of, taken_steps
 from .linear_forward import LinearForward
 from .matrix_modules import MatrixEmbedding
 from .supported import decoder_of
-from .watch import has_hooks
+from .watch import has_hooks, is_of_libraries
 
 # What a decoder is given, in the loops of ours; all else that it gets must say nothing.
 GIVEN = "input_ids", "attention_mask", "position_ids", "past_key_values"
@@ -91,6 +91,8 @@ class NextLogits:
         if "forward" in vars(model) or any(hooks) or len(decoder._forward_pre_hooks) != 1:  # which is ours
             return False
         if not isinstance(head, nn.Module) or not all(map(_is_unseen, (head, decoder.embed_tokens))):
+            return False
+        if not all(map(is_of_libraries, (type(model), type(model).forward, type(head)))):
             return False
         return torch.equal(head(step.y), logits)
 

@@ -15,11 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationMixin, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from .. import ops
 from .next_logits import NextLogits, NextToken, next_logits
+from .watch import is_of_libraries
 
 PLAIN_MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
 # What generate() hands on to no loop that is not its own.
@@ -61,6 +68,8 @@ def loop_for(model: Any, arguments: Mapping[str, Any]) -> Callable[..., Any] | N
     if type(model).generate is not GenerationMixin.generate:
         return None
     for settings in filter(None, (arguments.get("generation_config"), model.generation_config)):  # it merges the two
+        if not isinstance(settings, GenerationConfig):
+            return None
         config = copy.copy(settings)
         for name in vars(config).keys() & arguments.keys():
             setattr(config, name, arguments[name])
@@ -72,6 +81,7 @@ def loop_for(model: Any, arguments: Mapping[str, Any]) -> Callable[..., Any] | N
 def make_tokens(
     model: Any,
     input_ids: Tensor,
+    /,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
@@ -107,7 +117,7 @@ def make_tokens(
         ended = stopping_criteria(input_ids, None).tolist() if end is None else end.reached(tokens, n)
         unfinished = [is_open and not has_ended for is_open, has_ended in zip(unfinished, ended, strict=True)]
         if streamer is not None:
-            streamer.put(tokens[:, 0])
+            streamer.put(tokens[:, 0].clone())  # which may keep it, or write into it
         if not any(unfinished):
             break
         if "attention_mask" in inputs:
@@ -156,8 +166,9 @@ def _positions_after(positions: Tensor) -> Iterator[Tensor]:
 
 def _is_known(one: Any) -> bool:
     """Whether a processor, criterion or streamer is the library's or ours, and calls no function of a user."""
-    known = type(one).__module__.partition(".")[0] in ("transformers", "skimkv")
-    return known and not isinstance(one, PrefixConstrainedLogitsProcessor)
+    has_methods_of_its_own = any(callable(value) and hasattr(type(one), name) for name, value in vars(one).items())
+    is_of_others = has_methods_of_its_own or isinstance(one, PrefixConstrainedLogitsProcessor)
+    return is_of_libraries(type(one)) and not is_of_others
 
 
 def _by_model(model: Any, input_ids: Tensor, **inputs: Any) -> NextToken:

@@ -55,6 +55,18 @@ class NotesChanges(nn.Module):
         super().__delattr__(name)
 
 
+LIBRARIES = "torch", "transformers", "skimkv"
+
+
+def is_of_libraries(one: object) -> bool:
+    """Whether a class or a function is of PyTorch, transformers or skimkv.
+
+    A trial with a few numbers says what such a module computes. One that somebody else wrote may do something else with
+    others, or note its calls.
+    """
+    return one.__module__.partition(".")[0] in LIBRARIES
+
+
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether a hook wants to see one of the modules called."""
     if _hooks_of_all or _hooks_before_all:

@@ -100,10 +100,14 @@ class Slots(Store):
         """The slot that the next token of every row takes in a store without scores."""
         if self.grows:
             return self.filled
+        fixed = self.fixed
         if len(self.lengths) == 1 and self.order is None:  # no loop: its code would come from memory at every step
-            (p,), (budget,), fixed = self.lengths, self.budget, self.fixed
+            (p,), (budget,) = self.lengths, self.budget
             return [p if p < budget else fixed + (p - fixed) % (budget - fixed)]
-        return [self.slot_of(p, budget) for p, budget in zip(self.lengths, self.budget, strict=True)]
+        rows = zip(self.lengths, self.budget, strict=True)
+        if self.order is not None:
+            return [self.order(budget, p) for p, budget in rows]
+        return [p if p < budget else fixed + (p - fixed) % (budget - fixed) for p, budget in rows]
 
     def free_slots(self) -> list[int]:
         """The next free slot of every row; -1 where the budget is used up, and a slot is chosen by the scores."""
