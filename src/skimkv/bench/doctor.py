@@ -178,7 +178,7 @@ def subject(name: str, weights: str | None) -> Subject:
 
 
 def grown_bytes(path: Path, share: float) -> tuple[float, float]:
-    """By how many bytes the weights of a GGUF file grow when it is loaded: those that a step reads, and all.
+    """Return how many bytes a GGUF file's weights grow by when they are loaded: those that a step reads, and all.
 
     Matrices of types that no kernel reads become 8-bit weights. share: that of its experts that a token chooses.
     """

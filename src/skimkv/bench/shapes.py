@@ -184,7 +184,7 @@ def _reads_of_model(path: Path, model: Any, weights: int, held: int) -> ModelRea
 
 
 def heads_of_layers(model: Any) -> list[tuple[int, int, int]]:
-    """For each layer of a model its number of KV heads, of query heads that share one, and the size of a head."""
+    """Return the number of KV heads, of query heads that share one, and the head size of each layer of a model."""
     text = model.config.get_text_config(decoder=True)
     try:
         return [_heads(text)] * text.num_hidden_layers

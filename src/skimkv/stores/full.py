@@ -285,6 +285,7 @@ class Full(Store):
         old, self.lengths = self.lengths, [length - n for length in self.lengths]
 
         def values(row: slice, start: int, stop: int) -> Tensor:
+            """Return the values of tokens start .. stop-1 of a row."""
             return self.row_format.decode(self._stored("v", row, start, stop), self.dtype)
 
         for b, (was, now) in enumerate(zip(old, self.lengths, strict=True)):
