@@ -84,6 +84,14 @@ bool skimkv::multiplies_bf16() {
     return set && set->multiplies_bf16;
 }
 
+bool skimkv::reads_short_runs() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
+}
+
 extern "C" {
 
 int skimkv_version(void) { return SKIMKV_VERSION; }

@@ -91,6 +91,10 @@ const Kernels *selected_kernels();
 // Whether the instruction set in use multiplies pairs of bfloat16.
 bool multiplies_bf16();
 
+// Whether this processor reads 512 bytes of each of many streams in turn as fast as long runs: Intel's do, AMD's do
+// not.
+bool reads_short_runs();
+
 // The new row of an operation, as tokens to be appended.
 static inline skimkv_tokens new_token_of(const skimkv_op *op) {
     return {op->cache, op->k_new, op->v_new, 1, op->n_b, op->n_h, 0, op->n_b, op->n_h, 0, nullptr, nullptr};

@@ -127,9 +127,11 @@ static void project_query(const skimkv_op *op, Unit &u) {
 // scores of a span stay in the L2 cache.
 constexpr int SPAN_TILES = 256;
 
-// Skim takes so few tiles of a span through all channels before the next ones. Their scores stay in the L1 cache, and
-// the tiles of one block are finished between reads of the next one, so that memory does not wait for that arithmetic.
-constexpr int SKIM_BLOCK_TILES = 4;
+// Skim takes so many tiles of a span through all channels before the next ones. An Intel reads short runs of many
+// channels as fast as long ones: with few tiles their scores stay in the L1 cache, and the tiles of one block are
+// finished between reads of the next one, so that memory does not wait for that arithmetic. An AMD reads long runs
+// faster, as long as the scores of a block stay in the L2 cache.
+static inline int64_t skim_block_tiles(int G) { return reads_short_runs() ? 4 : max(SPAN_TILES / G, 4); }
 
 // Spans of so few tiles, as a block of a serving engine has, prefetch a whole tile ahead at least: then their last tile
 // prefetches what follows the span. A longer one gains nothing by that.
@@ -343,7 +345,7 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
     if constexpr (sums_in_integers<E>) make_byte_weights<is_int4<E>>(op, u, chunk, weights, t0, t1);
     const int64_t tile = is_int4<E> ? GROUP / 2 : GROUP, sets = (u.r + CHANNELS_AT_ONCE - 1) / CHANNELS_AT_ONCE;
     const int64_t usual = (sums_in_integers<E> ? 4 : 1) * AHEAD_BYTES / (int)sizeof(E);
-    const int64_t block = op->method == SKIMKV_SKIM ? SKIM_BLOCK_TILES : t1 - t0;
+    const int64_t block = op->method == SKIMKV_SKIM ? skim_block_tiles(op->cache->G) : t1 - t0;
     int64_t finished = t0;
     for (int64_t a = t0; a < t1; a += block) {
         // At the end of a run, the beginning of the next channels' runs is prefetched, after the last channels that of
