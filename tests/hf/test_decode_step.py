@@ -205,11 +205,15 @@ def test_short_blocks_are_one_operation_too(spec, blocks_at_once):
 
 def test_drafts_are_blocks(blocks_at_once):
     """Tokens that generate() looks up in the prompt are checked as a block, and those that are wrong are taken back."""
-    model, ids = random_model(), torch.arange(1, 6).repeat(5)[None]
+    model, ids, sizes = random_model(), torch.arange(1, 6).repeat(5)[None], list[int]()
     settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "prompt_lookup_num_tokens": 3}
     with skimkv.attach(model, DENSE):
+        model.register_forward_pre_hook(
+            lambda _, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+        )
         ours = model.generate(ids, **settings)
-        assert len(blocks_at_once) > 3
+        drafts = [(1, size) for size in sizes[1:] if size > 1]  # with the token before them; the first is the prompt
+        assert drafts and blocks_at_once[-len(drafts) :] == drafts
         use_own_forward(model)
         assert torch.equal(ours, model.generate(ids, **settings))
 
