@@ -84,7 +84,7 @@ bool skimkv::multiplies_bf16() {
     return set && set->multiplies_bf16;
 }
 
-bool skimkv::reads_short_runs() {
+bool skimkv::is_intel_processor() {
 #if defined(__x86_64__)
     return __builtin_cpu_is("intel");
 #else

@@ -91,9 +91,8 @@ const Kernels *selected_kernels();
 // Whether the instruction set in use multiplies pairs of bfloat16.
 bool multiplies_bf16();
 
-// Whether this processor reads 512 bytes of each of many streams in turn as fast as long runs: Intel's do, AMD's do
-// not.
-bool reads_short_runs();
+// Whether Intel made this processor: it prefetches otherwise than AMD's do, whatever their instruction sets.
+bool is_intel_processor();
 
 // The new row of an operation, as tokens to be appended.
 static inline skimkv_tokens new_token_of(const skimkv_op *op) {

@@ -127,11 +127,14 @@ static void project_query(const skimkv_op *op, Unit &u) {
 // scores of a span stay in the L2 cache.
 constexpr int SPAN_TILES = 256;
 
-// Skim takes so many tiles of a span through all channels before the next ones. An Intel reads short runs of many
-// channels as fast as long ones: with few tiles their scores stay in the L1 cache, and the tiles of one block are
-// finished between reads of the next one, so that memory does not wait for that arithmetic. An AMD reads long runs
-// faster, as long as the scores of a block stay in the L2 cache.
-static inline int64_t skim_block_tiles(int G) { return reads_short_runs() ? 4 : max(SPAN_TILES / G, 4); }
+// Skim takes so many tiles of a span through all channels before the next ones. On an Intel a few are fastest: their
+// scores stay in the L1 cache, and the tiles of one block are finished between reads of the next one, so that memory
+// does not wait for that arithmetic. An AMD loses more by reading short runs of many channels than it gains by that, so
+// a block is as long as its scores stay in the L2 cache.
+constexpr int64_t SHORT_BLOCK_TILES = 4;
+static inline int64_t skim_block_tiles(int G) {
+    return is_intel_processor() ? SHORT_BLOCK_TILES : max(SPAN_TILES / G, SHORT_BLOCK_TILES);
+}
 
 // Spans of so few tiles, as a block of a serving engine has, prefetch a whole tile ahead at least: then their last tile
 // prefetches what follows the span. A longer one gains nothing by that.
