@@ -61,7 +61,6 @@ const char *layer_error(const skimkv_layer &layer, const skimkv_layer &first, co
 const char *layers_error(const skimkv_layers *op, const void *x, const void *cos, const void *sin, void *y, int64_t n) {
     if (!op) return "operation is NULL";
     if (!op->layers || op->count < 1) return "there must be at least one layer";
-    if (n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
     if (op->angles < 1) return "there must be at least one cos and sin";
     for (int64_t i = 0; i < op->count; i++) {
         if (const char *error = layer_error(op->layers[i], op->layers[0], x, y, n)) return error;
@@ -146,10 +145,26 @@ struct Run {
         multiply(kernels, matrices, tokens, count, inputs, threads_for(products, threads, parallel), parallel);
     }
 
-    // Normalises x (tokens,size) row by row.
-    void normalise(const skimkv_norm &norm, int64_t size, int dtype, const void *x, void *y, int64_t tokens) const {
+    // Calls f(first, last) for parts of rows of so many numbers; for all of them at once if there are few.
+    template <class F> void for_rows(int64_t rows, int64_t numbers, const F &f) const {
+        const int used = threads_for(rows * numbers, threads, parallel);
+        if (used == 1) return f(0, rows);
+        for_each_part(rows, rows * numbers, used, parallel, f);
+    }
+
+    // Normalises x (rows,size) row by row.
+    void normalise(const skimkv_norm &norm, int64_t size, int dtype, const void *x, void *y, int64_t rows) const {
         const skimkv_rms_norm op{norm.w, size, norm.eps, dtype, norm.adds_one};
-        kernels->rms_norm(&op, {x, y, tokens}, 0, tokens);
+        for_rows(rows, size, [&](int64_t first, int64_t last) { kernels->rms_norm(&op, {x, y, rows}, first, last); });
+    }
+
+    // Adds `from` to `to`, both n rows of so many numbers.
+    void add(int dtype, int64_t numbers, void *to, const void *from) const {
+        const int64_t bytes = numbers * value_bytes(dtype);
+        for_rows(n, numbers, [&](int64_t first, int64_t last) {
+            kernels->add(dtype, (char *)to + first * bytes, (const char *)from + first * bytes,
+                         (last - first) * numbers);
+        });
     }
 };
 
@@ -185,27 +200,32 @@ void project(const Run &run, const skimkv_layer &layer, const void *x, const voi
         run.normalise(layer.of_q, D, q.dtype, states.queries, states.queries, n * heads[0]);
         run.normalise(layer.of_k, D, q.dtype, states.keys, states.keys, n * heads[1]);
     }
-    for (int64_t t = 0; t < n; t++) {
-        const int64_t at = (layer.angles * n + t) * D * size;
-        const char *c = (const char *)cos + at, *s = (const char *)sin + at;
-        run.kernels->rotate(q.dtype, c, s, heads[0], (int)D, states.queries + t * q.out * size);
-        run.kernels->rotate(q.dtype, c, s, heads[1], (int)D, states.keys + t * k.out * size);
-    }
+    run.for_rows(n, q.out + k.out, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; t++) {
+            const int64_t at = (layer.angles * n + t) * D * size;
+            const char *c = (const char *)cos + at, *s = (const char *)sin + at;
+            run.kernels->rotate(q.dtype, c, s, heads[0], (int)D, states.queries + t * q.out * size);
+            run.kernels->rotate(q.dtype, c, s, heads[1], (int)D, states.keys + t * k.out * size);
+        }
+    });
 }
 
 // y = t + of_down(down(activation(gate(after(t))) * up(after(t)))), where t = x + of_o(o(attended)).
 void finish(const Run &run, const skimkv_layer &layer, const void *x, const States &states, void *y) {
     const Sizes o = sizes_of(layer.o);
-    const int64_t n = run.n, count = n * o.out;
+    const int64_t n = run.n, inner = sizes_of(layer.gate).out;
     run.multiply_all(states.attended, {layer.o}, {y}, states.inputs);
     if (layer.of_o.w) run.normalise(layer.of_o, o.out, o.dtype, y, y, n);
-    run.kernels->add(o.dtype, y, x, count);
+    run.add(o.dtype, o.out, y, x);
     run.normalise(layer.after, o.out, o.dtype, y, states.normed, n);
     run.multiply_all(states.normed, {layer.gate, layer.up}, {states.gate, states.up}, states.inputs);
-    run.kernels->gate(o.dtype, layer.activation, states.gate, states.up, n * sizes_of(layer.gate).out);
+    run.for_rows(n, inner, [&](int64_t first, int64_t last) {
+        const int64_t at = first * inner * value_bytes(o.dtype);
+        run.kernels->gate(o.dtype, layer.activation, states.gate + at, states.up + at, (last - first) * inner);
+    });
     run.multiply_all(states.gate, {layer.down}, {states.normed}, states.inputs);
     if (layer.of_down.w) run.normalise(layer.of_down, o.out, o.dtype, states.normed, states.normed, n);
-    run.kernels->add(o.dtype, y, states.normed, count);
+    run.add(o.dtype, o.out, y, states.normed);
 }
 
 // All layers, from x to the last normalisation.
@@ -302,7 +322,6 @@ const char *skimkv_decoder_run(const skimkv_decoder *op, skimkv_op *const *steps
     static thread_local skimkv::ScratchMemory memory;
     if (!op || !op->layers.layers || op->layers.count < 1) return "there must be at least one layer";
     if (!largest || (!ids && !x)) return "tokens, or the place of the largest logits, are NULL";
-    if (n > SKIMKV_MAX_FLOAT_TOKENS) return "n must be from 1 to 64";
     if (const char *error = matrix_error(op->layers.layers->q, {logits, logits, n})) return error;
     const Sizes first = sizes_of(op->layers.layers->q);
     const int64_t bytes = in_lines(n * first.in * value_bytes(first.dtype));

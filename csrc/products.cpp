@@ -41,6 +41,32 @@ void prepare_inputs(const ProductForm &form, const skimkv_matrix &m, const Token
                   [&](int64_t first, int64_t last) { form.prepare_inputs(m, tokens, inputs, first, last); });
 }
 
+// As multiply, for no more tokens than every form of these products takes.
+void multiply_some(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,
+                   int threads, skimkv_parallel parallel) {
+    const ProductForm *forms[MOST_MATRICES];
+    char *inputs_of[MOST_MATRICES];
+    int64_t parts[MOST_MATRICES], all = 0;
+    for (int i = 0; i < count; i++) {
+        const skimkv_matrix &m = matrices[i];
+        forms[i] = &form_of(*find(*kernels, m.kind), tokens[i].n);
+        parts[i] = parts_of(units_of(*forms[i], m), m.rows * m.columns, threads), all += parts[i];
+        const bool have_one_form = i && forms[i]->prepare_inputs == forms[i - 1]->prepare_inputs;
+        inputs_of[i] = have_one_form ? inputs_of[i - 1] : inputs;
+        if (have_one_form) continue;
+        prepare_inputs(*forms[i], m, tokens[i], inputs, threads, parallel);
+        inputs += forms[i]->input_bytes(m.columns, tokens[i].n);
+    }
+    for_each_task(all, threads, parallel, [&](int64_t part, int) {
+        int i = 0;
+        while (part >= parts[i]) part -= parts[i++];
+        const skimkv_matrix &m = matrices[i];
+        const int64_t units = units_of(*forms[i], m), unit = forms[i]->rows;
+        const int64_t first = units * part / parts[i] * unit, last = units * (part + 1) / parts[i] * unit;
+        forms[i]->multiply(m, tokens[i], inputs_of[i], first, last < m.rows ? last : m.rows);
+    });
+}
+
 }  // namespace
 
 int threads_for(int64_t products, int threads, skimkv_parallel parallel) {
@@ -81,31 +107,28 @@ void embed(const skimkv_matrix &m, const int64_t *ids, void *x, int64_t n) {
     }
 }
 
-int64_t input_bytes(const skimkv_matrix &m, int64_t n) { return form_of(*kind_of(m), n).input_bytes(m.columns, n); }
+int64_t input_bytes(const skimkv_matrix &m, int64_t n) {
+    const ProductForm &form = form_of(*kind_of(m), n);
+    return form.input_bytes(m.columns, n < form.most_tokens ? n : form.most_tokens);
+}
 
 void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,
               int threads, skimkv_parallel parallel) {
-    const ProductForm *forms[MOST_MATRICES];
-    char *inputs_of[MOST_MATRICES];
-    int64_t parts[MOST_MATRICES], all = 0;
+    const int64_t n = tokens->n;
+    int64_t most = n;
     for (int i = 0; i < count; i++) {
-        const skimkv_matrix &m = matrices[i];
-        forms[i] = &form_of(*find(*kernels, m.kind), tokens[i].n);
-        parts[i] = parts_of(units_of(*forms[i], m), m.rows * m.columns, threads), all += parts[i];
-        const bool have_one_form = i && forms[i]->prepare_inputs == forms[i - 1]->prepare_inputs;
-        inputs_of[i] = have_one_form ? inputs_of[i - 1] : inputs;
-        if (have_one_form) continue;
-        prepare_inputs(*forms[i], m, tokens[i], inputs, threads, parallel);
-        inputs += forms[i]->input_bytes(m.columns, tokens[i].n);
+        const int64_t limit = form_of(*find(*kernels, matrices[i].kind), n).most_tokens;
+        if (limit < most) most = limit;
     }
-    for_each_task(all, threads, parallel, [&](int64_t part, int) {
-        int i = 0;
-        while (part >= parts[i]) part -= parts[i++];
-        const skimkv_matrix &m = matrices[i];
-        const int64_t units = units_of(*forms[i], m), unit = forms[i]->rows;
-        const int64_t first = units * part / parts[i] * unit, last = units * (part + 1) / parts[i] * unit;
-        forms[i]->multiply(m, tokens[i], inputs_of[i], first, last < m.rows ? last : m.rows);
-    });
+    for (int64_t first = 0; first < n; first += most) {
+        Tokens some[MOST_MATRICES];
+        for (int i = 0; i < count; i++) {
+            const int64_t size = value_bytes(matrices[i].dtype);
+            some[i] = {(const char *)tokens[i].x + first * matrices[i].columns * size,
+                       (char *)tokens[i].y + first * matrices[i].rows * size, n - first < most ? n - first : most};
+        }
+        multiply_some(kernels, matrices, some, count, inputs, threads, parallel);
+    }
 }
 
 }  // namespace skimkv
@@ -120,16 +143,11 @@ const char *skimkv_product_run(const skimkv_matrix *matrix, const void *x, void 
     if (const char *error = skimkv::matrix_error(m, {x, y, n})) return error;
     const skimkv::Kernels *kernels = skimkv::selected_kernels();
     if (!kernels) return skimkv::NO_KERNELS;
-    const int64_t limit = skimkv::form_of(*skimkv::kind_of(m), n).most_tokens, most = n < limit ? n : limit;
-    const int64_t size = skimkv::value_bytes(m.dtype);
-    char *inputs = (char *)scratch.get((size_t)skimkv::input_bytes(m, most));
+    char *inputs = (char *)scratch.get((size_t)skimkv::input_bytes(m, n));
     if (!inputs) return skimkv::NO_MEMORY;
-    threads = skimkv::threads_for(m.rows * m.columns, threads, parallel);
-    for (int64_t first = 0; first < n; first += most) {
-        const skimkv::Tokens part{(const char *)x + first * m.columns * size, (char *)y + first * m.rows * size,
-                                  n - first < most ? n - first : most};
-        skimkv::multiply(kernels, &m, &part, 1, inputs, threads, parallel);
-    }
+    const skimkv::Tokens tokens{x, y, n};
+    skimkv::multiply(kernels, &m, &tokens, 1, inputs, skimkv::threads_for(m.rows * m.columns, threads, parallel),
+                     parallel);
     return nullptr;
 }
 

@@ -1,4 +1,4 @@
-// Products of a few tokens with matrices of every kind, as parts of larger operations.
+// Products of tokens with matrices of every kind, as parts of larger operations.
 #pragma once
 #include <stdint.h>
 

@@ -288,9 +288,6 @@ SKIMKV_API const char *skimkv_product_run(const skimkv_matrix *matrix, const voi
 SKIMKV_API const char *skimkv_matrix_expand(const skimkv_matrix *matrix, void *y, int threads,
                                             skimkv_parallel parallel);
 
-/* The most tokens of an operation of several products. */
-#define SKIMKV_MAX_FLOAT_TOKENS 64
-
 /* Root-mean-square normalisation of n tokens x [n,size] -> y [n,size]: w * x / sqrt(mean(x^2) + eps), where the
  * quotient is rounded to dtype before the product; or, as Gemma has it, (1 + w) * x / sqrt(mean(x^2) + eps), of which
  * the result alone is rounded. */
@@ -347,7 +344,7 @@ typedef struct skimkv_layers {
 typedef int (*skimkv_attend)(void *context, int64_t layer, const void *queries, const void *keys, const void *values,
                              void *y);
 
-/* x and y [n,size] are one token for each row of the caches, at most 64; cos and sin [angles,n,D] are given for each
+/* x and y [n,size] are one token for each row of the caches; cos and sin [angles,n,D] are given for each
  * token. steps[i] is the attention of layer i: q, y, k_new and v_new are contiguous and of the layers' dtype; their
  * addresses are set here. All of it is validated before the first layer runs. Where steps[i] is NULL, `attend` is
  * called; where none is NULL, `parallel` is called once for all layers. Without steps (NULL) attention gives zeros, so

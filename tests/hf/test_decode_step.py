@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 
 import skimkv
 from skimkv import ops
+from skimkv.hf import decode_step
 from skimkv.hf.cache_step import CacheStep
 from skimkv.hf.decode_step import StepForward, replace_modules, restore_modules, step_forward
 from skimkv.hf.weights import quantise
@@ -182,7 +183,8 @@ def blocks_at_once(monkeypatch):
 
 def in_blocks(model, sizes, spec=DENSE, batch=1, **kwargs):
     """The logits of blocks of tokens that follow one another."""
-    cache, tokens, found, first = new_cache(model, spec), prompt(batch, sum(sizes)), [], 0
+    cache = skimkv.Cache(model, spec, max_tokens=max(64, sum(sizes)))
+    tokens, found, first = prompt(batch, sum(sizes)), [], 0
     with torch.no_grad():
         for n in sizes:
             found.append(model(tokens[:, first : first + n], past_key_values=cache, **kwargs).logits)
@@ -191,8 +193,9 @@ def in_blocks(model, sizes, spec=DENSE, batch=1, **kwargs):
 
 
 @pytest.mark.parametrize("spec", [DENSE, "SparQ(r=4, k=8)", "H2O(k=12)", "SnapKV(k=12, window=4)"])
-def test_short_blocks_are_one_operation_too(spec, blocks_at_once):
-    """A prompt, and blocks after it; more than 64 tokens, or rows of them, go layer by layer."""
+def test_short_blocks_are_one_operation_too(spec, blocks_at_once, monkeypatch):
+    """A prompt, and blocks after it; more than so many tokens, or rows of them, go layer by layer."""
+    monkeypatch.setattr(decode_step, "MOST_BLOCK_TOKENS", 64)
     model, sizes = random_model("qwen3"), [7, 1, 20, 2]
     ours, of_three = in_blocks(model, sizes, spec), in_blocks(model, sizes, spec, batch=3)
     assert blocks_at_once == [(1, 7), (1, 20), (1, 2), (3, 7), (3, 20), (3, 2)]
@@ -201,6 +204,17 @@ def test_short_blocks_are_one_operation_too(spec, blocks_at_once):
     use_own_forward(model)
     assert torch.equal(ours, in_blocks(model, sizes, spec))
     assert torch.equal(of_three, in_blocks(model, sizes, spec, batch=3))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_blocks_of_quantised_weights_may_be_longer(weights, blocks_at_once):
+    """More tokens than one product takes, and more numbers than one thread normalises and adds."""
+    model, sizes = quantise(of_kind("llama", hidden_size=256, head_dim=64).bfloat16(), weights), [300, 100, 513]
+    ours = in_blocks(model, sizes)
+    kind = matrices.PACKED if weights == "int8" else "Q4_0"
+    assert blocks_at_once == [(1, n) for n in (300, 100) if ops.library_multiplies(n, kind, torch.bfloat16)]
+    use_own_forward(model)
+    assert torch.equal(ours, in_blocks(model, sizes))
 
 
 def test_drafts_are_blocks(blocks_at_once):

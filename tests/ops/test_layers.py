@@ -102,8 +102,13 @@ def first_values(q, k, v):
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("dtype", list(EPS), ids=str)
 def test_a_layer_against_its_formula(isa, mixture, dtype):
-    """With a function that attends. It gets what the formula computes, and its result goes on."""
-    for B, bias, head_norms, gemma in ((1, False, True, False), (3, True, True, True), (15, False, False, False)):
+    """With a function that attends. It gets what the formula computes, and its result goes on.
+
+    260 tokens are more than one product takes.
+    """
+    for B, bias, head_norms, gemma in (
+        (1, False, True, False), (3, True, True, True), (15, False, False, False), (260, True, True, True),
+    ):  # fmt: skip
         layer = random_layer(dtype, MIXTURES[mixture], bias=bias, head_norms=head_norms, gemma=gemma)
         norm = random_norm(HIDDEN, dtype, gemma)
         x, cos, sin = random_tokens(B, dtype, rows=B)
@@ -294,9 +299,8 @@ def test_the_library_validates_all_layers_before_the_first_runs():
         broken = [None if i == place else pointer for i, pointer in enumerate(pointers)]
         error = every.run(every.address, None, 1, CAttend(), None, *broken, y.data_ptr(), 2, 1, None)
         assert message in error.decode()
-    for n, message in ((0, "n must be at least 1"), (65, "n must be from 1 to 64")):
-        error = every.run(every.address, None, 1, CAttend(), None, *pointers, y.data_ptr(), n, 1, None)
-        assert message in error.decode()
+    error = every.run(every.address, None, 1, CAttend(), None, *pointers, y.data_ptr(), 0, 1, None)
+    assert "n must be at least 1" in error.decode()
     lengths = [list(store.lengths) for store in stores]
     of_one_row, of_halves = stores_of(1, torch.float32, Dense()), stores_of(2, torch.bfloat16, Dense())
     for message, wrong in {

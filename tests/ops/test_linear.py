@@ -236,13 +236,15 @@ def test_prompts_where_pytorch_multiplies_tiles(out, monkeypatch):
 @pytest.mark.parametrize("way", [fastest_product.PYTORCH, fastest_product.FLOAT32, fastest_product.LIBRARY])
 def test_prompts_in_a_type_of_16_bits(way, isa, dtype, monkeypatch):
     """By PyTorch, in the type or converted to float32 a part at a time, or by the library: whichever is the fastest."""
-    x, w, blocks = torch.randn(200, 128).to(TYPES[dtype]), Weights(dtype, 70, 128), Weights("Q4_0", 70, 128)
+    x, w, blocks = torch.randn(400, 128).to(TYPES[dtype]), Weights(dtype, 70, 128), Weights("Q4_0", 70, 128)
     bias = torch.randn(70).to(TYPES[dtype])
     monkeypatch.setattr(library, "has_matrix_units", lambda: False)
     monkeypatch.setattr(fastest_product, "fastest", lambda dtype: way)
     with on(isa):
         assert (ops.matrix(x, w.stored, "floats") is None) == (way != fastest_product.LIBRARY)
+        assert (ops.matrix(x[:80], w.stored, "floats") is None) == (way == fastest_product.FLOAT32)
         assert ops.matrix(x[:64], w.stored, "floats") is not None
+        assert ops.matrix(x[:300], blocks.stored, "Q4_0") is not None
         assert (ops.matrix(x, blocks.stored, "Q4_0") is None) == (way == fastest_product.PYTORCH)
         for at_once in (fastest_product.AT_ONCE, 30 * 128):
             monkeypatch.setattr(fastest_product, "AT_ONCE", at_once)

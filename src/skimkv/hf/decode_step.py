@@ -34,7 +34,7 @@ from .norms import NormForward, adds_one_of, eps_of, is_close, replace_norms
 from .watch import NotesChanges, Watch, has_hooks, is_of_libraries
 
 MOST_TOKENS = 15  # with more rows a call for each product costs little beside the product
-MOST_BLOCK_TOKENS = 64  # of all rows, where each has several: that many are multiplied together
+MOST_BLOCK_TOKENS = 512  # of all rows, where each has several: the memory for their states stays allocated
 MODEL_PARTS = "embed_tokens", "layers", "norm", "rotary_emb"
 # The normalisations of a layer, besides which it has attention and a feed-forward part: as Llama has them, before these
 # two, or as Gemma 2 and 3, before and after each.

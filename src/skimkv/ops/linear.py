@@ -16,8 +16,10 @@ from .fastest_product import AT_ONCE, FLOAT32, LIBRARY, PYTORCH
 from .packed_weights import ROWS
 
 # Tokens from which on PyTorch multiplies faster: floats, beside our kernels with AVX2 or AVX-512, and beside others; or
-# rows that are dequantised, of blocks beside our kernels, and beside others or with matrix units.
-FLOAT_PROMPT, OTHER_FLOAT_PROMPT, BLOCK_PROMPT, PROMPT = 65, 16, 160, 32
+# rows that are dequantised, of blocks beside our kernels, and beside others or with matrix units. Its products of
+# bfloat16 as they are begin to be faster later than those of float32.
+FLOAT_PROMPT, OTHER_FLOAT_PROMPT, BLOCK_PROMPT, PROMPT = 65, 16, 384, 32
+BFLOAT16_PROMPT = 97
 
 # Of how many tokens those that are multiplied are a piece; 0 where they are all. Floats are multiplied in the way that
 # is faster for all of them, so that no number depends on how a prompt was cut; blocks, where that would take twice the
@@ -189,7 +191,9 @@ def _pytorch_multiplies(tokens: int, kind: str, dtype: torch.dtype) -> bool:
     if kind == matrices.FLOATS:
         if _multiplies_tiles(dtype) or not has_vectors:
             return tokens >= OTHER_FLOAT_PROMPT
-        return tokens >= FLOAT_PROMPT and fastest_product.fastest(dtype) != LIBRARY
+        if tokens < FLOAT_PROMPT or (way := fastest_product.fastest(dtype)) == LIBRARY:
+            return False
+        return tokens >= BFLOAT16_PROMPT or dtype == torch.float32 or way == FLOAT32
     if _multiplies_tiles(dtype) or not (kind == matrices.PACKED or has_vectors):
         return tokens >= PROMPT
     if kind == matrices.PACKED or dtype == torch.float32 or tokens < BLOCK_PROMPT:
