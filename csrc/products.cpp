@@ -108,8 +108,14 @@ void embed(const skimkv_matrix &m, const int64_t *ids, void *x, int64_t n) {
 }
 
 int64_t input_bytes(const skimkv_matrix &m, int64_t n) {
-    const ProductForm &form = form_of(*kind_of(m), n);
-    return form.input_bytes(m.columns, n < form.most_tokens ? n : form.most_tokens);
+    const MatrixKind &kind = *kind_of(m);
+    const auto bytes = [&](const ProductForm &form, int64_t tokens) {
+        return tokens < 1 ? 0 : form.input_bytes(m.columns, tokens < form.most_tokens ? tokens : form.most_tokens);
+    };
+    // The last tokens of many may be few.
+    const int64_t of_few = bytes(kind.few, n < kind.many_tokens ? n : kind.many_tokens - 1);
+    const int64_t of_many = n < kind.many_tokens ? 0 : bytes(kind.many, n);
+    return of_few > of_many ? of_few : of_many;
 }
 
 void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,

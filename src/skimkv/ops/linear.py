@@ -19,7 +19,7 @@ from .packed_weights import ROWS
 # rows that are dequantised, of blocks beside our kernels, and beside others or with matrix units. Its products of
 # bfloat16 as they are begin to be faster later than those of float32.
 FLOAT_PROMPT, OTHER_FLOAT_PROMPT, BLOCK_PROMPT, PROMPT = 65, 16, 384, 32
-BFLOAT16_PROMPT = 97
+BFLOAT16_PROMPT = 113
 
 # Of how many tokens those that are multiplied are a piece; 0 where they are all. Floats are multiplied in the way that
 # is faster for all of them, so that no number depends on how a prompt was cut; blocks, where that would take twice the
