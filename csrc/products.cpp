@@ -108,14 +108,8 @@ void embed(const skimkv_matrix &m, const int64_t *ids, void *x, int64_t n) {
 }
 
 int64_t input_bytes(const skimkv_matrix &m, int64_t n) {
-    const MatrixKind &kind = *kind_of(m);
-    const auto bytes = [&](const ProductForm &form, int64_t tokens) {
-        return tokens < 1 ? 0 : form.input_bytes(m.columns, tokens < form.most_tokens ? tokens : form.most_tokens);
-    };
-    // The last tokens of many may be few.
-    const int64_t of_few = bytes(kind.few, n < kind.many_tokens ? n : kind.many_tokens - 1);
-    const int64_t of_many = n < kind.many_tokens ? 0 : bytes(kind.many, n);
-    return of_few > of_many ? of_few : of_many;
+    const ProductForm &form = form_of(*kind_of(m), n);
+    return form.input_bytes(m.columns, n < form.most_tokens ? n : form.most_tokens);
 }
 
 void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Tokens *tokens, int count, char *inputs,
@@ -126,12 +120,15 @@ void multiply(const Kernels *kernels, const skimkv_matrix *matrices, const Token
         const int64_t limit = form_of(*find(*kernels, matrices[i].kind), n).most_tokens;
         if (limit < most) most = limit;
     }
-    for (int64_t first = 0; first < n; first += most) {
+    // Shares of about the same size: a last one of a few tokens would have another form, which rounds otherwise.
+    const int64_t shares = (n + most - 1) / most;
+    for (int64_t share = 0; share < shares; share++) {
+        const int64_t first = n * share / shares, last = n * (share + 1) / shares;
         Tokens some[MOST_MATRICES];
         for (int i = 0; i < count; i++) {
             const int64_t size = value_bytes(matrices[i].dtype);
             some[i] = {(const char *)tokens[i].x + first * matrices[i].columns * size,
-                       (char *)tokens[i].y + first * matrices[i].rows * size, n - first < most ? n - first : most};
+                       (char *)tokens[i].y + first * matrices[i].rows * size, last - first};
         }
         multiply_some(kernels, matrices, some, count, inputs, threads, parallel);
     }

@@ -104,7 +104,7 @@ def first_values(q, k, v):
 def test_a_layer_against_its_formula(isa, mixture, dtype):
     """With a function that attends. It gets what the formula computes, and its result goes on.
 
-    79 and 260 tokens are more than one product takes, and of the last ones there are few.
+    79 and 260 tokens are more than one product takes.
     """
     for B, bias, head_norms, gemma in (
         (1, False, True, False), (3, True, True, True), (15, False, False, False), (79, False, True, False),

@@ -290,6 +290,14 @@ def test_a_piece_of_a_prompt_is_multiplied_as_the_prompt_is(isa):
                 ops.tokens_of_prompt.set(0)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_product_of_many_tokens_has_one_form_for_all(isa):
+    """Few tokens of bfloat16 are rounded to 8 bits; the last ones of many are not."""
+    x, w = torch.randn(260, 128).bfloat16(), Weights("Q4_0", 70, 128)
+    with on(isa):
+        assert torch.equal(ops.linear(x, w.stored, "Q4_0")[-8:], ops.linear(x[-40:], w.stored, "Q4_0")[-8:])
+
+
 @pytest.mark.parametrize("inputs", [128, 40])
 @pytest.mark.parametrize("way", [fastest_product.PYTORCH, fastest_product.FLOAT32])
 def test_no_number_depends_on_how_a_prompt_was_cut(way, inputs, monkeypatch):
