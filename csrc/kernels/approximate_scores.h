@@ -140,24 +140,42 @@ static inline int64_t skim_block_tiles(int G) {
 // prefetches what follows the span. A longer one gains nothing by that.
 constexpr int SHORT_SPAN_TILES = 16;
 
+// Sections of a unit that has so many positions to score. Each has a sum of weights of its own, so that scores depend
+// neither on the threads nor on the batch's other rows. A row has about 16 in all, which more than 16 threads do not
+// share evenly; four times as many would take Skim's steps a tenth longer on two.
+static inline int64_t scored_sections(const skimkv_cache *c, int64_t n) {
+    return max(1, min((16 + c->H - 1) / c->H, n / 1024));
+}
+
+// The first tile of section i of n positions.
+static inline int64_t first_tile(int64_t n, int64_t sections, int64_t i) {
+    return (n * i + sections * GROUP - 1) / (sections * GROUP);
+}
+// The tile after the section that begins with tile t.
+static inline int64_t end_of_section(int64_t n, int64_t sections, int64_t t) {
+    return first_tile(n, sections, t * GROUP * sections / n + 1);
+}
+
 // Sums of 2^(logit - shift) over the tiles of a section, for every query. The shift is the maximum of the first tile,
 // and changes only if a later tile exceeds it by more than SHIFT_LIMIT: so no tile waits for its own maximum.
 struct ExpSums {
     float *shift;  // [G]
     float *sum;    // [G][16]
+    int64_t *end;  // the tile after the section
 };
 constexpr float SHIFT_LIMIT = 64;
-static ExpSums take_exp_sums(Arena &a, int G) { return {a.take<float>(G), a.take<float>(16 * G)}; }
+static ExpSums take_exp_sums(Arena &a, int G) { return {a.take<float>(G), a.take<float>(16 * G), a.take<int64_t>(1)}; }
 
 // Finishes tile t, whose logits are in z.s, for query g: applies the soft cap, hides positions from u.n on, and takes
-// the lane maxima and the sums. The tiles t0 .. t1-1 come in order. SINGLE: there is one query, and its logits are
-// kept. DRAWS: Skim, for a single query, marks the positions that it may draw, whose random numbers are `hashes`.
+// the lane maxima and the sums. Tiles come in order, and a section begins or ends with some. SINGLE: there is one
+// query, and its logits are kept. DRAWS: Skim, for a single query, marks the positions that it may draw, whose random
+// numbers are `hashes`.
 //
 // A key is drawn if its hash, up to 2^31, is below k 2^31 times its softmax weight. The sum over all positions is not
 // known yet, but that of the tiles so far is no larger: so a few more positions are marked than are drawn.
 template <bool SINGLE, bool DRAWS>
 static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t,
-                                int64_t t0, int64_t t1, int g, const float *hashes) {
+                                bool begins, bool ends, int g, const float *hashes) {
     float *s = z.s + (t * op->cache->G + g) * GROUP, *l = sums.sum + 16 * g;
     const float cap = softcap_log2(op);
     const int64_t valid = u.n - t * GROUP;
@@ -166,7 +184,7 @@ static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores
     if (cap != 0)
         for (int x = 0; x < GROUP; x += W) store(s + x, apply_softcap(load(s + x), cap));
     for (int64_t x = max(valid, 0); x < GROUP; x++) s[x] = LOWEST;
-    if (t == t0) {
+    if (begins) {
         for (int x = 0; x < GROUP; x += W) top[0] = vmax(top[0], load(s + x));
         sums.shift[g] = max_lanes(top[0]), top[0] = splat(LOWEST);
         for (int i = 0; i < 16; i++) l[i] = 0;
@@ -197,7 +215,7 @@ static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores
         if (SINGLE) store(z.lane_max + 16 * t + i * W, top[i]);
     }
     z.tile_shift[g * u.tiles + t] = sums.shift[g], z.tile_sum[g * u.tiles + t] = 0;
-    if (t + 1 == t1)
+    if (ends)
         for (int i = 0; i < 16; i++) z.tile_sum[g * u.tiles + t] += l[i];
     if (!DRAWS) return;
     for (int i = 1; i < 16 / W; i++) sum[0] = sum[0] + sum[i];
@@ -210,17 +228,19 @@ static inline void finish_query(const skimkv_op *op, const Unit &u, const Scores
     }
 }
 
-// The same for every query. The sums of all tiles are stored with the last tile.
-static void finish_tile(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t, int64_t t0,
-                        int64_t t1) {
+// The same for every query. The sums of a section are stored with its last tile.
+static void finish_tile(const skimkv_op *op, const Unit &u, const Scores &z, const ExpSums &sums, int64_t t) {
     const int G = op->cache->G;
+    const bool begins = t == *sums.end;
+    if (begins) *sums.end = end_of_section(u.n, scored_sections(op->cache, u.n), t);
+    const bool ends = t + 1 == *sums.end;
     if (op->method == SKIMKV_SKIM && G == 1) {
         float hashes[GROUP];
         hashes_as_floats(u.key_word + (uint32_t)(t * GROUP), hashes, GROUP);
-        return finish_query<true, true>(op, u, z, sums, t, t0, t1, 0, hashes);
+        return finish_query<true, true>(op, u, z, sums, t, begins, ends, 0, hashes);
     }
-    if (G == 1) return finish_query<true, false>(op, u, z, sums, t, t0, t1, 0, nullptr);
-    for (int g = 0; g < G; g++) finish_query<false, false>(op, u, z, sums, t, t0, t1, g, nullptr);
+    if (G == 1) return finish_query<true, false>(op, u, z, sums, t, begins, ends, 0, nullptr);
+    for (int g = 0; g < G; g++) finish_query<false, false>(op, u, z, sums, t, begins, ends, g, nullptr);
 }
 
 // Rows that are scored one after the other are prefetched so many ahead. With 16 KB they come 15% faster than with 2 or
@@ -245,7 +265,7 @@ static void score_rows(const skimkv_op *op, const Unit &u, const float *q, const
         float *s = z.s + t * c->G * GROUP;
         if (q == u.q) dot_query_with_keys<T, D_>(op, u, rows, n, s, GROUP, rows + SCORED_AHEAD);
         else dot_rows<T, D_>(q, P, c->G, c->D, rows, n, s, GROUP, rows + SCORED_AHEAD);
-        finish_tile(op, u, z, sums, t, t0, t1);
+        finish_tile(op, u, z, sums, t);
     }
 }
 
@@ -333,12 +353,12 @@ static void score_tiles(const skimkv_op *op, const Unit &u, const skimkv_chunk *
         for (; t < end; t++) score_tile<E>(op, u, chunk, p, ahead, c0, nc, z, t);
 }
 
-// Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. Its section has the tiles begin ..
-// end_of_section-1. next: the chunk of tile t1, where the next span begins, or NULL.
+// Scores a span, the tiles t0 .. t1-1 of one chunk, a few channels after the other. next: the chunk of tile t1, where
+// the next span begins, or NULL.
 template <class E>
 static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *chunk, const Scores &z,
-                       const ByteWeights &weights, const ExpSums &sums, int64_t t0, int64_t t1, int64_t begin,
-                       int64_t end_of_section, const skimkv_chunk *next) {
+                       const ByteWeights &weights, const ExpSums &sums, int64_t t0, int64_t t1,
+                       const skimkv_chunk *next) {
     const E *index = (const E *)chunk->index + u.b * chunk->x_b + u.h * chunk->x_h;
     if (sizeof(E) == 1)  // prefetch the first codes while the weights are made
         for (int c = 0; c < 2 * CHANNELS_AT_ONCE && c < u.r; c++) {
@@ -379,14 +399,14 @@ static void score_span(const skimkv_op *op, const Unit &u, const skimkv_chunk *c
             for (int64_t t = a, end; t < b; t = end) {
                 end = last && !lags ? t + 1 : t < turn ? turn : b;
                 score_tiles<E>(op, u, chunk, p, t < turn ? ahead : ahead_in_next, c0, nc, z, weights, t, end, t0);
-                if (last && !lags) finish_tile(op, u, z, sums, finished++, begin, end_of_section);
+                if (last && !lags) finish_tile(op, u, z, sums, finished++);
             }
             // Of a span in blocks, the tiles of the block before are finished, evenly spread.
             for (const int64_t stop = a - block + block * (set + 1) / sets; finished < stop; finished++)
-                finish_tile(op, u, z, sums, finished, begin, end_of_section);
+                finish_tile(op, u, z, sums, finished);
         }
     }
-    for (; finished < t1; finished++) finish_tile(op, u, z, sums, finished, begin, end_of_section);
+    for (; finished < t1; finished++) finish_tile(op, u, z, sums, finished);
 }
 
 // Scores the groups t0 .. t1-1 of one chunk by their means, in the channels that are not read: into weights.init.
@@ -427,22 +447,21 @@ static void score_channels(const skimkv_op *op, const Unit &u, const Scores &z, 
             const int64_t b = min(a + SPAN_TILES, last);
             const skimkv_chunk *next = b < last ? chunk : to < min(t1 * GROUP, stop) ? chunk + 1 : nullptr;
             if (op->method == SKIMKV_SKIM) score_group_means<T>(op, u, chunk, weights, a, b);
-            if (c->channels == SKIMKV_COPY) score_span<T>(op, u, chunk, z, weights, sums, a, b, t0, t1, next);
-            else if (c->channels == SKIMKV_INT8)
-                score_span<uint8_t>(op, u, chunk, z, weights, sums, a, b, t0, t1, next);
-            else score_span<Int4>(op, u, chunk, z, weights, sums, a, b, t0, t1, next);
+            if (c->channels == SKIMKV_COPY) score_span<T>(op, u, chunk, z, weights, sums, a, b, next);
+            else if (c->channels == SKIMKV_INT8) score_span<uint8_t>(op, u, chunk, z, weights, sums, a, b, next);
+            else score_span<Int4>(op, u, chunk, z, weights, sums, a, b, next);
         }
     });
     if (!quantised || stop == u.n || t1 * GROUP <= stop) return;
     if (op->method == SKIMKV_SKIM && stop > 0) {
         const skimkv_chunk coded = open_group<T>(c, stop);
         score_group_means<T>(op, u, &coded, weights, stop / GROUP, stop / GROUP + 1);
-        return score_span<Int4>(op, u, &coded, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1, nullptr);
+        return score_span<Int4>(op, u, &coded, z, weights, sums, stop / GROUP, stop / GROUP + 1, nullptr);
     }
     skimkv_chunk open{};  // the last, incomplete group of a quantised index is not quantised yet
     open.start = stop, open.cap = GROUP, open.index = c->tail;
     open.x_b = c->t_b, open.x_h = c->t_h, open.x_r = c->t_r;
-    score_span<T>(op, u, &open, z, weights, sums, stop / GROUP, stop / GROUP + 1, t0, t1, nullptr);
+    score_span<T>(op, u, &open, z, weights, sums, stop / GROUP, stop / GROUP + 1, nullptr);
 }
 
 }  // namespace skimkv::SKIMKV_NS

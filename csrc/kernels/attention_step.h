@@ -73,13 +73,6 @@ static ThreadScratch take_thread_scratch(Arena &a, const skimkv_op *op, int64_t 
     return x;
 }
 
-// Sections of a unit that has so many positions to score. Each has a sum of weights of its own, so that scores depend
-// neither on the threads nor on the batch's other rows. A row has about 16 in all, which more than 16 threads do not
-// share evenly; four times as many would take Skim's steps a tenth longer on two.
-static inline int64_t scored_sections(const skimkv_cache *c, int64_t n) {
-    return max(1, min((16 + c->H - 1) / c->H, n / 1024));
-}
-
 static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     const skimkv_cache *c = op->cache;
     Plan p{};
@@ -89,7 +82,11 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
     const int64_t scored = op->method == SKIMKV_QUEST ? p.longest / c->page : p.longest;
     p.parts = ((dense ? 8 : 4) * nth + p.units - 1) / p.units;
     p.parts = min(p.parts, dense ? sections_of(p.longest) : scored_sections(c, scored));
-    // Every part of a sparse step chooses the channels again, and of Skim it needs the codes of a group that is filled.
+    // Every part of a sparse step chooses the channels again, and its scores go from one core to another: whole units
+    // are faster, as long as no thread takes more than 1.5 times its share. And of Skim a part needs the codes of a
+    // group that is filled.
+    const int64_t most_of_a_thread = (p.units + nth - 1) / nth;
+    if (!dense && 2 * most_of_a_thread * nth <= 3 * p.units) p.parts = 1;
     if (nth == 1 || keeps_weights(op) || (op->method == SKIMKV_SKIM && fills_group(op))) p.parts = 1;
     Arena a{(char *)work};
     p.counter = a.take<TaskCounter>(1);
@@ -115,11 +112,6 @@ static Plan plan_step(const skimkv_op *op, void *work, int nth) {
 }
 
 static size_t attention_scratch_bytes(const skimkv_op *op, int nth) { return plan_step(op, nullptr, nth).total; }
-
-// The first position of section i. Sections consist of whole tiles.
-static inline int64_t section_start(int64_t n, int64_t sections, int64_t i) {
-    return min(n, round_up((n * i + sections - 1) / sections, GROUP));
-}
 
 // Notes that a part of the unit is finished; whether it was the last one.
 static inline bool is_last_part(const Plan &p, int64_t unit) {
@@ -195,17 +187,16 @@ static void score_part(const skimkv_op *op, const Plan &p, ThreadScratch &x, con
     const bool exact = op->method == SKIMKV_TOPK || op->method == SKIMKV_ORACLE;
     const bool rows = exact || op->cache->channels == SKIMKV_NONE;
     const int64_t sections = scored_sections(op->cache, u.n);
-    for (int64_t j = sections * i / p.parts; j < sections * (i + 1) / p.parts; j++) {
-        const int64_t from = section_start(u.n, sections, j), to = section_start(u.n, sections, j + 1);
-        const int64_t t0 = from / GROUP, t1 = (to + GROUP - 1) / GROUP;
-        if (from >= to) continue;
-        if (op->method != SKIMKV_SKIM || p.parts > 1) append_if_last<T>(op, u.b, u.h, from, to);
-        x.clock.mark(SKIMKV_STAGE_APPEND);
-        if (op->method == SKIMKV_QUEST) score_pages<T, D_>(op, u, z, x.sums, t0, t1);
-        else if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
-        else score_channels<T>(op, u, z, x.weights, x.sums, t0, t1);
-        x.clock.mark(SKIMKV_STAGE_SCORE);
-    }
+    const int64_t t0 = first_tile(u.n, sections, sections * i / p.parts);
+    const int64_t t1 = first_tile(u.n, sections, sections * (i + 1) / p.parts);
+    if (t0 >= t1) return;
+    if (op->method != SKIMKV_SKIM || p.parts > 1) append_if_last<T>(op, u.b, u.h, t0 * GROUP, min(u.n, t1 * GROUP));
+    x.clock.mark(SKIMKV_STAGE_APPEND);
+    *x.sums.end = t0;
+    if (op->method == SKIMKV_QUEST) score_pages<T, D_>(op, u, z, x.sums, t0, t1);
+    else if (rows) score_rows<R, D_>(op, u, exact ? u.q : u.masked_query, z, x.sums, t0, t1);
+    else score_channels<T>(op, u, z, x.weights, x.sums, t0, t1);
+    x.clock.mark(SKIMKV_STAGE_SCORE);
 }
 
 // Steps 2 and 3 of the thread's unit, whose scores are z.
