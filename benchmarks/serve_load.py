@@ -2,8 +2,8 @@
 
 For every number of --parallel a server is started on a free port, every client asks one streamed completion, all at
 once, and the server is ended. Prompts are random tokens, or pieces of the files that --text names, different for every
-client and the same for every server, and answers are greedy and have all --new tokens. A table of the figures is
-printed, then whether the answers are the same:
+client and the same for every server. Answers have all --new tokens, and are greedy unless there is a --temperature,
+with which each client has a seed of its own. A table of the figures is printed, then whether the answers are the same:
 
     tokens/s   new tokens of all clients, over the time from the first request to the last token
     while decoding   the same without prompts: from the time at which every client has its first token to the first
@@ -55,10 +55,10 @@ class Answered(NamedTuple):
     cached: int
 
 
-def ask(port: int, model: str, prompt: Sequence[int], new: int, end: int) -> Answered:
+def ask(port: int, model: str, prompt: Sequence[int], new: int, end: int, sampling: dict[str, float]) -> Answered:
     """Ask for the completion of a prompt's tokens, which the token `end` cannot end, and read the stream to its end."""
     body = {
-        "model": model, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "stream": True,
+        "model": model, "prompt": list(prompt), "max_tokens": new, "stream": True, **sampling,
         "stream_options": {"include_usage": True}, "logit_bias": {str(end): -100},
     }  # fmt: skip
     connection, asked = http.client.HTTPConnection("127.0.0.1", port, timeout=600), time.perf_counter()
@@ -81,12 +81,14 @@ def ask(port: int, model: str, prompt: Sequence[int], new: int, end: int) -> Ans
     return Answered(asked, times, "".join(pieces), usage["completion_tokens"], cached)
 
 
-def ask_all(port: int, model: str, prompts: Sequence[Sequence[int]], new: int, end: int) -> list[Answered]:
+def ask_all(
+    port: int, model: str, prompts: Sequence[Sequence[int]], new: int, end: int, sampling: dict[str, float]
+) -> list[Answered]:
     """Let a client ask each of the prompts, all at once."""
     answers: dict[int, Answered] = {}
 
     def client(i: int) -> None:
-        answers[i] = ask(port, model, prompts[i], new, end)
+        answers[i] = ask(port, model, prompts[i], new, end, {**sampling, "seed": i})
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -130,9 +132,11 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
         if "http://" not in first:
             raise SystemExit(f"the server did not start; try {' '.join(argv[2:])}")
         port, prompts = int(first.rpartition(":")[2].partition("/")[0]), make_prompts(arguments)
-        end = arguments.end_token
-        ask_all(port, arguments.model, [prompts[0][:100]], 8, end)  # the first tokens prepare the model's layers
-        return ask_all(port, arguments.model, prompts, arguments.new, end)
+        end, sampling = arguments.end_token, {"temperature": arguments.temperature, "top_p": arguments.top_p}
+        ask_all(
+            port, arguments.model, [prompts[0][:100]], 8, end, sampling
+        )  # the first tokens prepare the model's layers
+        return ask_all(port, arguments.model, prompts, arguments.new, end, sampling)
     finally:
         process.terminate()  # which lets files be written
         try:
@@ -172,6 +176,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=1536, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=512, help="tokens of each answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="the share of the likelihood that is sampled from")
     parser.add_argument("--parallel", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--text", type=Path, nargs="+", help="take the prompts from these files, one after the other")
     parser.add_argument("--vocabulary", type=int, default=1000, help="prompts are drawn from the first tokens")

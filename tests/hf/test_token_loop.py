@@ -85,7 +85,8 @@ def test_the_tokens_are_the_librarys(model, settings, rows, padded, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"return_dict_in_generate": True, "output_scores": True}, {"num_beams": 3}, {"num_beams": 3, **SAMPLE}]
+    "settings",
+    [{"return_dict_in_generate": True, "output_hidden_states": True}, {"num_beams": 3}, {"num_beams": 3, **SAMPLE}],
 )
 def test_the_library_does_the_rest(model, settings, monkeypatch):
     ours, _, by_library = generate(model, True, monkeypatch, rows=2, **settings)
@@ -93,8 +94,39 @@ def test_the_library_does_the_rest(model, settings, monkeypatch):
     if "num_beams" in settings:
         assert torch.equal(ours, theirs)
     else:
-        assert torch.equal(ours.sequences, theirs.sequences) and all(map(torch.equal, ours.scores, theirs.scores))
+        assert torch.equal(ours.sequences, theirs.sequences) and len(ours.hidden_states) == 12
     assert by_library == calls
+
+
+@pytest.mark.parametrize("asked", [[], ["output_scores"], ["output_logits"], ["output_scores", "output_logits"]])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.5, **SAMPLE}, {"repetition_penalty": 1.3}])
+def test_more_than_the_text_is_returned(model, asked, settings, monkeypatch):
+    settings = {**settings, **dict.fromkeys(asked, True), "return_dict_in_generate": True}
+    ours, streamed, by_library = generate(model, True, monkeypatch, **settings)
+    theirs, expected, calls = generate(model, False, monkeypatch, **settings)
+    assert type(ours) is type(theirs) and list(ours) == list(theirs) and (by_library, calls) == (0, 1)
+    assert torch.equal(ours.sequences, theirs.sequences) and streamed == expected
+    for name in ("scores", "logits"):
+        of_ours, of_theirs = getattr(ours, name), getattr(theirs, name)
+        assert type(of_ours) is type(of_theirs)
+        assert of_ours is None or (len(of_ours) == 12 and all(map(torch.equal, of_ours, of_theirs)))
+    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() == N + 11
+
+
+def test_criteria_to_stop_are_given_the_scores(model, monkeypatch):
+    def is_enough(ids, scores):
+        assert all(score.shape == (1, model.config.vocab_size) for score in scores)
+        return torch.tensor([len(scores) == 4])
+
+    settings = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "stopping_criteria": StoppingCriteriaList([is_enough]),
+    }
+    ours, _, by_library = generate(model, True, monkeypatch, **settings)
+    theirs, _, _ = generate(model, False, monkeypatch, **settings)
+    assert torch.equal(ours.sequences, theirs.sequences) and len(ours.scores) == len(theirs.scores) == 4
+    assert by_library == 0
 
 
 def test_settings_of_the_model_count(model, monkeypatch):

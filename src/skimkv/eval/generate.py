@@ -16,11 +16,13 @@ import torch
 
 from ..hf.attach import attach
 from ..hf.cache import Cache
+from ..hf.draw import NotDrawable
 from ..hf.errors import as_value_error
 from ..hf.positions import positions_of
 from ..hf.saved_cache import contents
 from ..hf.states import KeepsStates, is_state_layer
 from ..hf.supported import needed_max_tokens
+from ..hf.token_loop import quick_sampling
 from ..hf.token_text import TokenText
 from ..methods.base import Method
 from .traffic import cache_traffic
@@ -154,7 +156,8 @@ def checked_logits(model: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "probability tensor contains" not in str(error):  # how torch.multinomial refuses them
+        of_library = "probability tensor contains" in str(error)  # how torch.multinomial refuses them
+        if not (of_library or isinstance(error, NotDrawable)):
             raise
         raise _wrong_logits(model.dtype) from error
     finally:
@@ -214,7 +217,7 @@ def run(
     interrupted = False
     try:
         attached = attach(model, method, compile) if compile else contextlib.nullcontext()
-        with torch.inference_mode(), attached, checked_logits(model):
+        with torch.inference_mode(), attached, checked_logits(model), quick_sampling():
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, streamer=stream,
                 max_new_tokens=limit, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, **sampling,

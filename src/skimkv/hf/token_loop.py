@@ -7,11 +7,14 @@ one token after the other, greedily or at random, and returns the same tokens.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +26,12 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .. import ops
+from .draw import draw as draw_quickly
 from .next_logits import NextLogits, NextToken, next_logits
+from .nucleus import without_sorting_all
 from .watch import is_of_libraries
 
 PLAIN_MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
@@ -41,21 +47,72 @@ def is_plain(config: Any) -> bool:
     return one_row and config.get_generation_mode() in PLAIN_MODES
 
 
+def as_the_library_draws(scores: Tensor) -> Tensor:
+    """A random token (B,1) of every row by its scores (B,V): that of generate(), after the same torch.manual_seed."""
+    return torch.multinomial(scores.softmax(-1), 1)
+
+
+_samples_quickly: ContextVar[bool] = ContextVar("_samples_quickly", default=False)
+
+
+@contextlib.contextmanager
+def quick_sampling() -> Iterator[None]:
+    """In the `with`, our loop of generate() draws tokens that are as likely as the library's, but not the same ones.
+
+    The library makes a random number for every token of the vocabulary, and sorts all of them for top-p.
+    """
+    before = _samples_quickly.set(True)
+    try:
+        yield
+    finally:
+        _samples_quickly.reset(before)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What generate() returns of every new token, where it is asked for more than the text; None: not asked for.
+
+    scores: after the processors. logits: as they are before. Both (B,V), in float32.
+    """
+
+    scores: list[Tensor] | None = None
+    logits: list[Tensor] | None = None
+
+    def add(self, logits: Tensor, scores: Tensor) -> None:
+        """Note those of the next token."""
+        if self.logits is not None:
+            self.logits.append(logits)
+        if self.scores is not None:
+            self.scores.append(scores)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is noted."""
+        return self.scores is not None or self.logits is not None
+
+
+NOTHING = Noted()
+
+
 def choose_tokens(
-    processors: Any, input_ids: Tensor, found: NextToken, samples: bool, draws: torch.Generator | None = None
+    processors: Any,
+    input_ids: Tensor,
+    found: NextToken,
+    draw: Callable[[Tensor], Tensor] | None = None,
+    noted: Noted = NOTHING,
 ) -> Tensor:
     """The next token (B,1) of every row of input_ids (B,n), by what the model says of it.
 
-    processors: of the library, which take the logits in float32, in memory of their own. The token is the most likely
-    one or, if `samples`, a random one.
+    processors: of the library, which take the logits in float32, in memory of their own. draw: makes a random token
+    (B,1) of scores (B,V); without it the token is the most likely one.
     """
     logits, most_likely = found
-    if not processors and not samples:
+    if not processors and draw is None and not noted.is_wanted:
         return ops.argmax(logits)[:, None] if most_likely is None else most_likely
-    scores: Tensor = processors(input_ids, logits.to(torch.float32, copy=True))
-    if samples:
-        return torch.multinomial(scores.softmax(-1), 1, generator=draws)
-    return scores.argmax(-1, keepdim=True)
+    logits = logits.to(torch.float32, copy=True)
+    scores: Tensor = processors(input_ids, logits)
+    noted.add(logits, scores)
+    return scores.argmax(-1, keepdim=True) if draw is None else draw(scores)
 
 
 def loop_for(model: Any, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -90,11 +147,13 @@ def make_tokens(
 ) -> Any:
     """Append tokens to input_ids (B,n) until the criteria say stop, and return all, (B,m); the model reads `inputs`.
 
-    Where more is asked than tokens, or the model reads something else too, the library's loop returns its result.
+    With return_dict_in_generate they are part of the library's result, with its cache, scores and logits. Where more is
+    asked of the layers, or the model reads something else too, the library's loop returns its result.
     """
     config, rows = generation_config, len(input_ids)
     given = {name: value for name, value in inputs.items() if value is not None and value is not False}
-    if not given.keys() <= MODEL_ARGUMENTS or not given.get("use_cache") or config.return_dict_in_generate:
+    of_layers = config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states)
+    if not given.keys() <= MODEL_ARGUMENTS or not given.get("use_cache") or of_layers:
         return type(model)._sample(
             model, input_ids, logits_processor, stopping_criteria, config, streamer=streamer, **inputs
         )
@@ -106,15 +165,18 @@ def make_tokens(
     inputs, n = given, input_ids.shape[1]
     positions = _positions_after(inputs["position_ids"]) if "position_ids" in inputs else None
     unfinished, end, new = [True] * rows, _end(stopping_criteria), list[Tensor]()
+    draw, noted = as_the_library_draws if config.do_sample else None, _noted(config)
+    if config.do_sample and _samples_quickly.get():
+        draw, logits_processor = draw_quickly, without_sorting_all(logits_processor)
     while True:
-        tokens = choose_tokens(logits_processor, input_ids, found, config.do_sample)
+        tokens = choose_tokens(logits_processor, input_ids, found, draw, noted)
         if has_end and not all(unfinished):
             tokens = tokens.where(torch.tensor(unfinished, device=tokens.device)[:, None], config._pad_token_tensor)
         new.append(tokens)
         n += 1
         if logits_processor or end is None:  # which read the text
             input_ids, new = torch.cat([input_ids, *new], 1), []
-        ended = stopping_criteria(input_ids, None).tolist() if end is None else end.reached(tokens, n)
+        ended = stopping_criteria(input_ids, _tuple(noted.scores)).tolist() if end is None else end.reached(tokens, n)
         unfinished = [is_open and not has_ended for is_open, has_ended in zip(unfinished, ended, strict=True)]
         if streamer is not None:
             streamer.put(tokens[:, 0].clone())  # which may keep it, or write into it
@@ -128,7 +190,24 @@ def make_tokens(
         found = say_next(tokens, **inputs)
     if streamer is not None:
         streamer.end()
-    return torch.cat([input_ids, *new], 1)
+    sequences = torch.cat([input_ids, *new], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=cast(torch.LongTensor, sequences), scores=_tuple(noted.scores), logits=_tuple(noted.logits),
+        past_key_values=inputs.get("past_key_values"),
+    )  # fmt: skip
+
+
+def _noted(config: Any) -> Noted:
+    """What generate() is asked to return of every new token."""
+    if not config.return_dict_in_generate:
+        return NOTHING
+    return Noted([] if config.output_scores else None, [] if config.output_logits else None)
+
+
+def _tuple(of_tokens: list[Tensor] | None) -> Any:  # the library's annotations mean tuples of one
+    return None if of_tokens is None else tuple(of_tokens)
 
 
 class _End(NamedTuple):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from .. import ops
 from ..hf.cache import Cache
+from ..hf.draw import draw
 from ..hf.joint import can_join, joint_requests
 from ..hf.next_logits import NextLogits, NextToken, next_logits
+from ..hf.nucleus import without_sorting_all
 from ..hf.positions import counts_in_cache, positions_of
 from ..hf.token_loop import choose_tokens, is_plain
 from ..methods.base import Method
@@ -320,13 +323,12 @@ class Open:
         config = copy.copy(prompt.config)
         config.prefill_chunk_size = len(prompt.ids)  # the cache is told where the prompt ends
         call = replace(prompt, config=config)
-        self.ids, self._processors, self._criteria, config = generator._call_library(
+        self.ids, processors, self._criteria, config = generator._call_library(
             call, self.cache, custom_generate=_prepared
         )
-        self._samples: bool = config.do_sample
-        self._draws: torch.Generator | None = None
-        if prompt.seed is not None:
-            self._draws = torch.Generator(generator.model.device).manual_seed(prompt.seed)
+        self._processors = without_sorting_all(processors)
+        numbers = None if prompt.seed is None else torch.Generator(generator.model.device).manual_seed(prompt.seed)
+        self._draw = partial(draw, generator=numbers) if config.do_sample else None
 
     @property
     def unread(self) -> int:
@@ -363,8 +365,8 @@ class Open:
 
     @torch.no_grad()
     def choose(self, found: NextToken) -> None:
-        """Choose the next token by what the model says of it, as generate() does, and hand it on."""
-        token = choose_tokens(self._processors, self.ids, found, self._samples, self._draws)
+        """Choose the next token by what the model says of it, and hand it on."""
+        token = choose_tokens(self._processors, self.ids, found, self._draw)
         self.ids = torch.cat([self.ids, token], 1)
         is_last = bool(self._criteria(self.ids, None).all())
         self.is_complete = self.take(token[0].tolist()) or is_last
