@@ -28,7 +28,7 @@ from ..hf.joint import can_join, joint_requests
 from ..hf.next_logits import NextLogits, NextToken, next_logits
 from ..hf.nucleus import without_sorting_all
 from ..hf.positions import counts_in_cache, positions_of
-from ..hf.token_loop import choose_tokens, is_plain
+from ..hf.token_loop import choose_tokens, is_plain, quick_sampling
 from ..methods.base import Method
 from .conversations import FEW, Conversation, Conversations, can_crop, cut, shared
 from .folder import Folder
@@ -219,6 +219,7 @@ class Generator:
         cache = begun.cache
         watch = _Watch(cancelled, take, len(ids), cache, self.conversations if can_go_on else None)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(quick_sampling())
             if prompt.seed is not None:
                 devices = [self.model.device] if self.model.device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
