@@ -1,7 +1,8 @@
 """skimkv: decode with a small part of the key-value cache, and know exactly how many bytes it took.
 
 Importing this package imports nothing else: each name below is looked up when it is first used, and only
-attach, detach, Cache and load need transformers. Every method (Dense, SparQ, H2O, ...) is a name here too.
+attach, detach, Cache, load and quick_sampling need transformers. Every method (Dense, SparQ, H2O, ...) is a name
+here too.
 """
 
 from importlib import import_module
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from .hf.attach import attach, detach
     from .hf.cache import Cache
     from .hf.load import load
+    from .hf.token_loop import quick_sampling
     from .methods import METHODS, parse, register
     from .methods.base import Method, Traffic
     from .ops import backend
@@ -20,11 +22,12 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "METHODS", "Cache", "Method", "Shape", "Traffic", "attach", "backend", "detach", "include_dir", "load", "parse",
-    "register",
+    "quick_sampling", "register",
 ]  # fmt: skip
 
 _HOME = {
     "Cache": "hf.cache", "attach": "hf.attach", "detach": "hf.attach", "load": "hf.load",
+    "quick_sampling": "hf.token_loop",
     "Method": "methods.base", "Traffic": "methods.base", "parse": "methods", "register": "methods",
     "METHODS": "methods", "backend": "ops", "Shape": "stores.base", "include_dir": "header",
 }  # fmt: skip

@@ -129,6 +129,31 @@ def test_criteria_to_stop_are_given_the_scores(model, monkeypatch):
     assert by_library == 0
 
 
+def test_quick_samples_are_as_likely(model, monkeypatch):
+    """The first tokens of 4,000 rows, within five standard deviations; top_k=20 leaves the others out."""
+    n, ids = 4000, prompt(1, N)
+    with skimkv.attach(model, "Dense()"), skimkv.quick_sampling():
+        torch.manual_seed(0)
+        settings = {"max_new_tokens": 1, "top_k": 20, "temperature": 0.5, **SAMPLE}
+        drawn = model.generate(ids.expand(n, -1), attention_mask=torch.ones(n, N), **settings)[:, -1]
+    with torch.no_grad():
+        logits = 2 * model(ids).logits[0, -1].float()
+    likely = logits.masked_fill(logits < logits.topk(20).values[-1], -torch.inf).softmax(-1)
+    error = (likely * (1 - likely) / n).sqrt()
+    assert ((drawn.bincount(minlength=len(likely)) / n - likely).abs() <= 5 * error).all()
+
+
+def test_quick_samples_are_decided_by_the_seed_and_only_in_the_with(model, monkeypatch):
+    settings = {"rows": 2, "temperature": 1.5, **SAMPLE}
+    theirs, _, _ = generate(model, False, monkeypatch, **settings)
+    with skimkv.quick_sampling():
+        quick, again = (generate(model, True, monkeypatch, **settings)[0] for _ in range(2))
+        greedy, _, _ = generate(model, True, monkeypatch, rows=2)
+        only_one, _, _ = generate(model, True, monkeypatch, rows=2, top_k=1, **SAMPLE)
+    assert torch.equal(quick, again) and not torch.equal(quick, theirs) and torch.equal(greedy, only_one)
+    assert torch.equal(generate(model, True, monkeypatch, **settings)[0], theirs)
+
+
 def test_settings_of_the_model_count(model, monkeypatch):
     model.generation_config.num_beams = 2
     assert installation.loop_for(model, {"num_beams": 1}) is not None

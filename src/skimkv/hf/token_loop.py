@@ -57,9 +57,11 @@ _samples_quickly: ContextVar[bool] = ContextVar("_samples_quickly", default=Fals
 
 @contextlib.contextmanager
 def quick_sampling() -> Iterator[None]:
-    """In the `with`, our loop of generate() draws tokens that are as likely as the library's, but not the same ones.
+    """In the `with`, generate() of attached models draws tokens faster, as likely as the library's, but not the same.
 
-    The library makes a random number for every token of the vocabulary, and sorts all of them for top-p.
+    The library makes a random number for every token of the vocabulary, and sorts all of them for top-p, which can take
+    longer than the model. Here one number is drawn from PyTorch's generator for each token of the text, so that
+    torch.manual_seed decides as usual. It concerns text that is made token by token on a CPU, and this thread alone.
     """
     before = _samples_quickly.set(True)
     try:
