@@ -145,7 +145,9 @@ def left_padding(given: Tensor | None, n: int, rows: int) -> tuple[list[int], st
     gaps = ~real & (torch.arange(n, device=real.device) >= torch.tensor(pads, device=real.device)[:, None])
     if gaps.any():
         row, position = gaps.nonzero()[0].tolist()
-        return pads, f"attention mask, row {row}, position {position}: masked after a real token; pad on the left only"
+        where = f"attention mask, row {row}, position {position}"
+        without = "without an attention_mask, generate() masks every pad_token_id in the text"
+        return pads, f"{where}: masked after a real token; pad on the left only ({without})"
     return pads, None
 
 
