@@ -26,8 +26,8 @@ class BiasAndPenalties(LogitsProcessor):
         """Return the changed logits (B,V) for the tokens so far, input_ids (B,n)."""
         changed = scores.clone()
         if self.frequency or self.presence:
-            generated = input_ids[:, self.prompt :]
-            counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
-            changed -= self.frequency * counts + self.presence * (counts > 0)
+            for row, generated in enumerate(input_ids[:, self.prompt :]):
+                tokens, counts = generated.unique(return_counts=True)
+                changed[row, tokens] -= self.frequency * counts.to(scores.dtype) + self.presence
         changed[:, self.tokens] += self.biases.to(changed)
         return changed
