@@ -61,7 +61,8 @@ def quick_sampling() -> Iterator[None]:
 
     The library makes a random number for every token of the vocabulary, and sorts all of them for top-p, which can take
     longer than the model. Here one number is drawn from PyTorch's generator for each token of the text, so that
-    torch.manual_seed decides as usual. It concerns text that is made token by token on a CPU, and this thread alone.
+    torch.manual_seed decides as usual. It concerns this thread alone, text that is made token by token on a CPU, and
+    models whose inputs the library prepares; those that prepare their own, as Phi-3 does, sample as before.
     """
     before = _samples_quickly.set(True)
     try:
