@@ -35,7 +35,7 @@ def check(warper, x):
 
 @pytest.mark.parametrize("spread", [1, 4, 12])
 @pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 0.99, 1.0])
-@pytest.mark.parametrize("least", [1, 7])
+@pytest.mark.parametrize("least", [1, 7, CANDIDATES + 44])
 def test_the_librarys_tokens_are_kept(spread, top_p, least):
     """Of a model that computes in bfloat16 many tokens are equal."""
     warper = TopPLogitsWarper(top_p, min_tokens_to_keep=least)
@@ -77,6 +77,14 @@ def test_scores_that_are_no_numbers_are_the_librarys(value):
         x[2] = value
     warper = TopPLogitsWarper(0.9)
     assert torch.equal(Nucleus(warper)(IDS, x).isfinite(), warper(IDS, x).isfinite())
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-6])
+def test_equal_tokens_at_a_low_temperature(temperature):
+    x = torch.zeros(1, V)
+    x[0, :3] = 60 / temperature
+    found, _ = check(TopPLogitsWarper(0.7), x)
+    assert found.isfinite().sum() == 3
 
 
 def test_after_top_k_and_a_value_of_its_own():

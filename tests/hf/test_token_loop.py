@@ -1,5 +1,6 @@
 """Our loop of generate() gives the tokens of the library's, and leaves to it what it does not do."""
 
+import contextvars
 import copy
 import functools
 
@@ -152,6 +153,20 @@ def test_quick_samples_are_decided_by_the_seed_and_only_in_the_with(model, monke
         only_one, _, _ = generate(model, True, monkeypatch, rows=2, top_k=1, **SAMPLE)
     assert torch.equal(quick, again) and not torch.equal(quick, theirs) and torch.equal(greedy, only_one)
     assert torch.equal(generate(model, True, monkeypatch, **settings)[0], theirs)
+
+
+def test_quick_sampling_may_be_left_in_another_context(model):
+    """As the generators of a server are, whose steps run in one thread and then in another."""
+
+    def steps():
+        with skimkv.quick_sampling():
+            yield
+            yield
+
+    generator = steps()
+    for _ in range(2):
+        contextvars.copy_context().run(next, generator)
+    contextvars.copy_context().run(generator.close)
 
 
 def test_settings_of_the_model_count(model, monkeypatch):

@@ -27,14 +27,15 @@ class Nucleus(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores (B,V) after the tokens input_ids (B,n)."""
         found = None
-        if scores.device.type == "cpu" and scores.shape[-1] >= 2 * CANDIDATES:
+        is_large = scores.shape[-1] >= 2 * CANDIDATES and self.warper.min_tokens_to_keep <= CANDIDATES
+        if is_large and scores.device.type == "cpu":
             found = self._among_candidates(scores)
         return cast(Tensor, self.warper(cast(Any, input_ids), cast(Any, scores))) if found is None else found
 
     def _among_candidates(self, scores: Tensor) -> Tensor | None:
         """The same without the library; None where it has to be called."""
         values, tokens = scores.topk(CANDIDATES)
-        probabilities = (values - scores.logsumexp(-1, keepdim=True)).exp().double()
+        probabilities = scores.softmax(-1).gather(-1, tokens).double()
         likelier = probabilities.cumsum(-1) - probabilities  # the sum of those before a token
         if not (likelier[:, -1] > self.warper.top_p + ROUNDING).all():
             return None

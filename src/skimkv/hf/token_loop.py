@@ -64,11 +64,12 @@ def quick_sampling() -> Iterator[None]:
     torch.manual_seed decides as usual. It concerns this thread alone, text that is made token by token on a CPU, and
     models whose inputs the library prepares; those that prepare their own, as Phi-3 does, sample as before.
     """
-    before = _samples_quickly.set(True)
+    before = _samples_quickly.get()
+    _samples_quickly.set(True)
     try:
         yield
     finally:
-        _samples_quickly.reset(before)
+        _samples_quickly.set(before)  # a token of the first set() means nothing in a generator that changes threads
 
 
 @dataclass(frozen=True)
