@@ -133,9 +133,8 @@ def load(arguments: argparse.Namespace, parallel: int) -> list[Answered]:
             raise SystemExit(f"the server did not start; try {' '.join(argv[2:])}")
         port, prompts = int(first.rpartition(":")[2].partition("/")[0]), make_prompts(arguments)
         end, sampling = arguments.end_token, {"temperature": arguments.temperature, "top_p": arguments.top_p}
-        ask_all(
-            port, arguments.model, [prompts[0][:100]], 8, end, sampling
-        )  # the first tokens prepare the model's layers
+        # The first tokens prepare the model's layers.
+        ask_all(port, arguments.model, [prompts[0][:100]], 8, end, sampling)
         return ask_all(port, arguments.model, prompts, arguments.new, end, sampling)
     finally:
         process.terminate()  # which lets files be written

@@ -130,7 +130,7 @@ def test_criteria_to_stop_are_given_the_scores(model, monkeypatch):
     assert by_library == 0
 
 
-def test_quick_samples_are_as_likely(model, monkeypatch):
+def test_quick_samples_are_as_likely(model):
     """The first tokens of 4,000 rows, within five standard deviations; top_k=20 leaves the others out."""
     n, ids = 4000, prompt(1, N)
     with skimkv.attach(model, "Dense()"), skimkv.quick_sampling():

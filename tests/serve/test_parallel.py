@@ -19,6 +19,7 @@ import skimkv
 from skimkv import ops
 from skimkv.hf.cache import Cache
 from skimkv.hf.joint import _JointStep, joint_requests
+from skimkv.hf.token_loop import loop_for
 from skimkv.serve import worker as worker_module
 from skimkv.serve.conversations import Conversations
 from skimkv.serve.generation import ALIKE, Generator, Open
@@ -85,8 +86,8 @@ def together(made: Generator, asked: list[Asked], piece: int) -> list[list[int]]
 
 
 def alone(made: Generator, one: Asked) -> list[int]:
-    """The tokens of the library's generate(), with a cache of its own; of a random answer those that it gets alone."""
-    if "seed" in one.fields:
+    """The tokens of generate() with a cache of its own; random ones of steps alone, where the library draws others."""
+    if "seed" in one.fields and loop_for(made.model, {}) is None:
         return together(made, [one._replace(begins=0)], piece=1000)[0]
     ids = tiny_models.prompt(n=one.n, seed=one.n)[0].tolist()
     prompt = made.prompt(ids, one.fields, one.new)

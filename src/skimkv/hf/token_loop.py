@@ -57,7 +57,7 @@ _samples_quickly: ContextVar[bool] = ContextVar("_samples_quickly", default=Fals
 
 @contextlib.contextmanager
 def quick_sampling() -> Iterator[None]:
-    """In the `with`, generate() of attached models draws tokens faster, as likely as the library's, but not the same.
+    """Draw random tokens faster inside a `with`, in generate() of attached models: as likely ones, but not the same.
 
     The library makes a random number for every token of the vocabulary, and sorts all of them for top-p, which can take
     longer than the model. Here one number is drawn from PyTorch's generator for each token of the text, so that
